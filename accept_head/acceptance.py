@@ -1,0 +1,61 @@
+"""One token: how likely it is accepted, what replaces it, and the coupling behind both (equations §1 and §4).
+
+p is the target's distribution and q the draft's, after sampling processing: float tensors (..., vocab) that sum to 1.
+Greedy decoding is the limit in which both are one-hot. Names follow Leviathan et al. 2023 and SpecDec++.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accept_head.sampling import draw
+
+
+def acceptance_probability(p: Tensor, q: Tensor, y: Tensor) -> Tensor:
+    """a(y) = min(1, p(y) / q(y)). p, q: (..., vocab); y: (...) ids with q(y) > 0 → (...)."""
+    return _ratio(p, q, y).clamp(max=1.0)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """β = Σ_y min(p(y), q(y)) = 1 − TV(p, q) = E_{y∼q}[a(y)]. p, q: (..., vocab) → (...)."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """[p − q]₊ / Σ[p − q]₊: what a rejected position is redrawn from. p, q: (..., vocab) → (..., vocab).
+
+    Where p and q are equal nothing is ever rejected and the residual is undefined; p is returned there.
+    """
+    positive = (p - q).clamp(min=0)
+    total = positive.sum(-1, keepdim=True)
+    return torch.where(total > 0, positive / total.clamp(min=torch.finfo(p.dtype).tiny), p)
+
+
+class Coupled(NamedTuple):
+    """What maximal coupling would have drawn for a given target token. Both fields have the shape of `x`."""
+
+    draft_ids: Tensor  # Y ∼ q
+    accepted: Tensor  # bool; where true, Y equals X
+
+
+def couple_with_target(p: Tensor, q: Tensor, x: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor) -> Coupled:
+    """Post-hoc coupling (equations §4): given X ∼ p, draw the Y that speculative decoding would have proposed.
+
+    accepted ∼ Bernoulli(min(1, q(X)/p(X))); Y = X if accepted, else Y ∼ [q − p]₊. Then Y ∼ q, P(accepted) = β, and
+    P(accepted | Y) = a(Y).
+
+    p, q: (..., vocab); x: (...) ids drawn from p; accept_uniform, redraw_uniform: (...) independent in [0, 1).
+    """
+    accepted = accept_uniform < _ratio(q, p, x)
+    draft_ids = torch.where(accepted, x, draw(residual(q, p), redraw_uniform))
+    return Coupled(draft_ids, accepted)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor, y: Tensor) -> Tensor:
+    index = y.unsqueeze(-1)
+    top, bottom = numerator.gather(-1, index).squeeze(-1), denominator.gather(-1, index).squeeze(-1)
+    # 0/0 is 0: a response scored in another batch can fall just outside top-k, and is then simply not accepted.
+    return torch.where(top > 0, top / bottom, torch.zeros_like(top))

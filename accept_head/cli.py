@@ -1,0 +1,90 @@
+"""The front door: one console command, one verb a step of the data flow.
+
+Each verb is a function; jsonargparse makes its options, `--config` and `--print_config` from the signature. A verb's
+module is imported only when it is chosen, so `--help` is quick and the ground floor stays free of the two above it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from accept_head.errors import InputError
+from accept_head.version import VERSION
+
+VERBS = {
+    "collect": ("accept_head.training.collect", "collect", "prompts, draft and target -> coupled traces"),
+    "train": ("accept_head.training.run", "train", "traces and draft -> a head"),
+    "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
+}
+
+
+def run() -> None:
+    """Entry point of the console command: exit code 0 done, 2 the input is wrong (one line on stderr), 1 a bug."""
+    raise SystemExit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb and return the exit code. Errors that are not InputError are raised."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if arguments[0] == "--version":
+        print(VERSION)
+        return 0
+    verb, options = arguments[0], list(arguments[1:])
+    if verb not in VERBS:
+        return _wrong_input(f"unknown verb {verb!r}, expected one of: {', '.join(VERBS)}")
+    try:
+        _call(verb, options)
+    except InputError as error:
+        return _wrong_input(str(error))
+    except Exception:
+        print("accept-head: this is a bug; please report it with the traceback and the command line.", file=sys.stderr)
+        raise
+    return 0
+
+
+def _call(verb: str, options: list[str]) -> None:
+    from jsonargparse import ArgumentParser, auto_cli
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    module, name, _ = VERBS[verb]
+    function = getattr(importlib.import_module(module), name)
+    _quiet_libraries()
+
+    class OneLineParser(ArgumentParser):
+        def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+            raise InputError(" ".join(str(message).split()).removesuffix(".") + f" (see accept-head {verb} --help)")
+
+    auto_cli(function, args=options, parser_class=OneLineParser, prog=f"accept-head {verb}", as_positional=False)
+
+
+def _wrong_input(message: str) -> int:
+    print(f"accept-head: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:10} {line}" for verb, (_, _, line) in VERBS.items())
+    return f"usage: accept-head VERB [options]\n\nverbs:\n{verbs}\n\n`accept-head VERB --help` lists a verb's options."
+
+
+def _quiet_libraries() -> None:
+    """Progress and results are ours to print; libraries keep their warnings."""
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # Lightning's own use of a deprecated torch name, and its remark that our batches are not index lists.
+    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
+    warnings.filterwarnings("ignore", message=".*Couldn't infer the batch indices.*")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")

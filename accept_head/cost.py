@@ -1,0 +1,110 @@
+"""What a policy costs: SpecDec++ eqs 3.1, 3.2 and 5.1, the oracle (theorem 4.1), speed-up and share of the gap closed.
+
+The two rates do not depend on the hardware; the two forward times do not depend on the policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from accept_head.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardCosts:
+    """Seconds of one forward pass: the draft on one token, the target on one verification."""
+
+    t_draft: float
+    t_target: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("t_draft", self.t_draft), ("t_target", self.t_target)):
+            if not 0 < value < float("inf"):
+                raise InputError(f"{name} is {value}, expected a positive number of seconds")
+
+    @property
+    def ratio(self) -> float:
+        """c = t_draft / t_target."""
+        return self.t_draft / self.t_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeCounts:
+    """Sums over one or many responses; rates are taken last, so counts of several responses can be added.
+
+    generated: tokens emitted (N). discarded: drafted tokens that were not accepted (N_discarded).
+    target_forwards: verifications (N_target). draft_forwards: draft steps (N_draft).
+    """
+
+    generated: float
+    discarded: float
+    target_forwards: float
+    draft_forwards: float
+
+    def __add__(self, other: DecodeCounts) -> DecodeCounts:
+        return DecodeCounts(
+            generated=self.generated + other.generated,
+            discarded=self.discarded + other.discarded,
+            target_forwards=self.target_forwards + other.target_forwards,
+            draft_forwards=self.draft_forwards + other.draft_forwards,
+        )
+
+    @staticmethod
+    def total(counts: Iterable[DecodeCounts]) -> DecodeCounts:
+        zero = DecodeCounts(generated=0, discarded=0, target_forwards=0, draft_forwards=0)
+        return sum(counts, start=zero)
+
+    @property
+    def discard_rate(self) -> float:
+        """N_discarded / N."""
+        return self.discarded / self.generated
+
+    @property
+    def verification_rate(self) -> float:
+        """N_target / N."""
+        return self.target_forwards / self.generated
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens emitted per target forward, the bonus or redrawn token included."""
+        return self.generated / self.target_forwards
+
+
+def total_time(costs: ForwardCosts, *, draft_forwards: float, target_forwards: float) -> float:
+    """T = t_draft·N_draft + t_target·N_target, seconds (eq. 3.1)."""
+    return costs.t_draft * draft_forwards + costs.t_target * target_forwards
+
+
+def time_per_token(costs: ForwardCosts, *, discard_rate: float, verification_rate: float) -> float:
+    """T/N = t_draft + t_draft·(discard rate) + (t_target − t_draft)·(verification rate), seconds (eq. 5.1).
+
+    It holds when each drafted token costs one draft forward: N_draft = N + N_discarded − N_target.
+    """
+    return costs.t_draft * (1 + discard_rate) + (costs.t_target - costs.t_draft) * verification_rate
+
+
+def throughput(costs: ForwardCosts, *, discard_rate: float, verification_rate: float) -> float:
+    """Tokens per second by eq. 5.1."""
+    return 1 / time_per_token(costs, discard_rate=discard_rate, verification_rate=verification_rate)
+
+
+def speedup(costs: ForwardCosts, *, discard_rate: float, verification_rate: float) -> float:
+    """Throughput relative to autoregressive decoding, which has discard rate 0 and verification rate 1."""
+    return throughput(costs, discard_rate=discard_rate, verification_rate=verification_rate) * costs.t_target
+
+
+def oracle_counts(*, generated: int, rejections: int) -> DecodeCounts:
+    """Theorem 4.1: stopping just before each rejected proposal discards nothing and needs |S| + 1 target forwards."""
+    target_forwards = rejections + 1
+    return DecodeCounts(
+        generated=generated,
+        discarded=0,
+        target_forwards=target_forwards,
+        draft_forwards=max(0, generated - target_forwards),
+    )
+
+
+def oracle_gap_closed(policy: float, best_fixed: float, oracle: float) -> float:
+    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)); arguments are throughputs."""
+    return (policy - best_fixed) / (oracle - best_fixed)

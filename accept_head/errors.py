@@ -1,0 +1,11 @@
+"""The one exception that means: the user's input is wrong, and this sentence says which part of it."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """A file, field or value given by the user is wrong.
+
+    The message is one sentence that names it and says what was expected. The command line prints it on one line and
+    exits with code 2, without a traceback.
+    """

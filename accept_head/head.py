@@ -1,0 +1,165 @@
+"""The acceptance prediction head: a small network on the draft's last hidden state (SpecDec++ §4.1, eq. 4.1).
+
+    P̂(Y_i accepted | x, Y₁..Y_i) = sigmoid(f_θ(e_i))        e_i: the draft's hidden state, after the final norm, at Y_i
+
+f_θ is `depth` residual blocks e ← e + SiLU(W e + b), each with weights of its own (the research code shares one matrix
+among all of them), and a linear layer with one logit per prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from accept_head.errors import InputError
+
+Predicts = Literal["token", "next", "both"]
+Prediction = Literal["token", "next"]
+
+MAX_DEPTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """What a head is; the whole content of its `config.json`.
+
+    hidden_size: channels of the draft's last hidden state.
+    depth: residual blocks, 0 (a linear probe) to 4.
+    predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
+        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each.
+    """
+
+    hidden_size: int
+    depth: int = 3
+    predicts: Predicts = "token"
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.hidden_size) or self.hidden_size < 1:
+            raise InputError(f"head config: hidden_size is {self.hidden_size!r}, expected a positive integer")
+        if not _is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
+            raise InputError(f"head config: depth is {self.depth!r}, expected an integer from 0 to {MAX_DEPTH}")
+        if self.predicts not in get_args(Predicts):
+            raise InputError(f"head config: predicts is {self.predicts!r}, expected one of {get_args(Predicts)}")
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """The predictions in the order of the head's logits."""
+        return ("token", "next") if self.predicts == "both" else (self.predicts,)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "head config") -> HeadConfig:
+        """Strict: an unknown or missing field is an InputError that names it and `source`."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InputError(f"{source}: unknown field {unknown[0]!r}, expected {sorted(known)}")
+        if "hidden_size" not in values:
+            raise InputError(f"{source}: field 'hidden_size' is missing")
+        return cls(**values)
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b). W starts at zero, so that a deep head starts as a linear probe."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + nn.functional.silu(self.linear(hidden))
+
+
+class AcceptanceHead(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="accept-head",
+    tags=["speculative-decoding", "acceptance-prediction"],
+):
+    """Acceptance prediction head. `save_pretrained` / `from_pretrained` use `model.safetensors` and `config.json` only."""
+
+    def __init__(self, config: HeadConfig | dict[str, Any]):
+        super().__init__()
+        self.config = HeadConfig.from_dict(config) if isinstance(config, dict) else config
+        self.blocks = nn.ModuleList(ResidualBlock(self.config.hidden_size) for _ in range(self.config.depth))
+        self.output = nn.Linear(self.config.hidden_size, len(self.config.predictions))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: (..., hidden_size), any float dtype → logits (..., predictions), float32 or wider."""
+        hidden = hidden.to(self.output.weight.dtype)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.output(hidden)
+
+    def probability(self, hidden: Tensor, prediction: Prediction = "token") -> Tensor:
+        """P̂ of one prediction. hidden: (..., hidden_size) → (...). Raises InputError if this head does not make it."""
+        return self(hidden)[..., self.index_of(prediction)].sigmoid()
+
+    def index_of(self, prediction: Prediction) -> int:
+        """Position of a prediction among the logits. Raises InputError if this head does not make it."""
+        if prediction not in self.config.predictions:
+            raise InputError(f"this head predicts {self.config.predicts!r}, but {prediction!r} was asked for")
+        return self.config.predictions.index(prediction)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> AcceptanceHead:  # type: ignore[override]
+        """Load from a local folder or a Hub repository, from safetensors only.
+
+        Raises InputError, naming the file, field or tensor, when the config or the weights are not those of a head.
+        """
+        folder = Path(pretrained_model_name_or_path)
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise InputError(f"{folder}: no config.json in it, so it is not a head")
+        if folder.is_file() or (folder.is_absolute() and not folder.exists()):
+            raise InputError(f"{folder}: not a head folder")
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{folder / 'config.json'}: not valid JSON ({error})") from None
+
+    @classmethod
+    def _from_pretrained(
+        cls, *, model_id: str, map_location: str = "cpu", config: Any = None, **options: Any
+    ) -> AcceptanceHead:
+        # The mixin's own version falls back to a pickle when there is no safetensors file; this one must not.
+        source = str(Path(model_id) / "config.json")
+        if not isinstance(config, dict):
+            raise InputError(f"{source}: expected a JSON object with the head's fields")
+        head = cls(HeadConfig.from_dict(config, source))
+        path = Path(model_id) / "model.safetensors"
+        if not Path(model_id).is_dir():
+            download = ("revision", "cache_dir", "force_download", "token", "local_files_only")
+            path = Path(hf_hub_download(model_id, path.name, **{k: v for k, v in options.items() if k in download}))
+        head._load_exactly(path)
+        return head.to(map_location).eval()
+
+    def _load_exactly(self, path: Path) -> None:
+        """Fill the parameters from a safetensors file that must hold just them, in these shapes."""
+        try:
+            stored = load_file(path)
+        except (FileNotFoundError, OSError, SafetensorError) as error:
+            raise InputError(f"{path}: not readable as safetensors ({error})") from None
+        expected = self.state_dict()
+        if missing := sorted(set(expected) - set(stored)):
+            raise InputError(f"{path}: tensor {missing[0]!r} is missing")
+        if extra := sorted(set(stored) - set(expected)):
+            raise InputError(f"{path}: tensor {extra[0]!r} does not belong to a head of this config")
+        for name, tensor in stored.items():
+            if tensor.shape != expected[name].shape:
+                shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+                raise InputError(f"{path}: tensor {name!r} has shape {shapes}")
+        self.load_state_dict(stored)
+
+
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

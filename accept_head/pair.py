@@ -1,0 +1,203 @@
+"""A draft/target pair: loading it, proving that both sides speak the same vocabulary, and reading hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.files import sha256
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its draft and their tokenizer, ready for inference (eval mode, no gradients)."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int  # ids that both models score; outputs beyond it are padding of the embedding matrix
+
+
+def load_pair(
+    target: str | Path,
+    draft: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> Pair:
+    """Load both models and check that their tokenizers map the same tokens to the same ids.
+
+    target, draft: local folders or Hub names. dtype: `float32`, `bfloat16`, `float16`, or `auto`: the stored dtype on an
+    accelerator, float32 on a CPU. device: where both go; the first GPU, or the CPU. device_map: given to the target
+    only, for one that is larger than a device.
+
+    Raises InputError naming the option when a model cannot be loaded or the vocabularies differ.
+    """
+    target_tokenizer = load_tokenizer(target, "--target", trust_remote_code)
+    draft_tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
+    check_same_vocabulary(target_tokenizer, draft_tokenizer)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    target_model = load_model(target, "--target", device=device, device_map=device_map, **options)
+    draft_model = load_model(draft, "--draft", device=device, **options)
+    vocab_size = min(output_size(target_model), output_size(draft_model))
+    if vocab_size <= max(target_tokenizer.get_vocab().values()):
+        raise InputError(
+            f"the tokenizer has {len(target_tokenizer)} tokens, but --target scores {output_size(target_model)} ids "
+            f"and --draft {output_size(draft_model)}: both must score every token"
+        )
+    return Pair(target_model, draft_model, target_tokenizer, vocab_size)
+
+
+def load_model(
+    name: str | Path,
+    option: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device | None = None,
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load one causal language model for inference. Raises InputError naming `option` when that fails."""
+    from transformers import AutoModelForCausalLM
+
+    place = torch.device(device) if device else default_device()
+    resolved = _resolve_dtype(dtype, place)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=resolved, device_map=device_map, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise InputError(f"{option} {name}: cannot be loaded as a causal language model ({_one_line(error)})") from None
+    if device_map is None:
+        model = model.to(place)
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str | Path, option: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that pads on the left. Raises InputError naming `option` when that fails."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, padding_side="left")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{option} {name}: its tokenizer cannot be loaded ({_one_line(error)})") from None
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Compare token → id on both sides. Raises InputError naming the first token that differs.
+
+    Equal sizes prove nothing: two vocabularies of one size can number their tokens differently.
+    """
+    target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
+    if target_ids == draft_ids:
+        return
+    token = min(t for t in target_ids.keys() | draft_ids.keys() if target_ids.get(t) != draft_ids.get(t))
+    raise InputError(
+        f"--target and --draft have different vocabularies: token {token!r} is id {target_ids.get(token)} for the "
+        f"target and id {draft_ids.get(token)} for the draft; a draft must share its target's tokenizer"
+    )
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the token → id map."""
+    return sha256("\n".join(f"{token}\t{index}" for token, index in sorted(tokenizer.get_vocab().items())))
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """SHA-256 of parameter names, shapes and up to 64 values of each, rounded to bfloat16.
+
+    Rounding makes it the same in every dtype the model may be loaded in; it tells checkpoints apart, not dtypes.
+    """
+    parts = []
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
+        parts.append(f"{name} {tuple(parameter.shape)} {sample.tolist()}")
+    return sha256("\n".join(parts))
+
+
+class Forward(NamedTuple):
+    logits: Tensor  # (batch, seq, vocab)
+    hidden: Tensor  # (batch, seq, hidden), after the final norm
+
+
+def forward_with_hidden(model: PreTrainedModel, **inputs: Any) -> Forward:
+    """One forward pass that also returns the last hidden state after the final norm, for any architecture.
+
+    Asking for `output_hidden_states` would keep every layer's; recomputing logits from the hidden state would miss
+    what some architectures do after it (Gemma's soft-capping). A hook on the base model has neither fault.
+    """
+    captured: list[Tensor] = []
+    handle = base_model(model).register_forward_hook(lambda _module, _inputs, out: captured.append(out[0]))
+    try:
+        logits = model(**inputs).logits
+    finally:
+        handle.remove()
+    return Forward(logits, captured[0])
+
+
+def base_model(model: PreTrainedModel) -> torch.nn.Module:
+    """The transformer without its language-model head; its first output is the hidden state after the final norm."""
+    base = model.base_model
+    if base is model:
+        raise InputError(f"{type(model).__name__} has no base model to read hidden states from")
+    return base
+
+
+def output_size(model: PreTrainedModel) -> int:
+    """Number of ids the model scores, embedding padding included."""
+    return model.get_output_embeddings().weight.shape[0]
+
+
+def hidden_size(model: PreTrainedModel) -> int:
+    """Channels of the last hidden state."""
+    return model.get_output_embeddings().weight.shape[1]
+
+
+def context_tokens(model: PreTrainedModel) -> int:
+    """Longest sequence the model has positions for, in tokens."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise InputError(f"dtype is {dtype!r}, expected auto, float32, bfloat16 or float16")
+    return getattr(torch, dtype)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def attention_mask_for(model: PreTrainedModel, allowed: Tensor) -> Tensor:
+    """A 4-D mask in the form that this model's attention takes. allowed: (batch, 1, query, key) bool.
+
+    Raises InputError for attention implementations that do not take an explicit mask.
+    """
+    implementation = model.config._attn_implementation
+    if implementation == "sdpa":
+        return allowed
+    if implementation == "eager":
+        return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(model.dtype).min
+        )
+    raise InputError(f"attention implementation is {implementation!r}, expected 'sdpa' or 'eager': it takes no 4-D mask")

@@ -1,0 +1,41 @@
+"""Random numbers that belong to a place, not to a moment: u = hash(seed, counter₁, counter₂, …).
+
+A trace, a mixing mask or a decoded row is then the same whatever batch, process or order it was computed in, and a
+resumed run needs no generator state. The hash is splitmix64 (Steele, Lea and Flood, 2014), chained over the counters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def uniforms(seed: int, *counters: Tensor | int) -> Tensor:
+    """Uniform numbers in [0, 1) of 53 random bits, as float64, one per element of the broadcast `counters`.
+
+    `counters` are integers or integer tensors that broadcast against each other; equal (seed, counters) give equal
+    numbers on every device.
+    """
+    tensors = [counter for counter in counters if isinstance(counter, Tensor)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    state = _splitmix64(torch.tensor(seed, dtype=torch.int64, device=device))
+    for counter in counters:
+        state = _splitmix64(state ^ torch.as_tensor(counter, dtype=torch.int64, device=device))
+    return _shift_right(state, 11).double() * 2.0**-53
+
+
+def _splitmix64(state: Tensor) -> Tensor:
+    """One step on int64 tensors; multiplication and addition wrap, which is arithmetic modulo 2**64."""
+    state = state + _signed(0x9E3779B97F4A7C15)
+    state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's >> on int64 copies the sign bit, so mask it away."""
+    return (state >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,80 @@
+"""How a token is drawn: temperature, top-k, top-p. The same processing is applied to both models, always.
+
+`p` (target) and `q` (draft) everywhere in this package are the distributions *after* this processing, because those
+are the ones sampled from. The warpers are transformers' own, so generation, scoring and decoding cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling settings.
+
+    temperature: 0 means greedy: the distribution is one-hot on the argmax.
+    top_k: most likely tokens kept; 0 keeps all.
+    top_p: smallest set of tokens whose probability reaches this; 1 keeps all.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise InputError(f"temperature is {self.temperature}, expected a number >= 0 (0 is greedy)")
+        if self.top_k < 0:
+            raise InputError(f"top_k is {self.top_k}, expected an integer >= 0 (0 keeps all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p}, expected a number in (0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def generation_kwargs(self) -> dict[str, Any]:
+        """The same settings as keyword arguments of transformers' `generate`."""
+        if self.greedy:
+            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """Processed distribution. logits: (..., vocab), any float dtype → float32 probabilities (..., vocab)."""
+        if self.greedy:
+            one_hot = torch.zeros_like(logits, dtype=torch.float32)
+            return one_hot.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        scores = logits.float().flatten(0, -2)  # (rows, vocab), the shape that warpers expect
+        no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
+        if self.temperature != 1:
+            scores = TemperatureLogitsWarper(self.temperature)(no_ids, scores)
+        if self.top_k:
+            scores = TopKLogitsWarper(self.top_k)(no_ids, scores)
+        if self.top_p < 1:
+            scores = TopPLogitsWarper(self.top_p)(no_ids, scores)
+        return scores.softmax(-1).view(logits.shape)
+
+
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse-CDF draw. probabilities: (..., vocab), need not be normalised; uniform: (...) in [0, 1) → ids (...).
+
+    Sums are taken in float64, and the result is always a token of positive probability, so rounding at the upper end
+    cannot select a token that was filtered out.
+    """
+    cumulative = probabilities.double().cumsum(-1)
+    threshold = uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[..., -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    last_positive = (cumulative < cumulative[..., -1:]).sum(-1)
+    return torch.minimum(index, last_positive)

@@ -1,0 +1,168 @@
+"""Coupled traces: what collect writes and everything else reads.
+
+One record is one target response with, at each of its positions, the token that the draft would have proposed and how
+the proposal would have fared. A folder of traces is `trace_config.json` and parquet shards of a fixed number of
+prompts. Which shards a folder must have follows from its config, so completeness is derived, never recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accept_head.errors import InputError
+from accept_head.files import atomic_path, read_json, write_json
+from accept_head.sampling import Sampling
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
+
+TRACE_VERSION = 1
+CONFIG_NAME = "trace_config.json"
+
+# Per position i of the response, all of the response's length:
+POSITION_COLUMNS = {
+    "response_ids": "int32",  # X_i, the target's token
+    "draft_ids": "int32",  # Y_i ∼ q, coupled with X_i
+    "accepted": "bool",  # whether Y_i is accepted; then Y_i = X_i
+    "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
+    "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
+    "target_logprob": "float32",  # log p(X_i)
+    "draft_logprob": "float32",  # log q(Y_i)
+    "draft_max_prob": "float32",  # max_y q(y)
+    "draft_entropy": "float32",  # −Σ q log q, nats
+}
+
+
+def trace_features() -> Features:
+    """The schema of one record, as `datasets.Features`."""
+    from datasets import Features, List, Value
+
+    columns = {name: List(Value(kind)) for name, kind in POSITION_COLUMNS.items()}
+    return Features(
+        {
+            "index": Value("int64"),  # the prompt's line in the prompts file
+            "id": Value("string"),
+            "domain": Value("string"),  # "" when the prompts name none
+            "finished": Value("bool"),  # whether the response ended by itself, with an end-of-sequence token
+            "prompt_ids": List(Value("int32")),
+            **columns,
+        }
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """How a folder of traces was made. Two runs with equal configs write the same records.
+
+    target, draft: name and fingerprint. vocabulary: fingerprint of the tokenizer. prompts: SHA-256 of the prompts used.
+    num_prompts: records in the folder. shard_size: records a shard. batch_size: prompts generated together; it decides
+    which random numbers a response gets.
+    """
+
+    target: str
+    target_fingerprint: str
+    draft: str
+    draft_fingerprint: str
+    vocabulary_fingerprint: str
+    prompts_fingerprint: str
+    num_prompts: int
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
+    batch_size: int
+    shard_size: int
+    version: int = TRACE_VERSION
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.num_prompts // self.shard_size)
+
+    def shard_rows(self, shard: int) -> int:
+        return min(self.shard_size, self.num_prompts - shard * self.shard_size)
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / CONFIG_NAME, asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> TraceConfig:
+        """Raises InputError naming the file or field when it is missing or not of this version."""
+        path = folder / CONFIG_NAME
+        if not folder.is_dir():
+            raise InputError(f"{folder}: no such trace folder")
+        if not path.exists():
+            raise InputError(f"{folder}: no {CONFIG_NAME} in it, so it is not a trace folder")
+        values = read_json(path)
+        if values.get("version") != TRACE_VERSION:
+            raise InputError(f"{path}: version is {values.get('version')!r}, expected {TRACE_VERSION}")
+        if wrong := sorted(set(values) ^ {field.name for field in fields(cls)}):
+            raise InputError(f"{path}: field {wrong[0]!r} is {'unknown' if wrong[0] in values else 'missing'}")
+        try:
+            return cls(**{**values, "sampling": Sampling(**values["sampling"])})
+        except TypeError as error:
+            raise InputError(f"{path}: field 'sampling' is not valid ({error})") from None
+
+
+def shard_path(folder: Path, shard: int) -> Path:
+    return folder / f"shard-{shard:05d}.parquet"
+
+
+def write_shard(folder: Path, shard: int, records: Sequence[dict[str, Any]]) -> None:
+    """Write one shard atomically: it is there whole or not at all."""
+    from datasets import Dataset
+
+    dataset = Dataset.from_list(list(records), features=trace_features())
+    with atomic_path(shard_path(folder, shard)) as temporary:
+        dataset.to_parquet(temporary, write_page_checksum=True)
+
+
+def missing_shards(folder: Path, config: TraceConfig) -> list[int]:
+    """Shards that are still to be collected."""
+    return [shard for shard in range(config.num_shards) if not shard_path(folder, shard).exists()]
+
+
+def read_traces(folder: Path) -> tuple[TraceConfig, Dataset]:
+    """Read and validate a trace folder; records are in the order of the prompts.
+
+    Raises InputError naming the folder, shard or column when a shard is missing, truncated or inconsistent.
+    """
+    from datasets import Dataset, concatenate_datasets
+
+    config = TraceConfig.load(folder)
+    if missing := missing_shards(folder, config):
+        raise InputError(
+            f"{folder}: {len(missing)} of {config.num_shards} shards are missing (first: "
+            f"{shard_path(folder, missing[0]).name}); run the same `accept-head collect` again to finish it"
+        )
+    tables = [_read_shard(folder, shard, config.shard_rows(shard)) for shard in range(config.num_shards)]
+    return config, concatenate_datasets([Dataset(table) for table in tables])
+
+
+def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) -> None:
+    """Raises InputError when the traces were made with another draft than the one with this fingerprint."""
+    if config.draft_fingerprint != draft_fingerprint:
+        raise InputError(f"{folder}: made by another pair (its draft was {config.draft}); --draft must be that draft")
+
+
+def _read_shard(folder: Path, shard: int, rows: int) -> Any:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    path = shard_path(folder, shard)
+    schema = trace_features().arrow_schema
+    try:
+        table = pq.read_table(path, page_checksum_verification=True, memory_map=True)
+        table = table.select(schema.names).cast(pa.schema(list(schema)))
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        message = " ".join(str(error).split())[:160]
+        raise InputError(f"{path}: damaged or not a trace shard ({message})") from None
+    if table.num_rows != rows:
+        raise InputError(f"{path}: {table.num_rows} records, expected {rows}")
+    lengths = pc.list_value_length(table["response_ids"])
+    for name in POSITION_COLUMNS:
+        if not pc.all(pc.equal(pc.list_value_length(table[name]), lengths)).as_py():
+            raise InputError(f"{path}: column {name!r} is not as long as 'response_ids' in every record")
+    return table.replace_schema_metadata(schema.metadata)

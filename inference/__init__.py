@@ -1,0 +1,10 @@
+"""How a head is used: policies, the decode loop, and what they gain."""
+
+if __name__ != "accept_head.inference":
+    raise ImportError("import this package as accept_head.inference: the folder is only where its source lives")
+
+from accept_head.inference.decode import Generation, generate
+from accept_head.inference.policies import make_policy
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
+
+__all__ = ["DraftPolicy", "DraftStep", "Generation", "Signal", "VerifyOutcome", "generate", "make_policy"]

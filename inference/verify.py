@@ -1,0 +1,40 @@
+"""Lossless verification of a batch of drafts of different lengths (Leviathan et al. 2023, Alg. 1; equations §1)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accept_head.acceptance import acceptance_probability, residual
+from accept_head.sampling import draw
+
+
+class Verified(NamedTuple):
+    """accepted: (batch,) draft tokens accepted, from the first on. next_ids: (batch,) the token that follows them."""
+
+    accepted: Tensor
+    next_ids: Tensor
+
+
+def verify(
+    p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
+) -> Verified:
+    """Accept Y_i with probability min(1, p(Y_i)/q(Y_i)) until the first rejection; redraw that one from the residual,
+    or draw a bonus token from p when all are accepted.
+
+    p: (batch, k + 1, vocab), the target at each draft position and after the last. q: (batch, k, vocab) and draft_ids:
+    (batch, k), of which row r uses the first drafted[r]. accept_uniform: (batch, k); redraw_uniform: (batch,).
+    """
+    rows, k = draft_ids.shape
+    if k == 0:
+        return Verified(torch.zeros_like(drafted), draw(p[:, 0], redraw_uniform))
+    within = torch.arange(k, device=p.device) < drafted[:, None]  # (batch, k)
+    passed = (accept_uniform < acceptance_probability(p[:, :k], q, draft_ids)) & within
+    accepted = passed.long().cumprod(-1).sum(-1)
+    row = torch.arange(rows, device=p.device)
+    p_next = p[row, accepted]  # (batch, vocab)
+    q_next = q[row, accepted.clamp(max=k - 1)]
+    rejected = (accepted < drafted)[:, None]
+    return Verified(accepted, draw(torch.where(rejected, residual(p_next, q_next), p_next), redraw_uniform))

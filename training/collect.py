@@ -1,0 +1,206 @@
+"""`accept-head collect`: prompts → target responses → scored, coupled traces, in shards that survive any interruption.
+
+A Lightning predict run. Shard s belongs to rank s mod world size; what a shard holds depends on the settings alone, so
+any number of processes, and any number of kills and reruns, leaves the same records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import BasePredictionWriter
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from accept_head.errors import InputError
+from accept_head.files import writable_folder
+from accept_head.pair import Pair, context_tokens, load_pair, model_fingerprint, vocabulary_fingerprint
+from accept_head.sampling import Sampling
+from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards, write_shard
+from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
+from accept_head.training.prompts import Prompt, load_prompts, prompts_fingerprint
+from accept_head.training.respond import end_ids, respond
+from accept_head.training.score import score
+
+
+def collect(
+    target: str,
+    draft: str,
+    prompts: str,
+    out: str,
+    field: str = "prompt",
+    split: str = "train",
+    temperature: float = 1.0,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    max_new_tokens: int = 128,
+    max_prompts: int | None = None,
+    batch_size: int = 32,
+    shard_size: int = 64,
+    seed: int = 0,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> None:
+    """Let the target answer prompts and record what the draft would have proposed: a folder of coupled traces.
+
+    Run it again with the same options to continue an interrupted run. Under `accelerate launch` the work is divided
+    over the processes.
+
+    Args:
+        target: Target model, a folder or Hub name.
+        draft: Draft model, a folder or Hub name; it must share the target's tokenizer.
+        prompts: JSONL file, or a name or folder for `datasets.load_dataset`.
+        out: Folder for the traces.
+        field: Field of a prompt record with the text, or with a list of chat messages.
+        split: Split to read when `prompts` is a data set.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Most likely tokens kept; 0 keeps all.
+        top_p: Probability mass kept; 1 keeps all.
+        max_new_tokens: Longest response, in tokens.
+        max_prompts: Use the first so many prompts only.
+        batch_size: Prompts generated together. It decides which random numbers a response gets.
+        shard_size: Prompts in one shard, the unit of work that an interruption loses.
+        seed: Seed of responses and coupling.
+        dtype: auto, float32, bfloat16 or float16.
+        device_map: `auto` spreads the target over all devices of this process.
+        trust_remote_code: Run model code that comes with the checkpoints.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
+        if value < 1:
+            raise InputError(f"{name} is {value}, expected a positive integer")
+    if max_prompts is not None and max_prompts < 1:
+        raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
+    limit_cpu_threads()
+    options = trainer_options()
+    pair = load_pair(
+        target, draft, dtype=dtype, device=local_device(), device_map=device_map, trust_remote_code=trust_remote_code
+    )
+    room = min(context_tokens(pair.target), context_tokens(pair.draft)) - max_new_tokens
+    if room < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}, but the models' context has {room + max_new_tokens} tokens")
+    loaded = load_prompts(
+        prompts, pair.tokenizer, field=field, split=split, max_prompts=max_prompts, max_prompt_tokens=room
+    )
+    config = TraceConfig(
+        target=str(target),
+        target_fingerprint=model_fingerprint(pair.target),
+        draft=str(draft),
+        draft_fingerprint=model_fingerprint(pair.draft),
+        vocabulary_fingerprint=vocabulary_fingerprint(pair.tokenizer),
+        prompts_fingerprint=prompts_fingerprint(loaded),
+        num_prompts=len(loaded),
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        shard_size=shard_size,
+    )
+    folder = _prepare(Path(out), config)
+    trainer = L.Trainer(
+        **options,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[TraceWriter(folder)],
+    )
+    trainer.predict(Collector(pair, loaded, config, folder), return_predictions=False)
+    trainer.strategy.barrier("collected")
+
+
+def _prepare(folder: Path, config: TraceConfig) -> Path:
+    """Make the folder and record its config, or check that it holds an unfinished run with the same one."""
+    writable_folder(folder)
+    if (folder / CONFIG_NAME).exists():
+        before, now = asdict(TraceConfig.load(folder)), asdict(config)
+        # Names may differ (a moved folder, another working directory); fingerprints may not.
+        changed = [key for key in now if before[key] != now[key] and key not in ("target", "draft")]
+        if changed:
+            raise InputError(
+                f"--out {folder}: holds traces made with another {changed[0]} ({before[changed[0]]}, now "
+                f"{now[changed[0]]}); choose another folder or remove it"
+            )
+    elif any(folder.glob("*.parquet")):
+        raise InputError(f"--out {folder}: holds parquet files but no {CONFIG_NAME}; choose another folder")
+    else:
+        config.save(folder)
+    return folder
+
+
+class Collector(L.LightningModule):
+    """predict_step makes all records of one shard."""
+
+    def __init__(self, pair: Pair, prompts: Sequence[Prompt], config: TraceConfig, folder: Path):
+        super().__init__()
+        self.parts = (pair, prompts)  # in a tuple: the models are not submodules, so nothing moves or wraps them
+        self.trace_config = config
+        self.folder = folder
+
+    def predict_dataloader(self) -> DataLoader:
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        # By shard number, not by place in the list of missing ones: another rank may be writing while we look.
+        mine = [shard for shard in missing_shards(self.folder, self.trace_config) if shard % world == rank]
+        total = sum(map(self.trace_config.shard_rows, mine))
+        self.progress = tqdm(total=total, unit="prompt", desc="collect", disable=rank != 0, smoothing=0.1)
+        self.tokens = 0
+        return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
+
+    def predict_step(self, shard: int) -> list[dict[str, Any]]:
+        pair, prompts = self.parts
+        config = self.trace_config
+        first = shard * config.shard_size
+        mine = prompts[first : first + config.shard_rows(shard)]
+        records = []
+        for start in range(0, len(mine), config.batch_size):
+            batch = mine[start : start + config.batch_size]
+            records += make_records(pair, batch, config)
+            self.tokens += sum(len(record["response_ids"]) for record in records[-len(batch) :])
+            self.progress.update(len(batch))
+            elapsed = self.progress.format_dict["elapsed"] or 1e-9
+            self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s")
+        return records
+
+    def on_predict_end(self) -> None:
+        self.progress.close()
+
+
+def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> list[dict[str, Any]]:
+    """Responses and scores of one batch of prompts, as trace records."""
+    prompt_ids = [prompt.ids for prompt in batch]
+    # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
+    seed = (config.seed * 1_000_003 + batch[0].index) % (1 << 63)
+    responses = respond(
+        pair.target, pair.tokenizer, prompt_ids, config.sampling, max_new_tokens=config.max_new_tokens, seed=seed
+    )
+    indices = [prompt.index for prompt in batch]
+    scored = score(pair, prompt_ids, responses, config.sampling, seed=config.seed, indices=indices)
+    ends = end_ids(pair.target, pair.tokenizer)
+    return [
+        {
+            "index": prompt.index,
+            "id": prompt.id,
+            "domain": prompt.domain,
+            "finished": response[-1] in ends,
+            "prompt_ids": list(prompt.ids),
+            **columns,
+        }
+        for prompt, response, columns in zip(batch, responses, scored, strict=True)
+    ]
+
+
+class TraceWriter(BasePredictionWriter):
+    """Writes each finished shard of this rank, atomically."""
+
+    def __init__(self, folder: Path):
+        super().__init__(write_interval="batch")
+        self.folder = folder
+
+    def write_on_batch_end(  # type: ignore[override]
+        self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, batch: int, *_: Any
+    ) -> None:
+        write_shard(self.folder, batch, prediction)

@@ -1,0 +1,154 @@
+"""Traces as batches: the same traces in the same optimizer step, however many processes and forwards share it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from datasets import Dataset as TraceDataset
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from accept_head.errors import InputError
+from accept_head.randomness import uniforms
+from accept_head.training.mixing import DraftBatch, Packed, Packing, collate, pack_exact, pack_mixed
+
+MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0 and 1
+
+
+class PackedTraces(Dataset):
+    """Traces as draft inputs. An item is (epoch, row): token mixing draws its mask anew each epoch."""
+
+    def __init__(self, traces: TraceDataset, packing: Packing, *, r: float, seed: int):
+        self.traces = traces.with_format("torch")
+        self.packing, self.r, self.seed = packing, r, seed
+
+    def __len__(self) -> int:
+        return len(self.traces)
+
+    def __getitem__(self, item: tuple[int, int]) -> tuple[Packed, int]:
+        epoch, row = item
+        trace = self.traces[row]
+        index = int(trace["index"])
+        if self.packing == "exact":
+            return pack_exact(trace), index
+        steps = torch.arange(len(trace["response_ids"]))
+        return pack_mixed(trace, uniforms(self.seed, index, steps, MIXING_STREAM, epoch), self.r), index
+
+
+class StepSampler(Sampler[list[tuple[int, int]]]):
+    """Yields this rank's micro-batches of every optimizer step from `first_step` on, over all epochs.
+
+    Step s of an epoch is a slice of `batch_size` traces of that epoch's permutation; rank r takes every world-th of it.
+    One process and many therefore see the same traces in the same step.
+    """
+
+    def __init__(
+        self, traces: int, *, epochs: int, batch_size: int, micro_batch_size: int, seed: int, rank: int, world: int
+    ):
+        self.traces, self.epochs, self.batch_size, self.micro_batch_size = traces, epochs, batch_size, micro_batch_size
+        self.seed, self.rank, self.world = seed, rank, world
+        self.first_step = 0
+        if batch_size % (world * micro_batch_size):
+            raise InputError(
+                f"batch_size is {batch_size}, expected a multiple of {world} processes x micro_batch_size {micro_batch_size}"
+            )
+        if traces < batch_size:
+            raise InputError(f"batch_size is {batch_size}, but there are only {traces} traces to train on")
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of this rank in one optimizer step."""
+        return self.batch_size // (self.world * self.micro_batch_size)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.traces // self.batch_size
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+    def __len__(self) -> int:
+        return self.total_steps * self.accumulate
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for step in range(self.first_step, self.total_steps):
+            epoch, place = divmod(step, self.steps_per_epoch)
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(self.traces, generator=generator)
+            chosen = order[place * self.batch_size : (place + 1) * self.batch_size]
+            mine = [(epoch, int(row)) for row in chosen[self.rank :: self.world]]
+            for start in range(0, len(mine), self.micro_batch_size):
+                yield mine[start : start + self.micro_batch_size]
+
+
+class TraceData(L.LightningDataModule):
+    """Training batches by StepSampler; dev batches always exactly packed, each trace on one rank."""
+
+    def __init__(
+        self,
+        train: TraceDataset,
+        dev: TraceDataset,
+        *,
+        packing: Packing,
+        r: float,
+        epochs: int,
+        batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        workers: int = 0,
+    ):
+        super().__init__()
+        self.train = PackedTraces(train, packing, r=r, seed=seed)
+        self.dev = PackedTraces(dev, "exact", r=r, seed=seed)
+        self.sampler_options: dict[str, Any] = {
+            "epochs": epochs,
+            "batch_size": batch_size,
+            "micro_batch_size": micro_batch_size,
+            "seed": seed,
+        }
+        self.micro_batch_size, self.workers = micro_batch_size, workers
+        self.first_step = 0
+
+    def sampler(self, rank: int, world: int) -> StepSampler:
+        return StepSampler(len(self.train), **self.sampler_options, rank=rank, world=world)
+
+    def train_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        sampler = self.sampler(self.trainer.global_rank, self.trainer.world_size)
+        sampler.first_step = self.first_step
+        return DataLoader(self.train, batch_sampler=sampler, collate_fn=_collate, num_workers=self.workers)
+
+    def val_dataloader(self) -> DataLoader:
+        assert self.trainer is not None
+        rows = [(0, row) for row in range(self.trainer.global_rank, len(self.dev), self.trainer.world_size)]
+        return DataLoader(
+            self.dev, sampler=rows, batch_size=self.micro_batch_size, collate_fn=_collate, num_workers=self.workers
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.trainer is not None
+        return {"first_step": self.trainer.global_step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.first_step = state_dict["first_step"]
+
+    def transfer_batch_to_device(self, batch: DraftBatch, device: torch.device, dataloader_idx: int) -> DraftBatch:
+        return batch.to(device)
+
+
+def split_dev(traces: TraceDataset, folder: Path, *, seed: int, share: float = 0.1) -> tuple[TraceDataset, TraceDataset]:
+    """(train, dev): each prompt goes to dev with probability `share`, decided by its index alone."""
+    indices = torch.tensor(traces["index"])
+    in_dev = uniforms(seed, indices, 0, DEV_STREAM) < share
+    if in_dev.all() or not in_dev.any():
+        raise InputError(f"{folder}: {len(traces)} traces are too few to hold some out; give --dev_traces")
+    return traces.select(torch.where(~in_dev)[0].tolist()), traces.select(torch.where(in_dev)[0].tolist())
+
+
+def _collate(items: list[tuple[Packed, int]]) -> DraftBatch:
+    packed, indices = zip(*items, strict=True)
+    return collate(list(packed), list(indices))

@@ -1,0 +1,88 @@
+"""Under how many processes this run is, and what Lightning's Trainer must be told about it.
+
+One process, `torchrun`, and `accelerate launch` (CPU or GPU, one host or many) all end here.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from accept_head.errors import InputError
+
+
+def trainer_options(precision: str = "fp32") -> dict[str, Any]:
+    """Options of `lightning.Trainer` shared by collect and train: devices, strategy, precision."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    use_cpu = use_cpu_only()
+    devices, nodes = _processes()
+    return {
+        "accelerator": "cpu" if use_cpu else "gpu",
+        "devices": devices,
+        "num_nodes": nodes,
+        # Only the head is trained and every rank has the same frozen draft: there are no buffers to broadcast.
+        "strategy": DDPStrategy(broadcast_buffers=False, process_group_backend="gloo" if use_cpu else None)
+        if devices * nodes > 1
+        else "auto",
+        "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
+        "use_distributed_sampler": False,  # our samplers divide by rank themselves, without padding
+        "enable_model_summary": False,
+    }
+
+
+def use_cpu_only() -> bool:
+    return not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1")
+
+
+def local_device() -> torch.device:
+    """The device of this process: its own GPU, or the CPU."""
+    return torch.device("cpu") if use_cpu_only() else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def limit_cpu_threads() -> None:
+    """One thread a process on a CPU, so that no result depends on how many processes share the cores.
+
+    A matrix product split over more threads can round differently, and one different sampled token is another trace.
+    Use more cores by launching more processes.
+    """
+    if use_cpu_only():
+        torch.set_num_threads(1)
+
+
+def _processes() -> tuple[int, int]:
+    """(processes on this host, hosts)."""
+    environment = os.environ
+    if "LOCAL_RANK" in environment and "WORLD_SIZE" in environment:  # started by torchrun, accelerate, or Lightning
+        world = int(environment["WORLD_SIZE"])
+        local = int(environment.get("LOCAL_WORLD_SIZE", world))
+        return local, world // local
+    if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
+        count = _accelerate_cpu_processes()
+        environment.pop("MASTER_PORT", None)  # accelerate's constant; Lightning picks a free port for this host
+        return count, 1
+    return 1, 1
+
+
+def _accelerate_cpu_processes() -> int:
+    """What `accelerate launch --cpu --num_processes N` was asked for.
+
+    Without MPI, accelerate starts one process and passes N on to nobody (1.15), so read it from its command line;
+    Lightning then starts the other processes.
+    """
+    import psutil
+    from accelerate.commands.launch import launch_command_parser, load_config_from_file
+
+    parent = psutil.Process().parent()
+    words = parent.cmdline() if parent is not None else []
+    starts = [i for i, word in enumerate(words) if word == "launch" or "accelerate" in word and "launch" in word]
+    if not starts:
+        raise InputError(
+            "MASTER_ADDR is set as by accelerate launch, but the launcher's command line cannot be read; use torchrun"
+        )
+    options = launch_command_parser().parse_known_args(words[starts[0] + 1 :])[0]
+    if options.num_processes:
+        return int(options.num_processes)
+    return int(load_config_from_file(options.config_file).num_processes)

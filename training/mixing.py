@@ -1,0 +1,111 @@
+"""How traces become draft inputs: the paper's token mixing, and exact packing (equations §4).
+
+The right input for the label of Y_i is (x, X₁..X_{i−1}, Y_i). Exact packing gives it for every i in one forward of 2N
+tokens; token mixing is the paper's approximation in N tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Packing = Literal["mixing", "exact"]
+
+
+@dataclass
+class DraftBatch:
+    """One forward of the draft and what the head should say of it.
+
+    input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
+    labels, mask: (batch, seq, 2): last axis token, next. indices: (batch,) prompt index of each trace, for messages.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    allowed: Tensor
+    labels: Tensor
+    mask: Tensor
+    indices: Tensor
+
+    def to(self, device: torch.device) -> DraftBatch:
+        return DraftBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+@dataclass
+class Packed:
+    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 2)."""
+
+    ids: Tensor
+    positions: Tensor
+    allowed: Tensor
+    labels: Tensor
+    mask: Tensor
+
+
+def mix_tokens(response_ids: Tensor, draft_ids: Tensor, uniform: Tensor, r: float) -> Tensor:
+    """Z_i = X_i with probability r, else Y_i. All (seq,); uniform in [0, 1)."""
+    return torch.where(uniform < r, response_ids, draft_ids)
+
+
+def pack_mixed(trace: dict[str, Any], uniform: Tensor, r: float) -> Packed:
+    """[x, Z₁..Z_N]: the token label counts where Z_i = Y_i, the next label where Z_i = X_i."""
+    prompt, response, draft = trace["prompt_ids"], trace["response_ids"], trace["draft_ids"]
+    mixed = mix_tokens(response, draft, uniform, r)
+    ids = torch.cat([prompt, mixed])
+    labels, mask = _next_labels(trace, extra=0)
+    start = len(prompt)
+    labels[start:, 0], mask[start:, 0] = trace["acceptance"], mixed == draft
+    mask[start:, 1] &= mixed == response
+    length = len(ids)
+    return Packed(ids, torch.arange(length), torch.ones(length, length, dtype=torch.bool).tril(), labels, mask)
+
+
+def pack_exact(trace: dict[str, Any]) -> Packed:
+    """[x, X₁..X_N, Y₁..Y_N]: Y_i has the position of X_i and attends to x, X_<i and itself only."""
+    prompt, response, draft = trace["prompt_ids"], trace["response_ids"], trace["draft_ids"]
+    start, count = len(prompt), len(response)
+    trunk = start + count
+    ids = torch.cat([prompt, response, draft])
+    positions = torch.cat([torch.arange(trunk), torch.arange(start, trunk)])
+    allowed = torch.zeros(trunk + count, trunk + count, dtype=torch.bool)
+    allowed[:trunk, :trunk] = torch.ones(trunk, trunk, dtype=torch.bool).tril()
+    allowed[trunk:, :trunk] = torch.arange(trunk) < torch.arange(start, trunk).unsqueeze(-1)
+    allowed[trunk:, trunk:] = torch.eye(count, dtype=torch.bool)
+    labels, mask = _next_labels(trace, extra=count)
+    labels[trunk:, 0], mask[trunk:, 0] = trace["acceptance"], True
+    return Packed(ids, positions, allowed, labels, mask)
+
+
+def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
+    """Pad on the right. A padded query attends to itself, so that no attention row is empty."""
+    width = max(len(item.ids) for item in packed)
+    rows = len(packed)
+    batch = DraftBatch(
+        input_ids=torch.zeros(rows, width, dtype=torch.long),
+        position_ids=torch.zeros(rows, width, dtype=torch.long),
+        allowed=torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1),
+        labels=torch.zeros(rows, width, 2),
+        mask=torch.zeros(rows, width, 2, dtype=torch.bool),
+        indices=torch.tensor(indices),
+    )
+    for row, item in enumerate(packed):
+        length = len(item.ids)
+        batch.input_ids[row, :length] = item.ids
+        batch.position_ids[row, :length] = item.positions
+        batch.allowed[row, 0, :length, :length] = item.allowed
+        batch.labels[row, :length] = item.labels
+        batch.mask[row, :length] = item.mask
+    return batch
+
+
+def _next_labels(trace: dict[str, Any], extra: int) -> tuple[Tensor, Tensor]:
+    """Labels and mask (prompt + response + extra, 2) with β_{i+1} at the place of X_i, and β₁ at the prompt's end."""
+    start, count = len(trace["prompt_ids"]), len(trace["response_ids"])
+    labels = torch.zeros(start + count + extra, 2)
+    mask = torch.zeros(start + count + extra, 2, dtype=torch.bool)
+    labels[start - 1 : start - 1 + count, 1] = trace["overlap"]
+    mask[start - 1 : start - 1 + count, 1] = True
+    return labels, mask

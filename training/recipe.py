@@ -1,0 +1,51 @@
+"""Named sets of training settings. `--recipe` picks one; any single setting can be overridden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from accept_head.errors import InputError
+from accept_head.head import Predicts
+from accept_head.training.mixing import Packing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """depth: residual blocks. predicts: token, next or both. w_acc, w_rej: loss weights of acceptance and rejection.
+    packing: exact, or mixing with share r of target tokens. epochs: passes over the traces. batch_size: traces an
+    optimizer step, over all processes. lr: Adam's peak, after warmup_share of all steps; then cosine to zero."""
+
+    depth: int = 3
+    predicts: Predicts = "token"
+    w_acc: float = 1.0
+    w_rej: float = 1.0
+    packing: Packing = "mixing"
+    r: float = 0.15
+    epochs: int = 3
+    batch_size: int = 32
+    lr: float = 1e-3
+    warmup_share: float = 0.03
+
+    def __post_init__(self) -> None:
+        for name in ("w_acc", "w_rej", "lr"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}, expected a positive number")
+        for name in ("epochs", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}, expected a positive integer")
+        for name in ("r", "warmup_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1")
+
+    def override(self, **given: Any) -> Recipe:
+        """This recipe with every value that is not None replaced."""
+        known = {field.name for field in fields(self)}
+        return replace(self, **{name: value for name, value in given.items() if value is not None and name in known})
+
+
+RECIPES = {
+    # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
+    "specdecpp": Recipe(w_rej=6.0),
+    "default": Recipe(packing="exact", epochs=10),
+}

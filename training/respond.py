@@ -1,0 +1,64 @@
+"""Target responses by transformers' batched generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from accept_head.sampling import Sampling
+
+
+@torch.no_grad()
+def respond(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    seed: int,
+) -> list[list[int]]:
+    """One response a prompt, as ids, without the prompt and with the end-of-sequence token if one was produced.
+
+    The batch is seeded as a whole: the same prompts in the same batch with the same seed give the same responses.
+    """
+    width = max(len(prompt) for prompt in prompts)
+    device = target.device
+    pad = tokenizer.pad_token_id
+    # (batch, width), padded on the left as generation needs
+    input_ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+    attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    ends = end_ids(target, tokenizer)
+    # The model's own generation config may bring top_p, penalties and more: only the recorded settings may apply.
+    saved, target.generation_config = target.generation_config, GenerationConfig()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            output = target.generate(
+                input_ids,
+                attention_mask=attention_mask,
+                generation_config=GenerationConfig(
+                    max_new_tokens=max_new_tokens, eos_token_id=ends, pad_token_id=pad, **sampling.generation_kwargs()
+                ),
+            )
+    finally:
+        target.generation_config = saved
+    return [_until_end(row, ends) for row in output[:, width:].tolist()]
+
+
+def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every id that ends a response: the generation config's, else the tokenizer's."""
+    ends = target.generation_config.eos_token_id if target.generation_config is not None else None
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, (list, tuple)) else [ends]
+
+
+def _until_end(row: list[int], ends: list[int]) -> list[int]:
+    for position, token in enumerate(row):
+        if token in ends:
+            return row[: position + 1]
+    return row

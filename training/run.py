@@ -1,0 +1,190 @@
+"""`accept-head train`: traces → a head. Plain python, torchrun and accelerate launch all run this."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from datasets import Dataset
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from accept_head.errors import InputError
+from accept_head.files import read_json, writable_folder, write_json
+from accept_head.head import AcceptanceHead, HeadConfig, Predicts
+from accept_head.hub import save_head
+from accept_head.pair import hidden_size, load_model, model_fingerprint
+from accept_head.trace import TraceConfig, check_made_by, read_traces
+from accept_head.training.data import TraceData, split_dev
+from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
+from accept_head.training.mixing import Packing
+from accept_head.training.module import HeadTraining
+from accept_head.training.recipe import RECIPES, Recipe
+from accept_head.version import VERSION
+
+RUN_NAME = "run.json"
+
+
+def train(
+    traces: str,
+    draft: str,
+    out: str,
+    dev_traces: str | None = None,
+    recipe: Literal["default", "specdecpp"] = "default",
+    depth: int | None = None,
+    predicts: Predicts | None = None,
+    w_acc: float | None = None,
+    w_rej: float | None = None,
+    packing: Packing | None = None,
+    r: float | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    micro_batch_size: int = 8,
+    lr: float | None = None,
+    warmup_share: float | None = None,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    seed: int = 0,
+    checkpoint_every: int = 50,
+    workers: int = 0,
+    trust_remote_code: bool = False,
+) -> None:
+    """Train an acceptance prediction head on traces and save it to a folder.
+
+    Checkpoints and logs go to `OUT-run`, beside the head; the same command continues an interrupted run from there.
+    A setting that is left out comes from the recipe.
+
+    Args:
+        traces: Folder made by `accept-head collect`.
+        draft: The draft that the traces were made with.
+        out: Folder for the head.
+        dev_traces: Traces to evaluate on; a tenth of `traces` when left out.
+        recipe: `specdecpp` as in the paper (token mixing, w_rej 6, 3 epochs), or `default` (exact packing).
+        depth: Residual blocks of the head, 0 to 4.
+        predicts: token, next or both.
+        w_acc: Loss weight of acceptance.
+        w_rej: Loss weight of rejection.
+        packing: `exact`, or `mixing` (the paper's token mixing).
+        r: Share of target tokens in token mixing.
+        epochs: Passes over the traces.
+        batch_size: Traces an optimizer step, over all processes and accumulated micro-batches.
+        micro_batch_size: Traces one process feeds to the draft at once.
+        lr: Peak learning rate of Adam.
+        warmup_share: Share of all steps spent warming up; the rest is a cosine to zero.
+        precision: fp32, or bf16 (mixed; the draft itself in bfloat16).
+        seed: Seed of the head's first weights, of the order of traces and of the mixing masks.
+        checkpoint_every: Optimizer steps between checkpoints.
+        workers: Processes that prepare batches.
+        trust_remote_code: Run model code that comes with the draft.
+    """
+    chosen = RECIPES[recipe].override(
+        depth=depth, predicts=predicts, w_acc=w_acc, w_rej=w_rej, packing=packing, r=r, epochs=epochs,
+        batch_size=batch_size, lr=lr, warmup_share=warmup_share,
+    )  # fmt: skip
+    if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
+        raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")
+    limit_cpu_threads()
+    options = trainer_options(precision)
+    dtype = "bfloat16" if precision == "bf16" else "auto"
+    draft_model = load_model(draft, "--draft", dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
+    trace_config, train_set, dev_set = _read_splits(Path(traces), dev_traces, model_fingerprint(draft_model), seed)
+    data = TraceData(
+        train_set,
+        dev_set,
+        packing=chosen.packing,
+        r=chosen.r,
+        epochs=chosen.epochs,
+        batch_size=chosen.batch_size,
+        micro_batch_size=micro_batch_size,
+        seed=seed,
+        workers=workers,
+    )
+    head_folder = Path(out)
+    run_folder = _prepare_run(head_folder, chosen, trace_config, seed)
+    module, sampler = _build(chosen, draft_model, data, options, seed)
+    loggers: list[Logger] = [CSVLogger(run_folder, name="csv", version="")]
+    loggers.append(TensorBoardLogger(run_folder, name="tensorboard", version=""))
+    trainer = L.Trainer(
+        **options,
+        max_steps=sampler.total_steps,
+        accumulate_grad_batches=sampler.accumulate,
+        val_check_interval=sampler.steps_per_epoch * sampler.accumulate,
+        logger=loggers,
+        log_every_n_steps=10,
+        callbacks=[ModelCheckpoint(run_folder, save_last=True, save_top_k=0, every_n_train_steps=checkpoint_every)],
+        num_sanity_val_steps=0,
+    )
+    last = run_folder / "last.ckpt"
+    trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
+    trainer.validate(module, data, verbose=False)
+    if trainer.is_global_zero:
+        save_head(
+            module.head.float().cpu(),
+            head_folder,
+            metrics={
+                "dev": {name: quality.to_dict() for name, quality in module.dev_quality.items()},
+                "train_traces": len(train_set),
+                "dev_traces": len(dev_set),
+                "steps": trainer.global_step,
+            },
+            training={"accept_head": VERSION, "recipe": recipe, **asdict(chosen), "precision": precision, "seed": seed},
+            traces=trace_config,
+        )
+    trainer.strategy.barrier("saved")
+
+
+def _read_splits(
+    folder: Path, dev_folder: str | None, draft_fingerprint: str, seed: int
+) -> tuple[TraceConfig, Dataset, Dataset]:
+    """(config of the training traces, training traces, dev traces), all made with this draft."""
+    config, traces = read_traces(folder)
+    check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
+    if dev_folder is None:
+        return config, *split_dev(traces, folder, seed=seed)
+    dev_config, dev = read_traces(Path(dev_folder))
+    check_made_by(dev_config, Path(dev_folder), draft_fingerprint=draft_fingerprint)
+    if dev_config.sampling != config.sampling:
+        raise InputError(f"--dev_traces {dev_folder}: sampled with {dev_config.sampling}, --traces with {config.sampling}")
+    return config, traces, dev
+
+
+def _prepare_run(head_folder: Path, recipe: Recipe, traces: TraceConfig, seed: int) -> Path:
+    """Folder of checkpoints and logs; refuses one that belongs to a run with other settings."""
+    if head_folder.exists() and (not head_folder.is_dir() or not (head_folder / "model.safetensors").exists()):
+        raise InputError(f"--out {head_folder}: exists and is not a head; choose another folder")
+    writable_folder(head_folder.parent)
+    run_folder = writable_folder(head_folder.parent / f"{head_folder.name}-run")
+    run: dict[str, Any] = {**asdict(recipe), "seed": seed, "prompts_fingerprint": traces.prompts_fingerprint}
+    path = run_folder / RUN_NAME
+    if path.exists() and (run_folder / "last.ckpt").exists():
+        before = read_json(path)
+        changed = [key for key in run if before.get(key) != run[key]]
+        if changed:
+            raise InputError(
+                f"--out {head_folder}: {run_folder} holds an unfinished or finished run with another {changed[0]} "
+                f"({before.get(changed[0])}, now {run[changed[0]]}); choose another --out or remove that folder"
+            )
+    else:
+        write_json(path, run)
+    return run_folder
+
+
+def _build(
+    recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any], seed: int
+) -> tuple[HeadTraining, Any]:
+    sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = AcceptanceHead(HeadConfig(hidden_size=hidden_size(draft), depth=recipe.depth, predicts=recipe.predicts))
+    module = HeadTraining(
+        head,
+        draft,
+        lr=recipe.lr,
+        total_steps=sampler.total_steps,
+        warmup_share=recipe.warmup_share,
+        w_acc=recipe.w_acc,
+        w_rej=recipe.w_rej,
+    )
+    return module, sampler

@@ -1,0 +1,93 @@
+"""One teacher-forced pass of both models over stored responses: coupling, labels and draft signals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accept_head.acceptance import acceptance_probability, couple_with_target, overlap
+from accept_head.pair import Pair
+from accept_head.randomness import uniforms
+from accept_head.sampling import Sampling
+
+# Logits turned into probabilities at a time: bounds memory at about 0.5 GB whatever the vocabulary.
+CHUNK_ELEMENTS = 1 << 24
+
+
+@torch.no_grad()
+def score(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    seed: int,
+    indices: Sequence[int],
+) -> list[dict[str, list]]:
+    """The per-position columns of each trace (see trace.POSITION_COLUMNS).
+
+    indices: each prompt's index; with `seed` and the position it decides the coupling's random numbers, so a trace does
+    not depend on the batch it was scored in.
+    """
+    sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+    lengths = [len(response) for response in responses]
+    # The distribution of response token i is read one position before it: (rows, columns) of every valid position.
+    rows = torch.cat([torch.full((n,), row) for row, n in enumerate(lengths)])
+    steps = torch.cat([torch.arange(n) for n in lengths])
+    starts = torch.tensor([len(prompt) for prompt in prompts])
+    columns = starts[rows] + steps - 1
+
+    target_logits = _logits(pair.target, sequences)[rows, columns, : pair.vocab_size]  # (positions, vocab)
+    draft_logits = _logits(pair.draft, sequences)[rows, columns, : pair.vocab_size].to(target_logits.device)
+    response_ids = torch.tensor([token for response in responses for token in response], device=target_logits.device)
+    counters = torch.stack([torch.tensor(indices)[rows], steps], dim=-1).to(target_logits.device)
+
+    chunk = max(1, CHUNK_ELEMENTS // pair.vocab_size)
+    parts = [
+        _score_positions(sampling.probabilities(p), sampling.probabilities(q), x, seed, counter)
+        for p, q, x, counter in zip(
+            target_logits.split(chunk),
+            draft_logits.split(chunk),
+            response_ids.split(chunk),
+            counters.split(chunk),
+            strict=True,
+        )
+    ]
+    columns_of_all = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+    split = {name: values.split(lengths) for name, values in columns_of_all.items()}
+    return [{name: values[row].tolist() for name, values in split.items()} for row in range(len(responses))]
+
+
+def _score_positions(p: Tensor, q: Tensor, x: Tensor, seed: int, counters: Tensor) -> dict[str, Tensor]:
+    """p, q: (positions, vocab); x: (positions,); counters: (positions, 2) of prompt index and step."""
+    index, step = counters.unbind(-1)
+    draft_ids, accepted = couple_with_target(
+        p, q, x, uniforms(seed, index, step, 0), uniforms(seed, index, step, 1)
+    )
+    return {
+        "response_ids": x,
+        "draft_ids": draft_ids,
+        "accepted": accepted,
+        "acceptance": acceptance_probability(p, q, draft_ids),
+        "overlap": overlap(p, q),
+        "target_logprob": _log_probability(p, x),
+        "draft_logprob": _log_probability(q, draft_ids),
+        "draft_max_prob": q.max(-1).values,
+        "draft_entropy": torch.special.entr(q).sum(-1),
+    }
+
+
+def _log_probability(distribution: Tensor, ids: Tensor) -> Tensor:
+    chosen = distribution.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()
+
+
+def _logits(model: torch.nn.Module, sequences: list[list[int]]) -> Tensor:
+    """Padded on the right, where a causal model cannot see it → (batch, seq, vocab)."""
+    width = max(map(len, sequences))
+    device = model.device
+    ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences], device=device)
+    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=device)
+    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
