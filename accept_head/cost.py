@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from accept_head.errors import InputError
+
+Number = TypeVar("Number", float, np.ndarray)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +110,6 @@ def oracle_counts(*, generated: int, rejections: int) -> DecodeCounts:
     )
 
 
-def oracle_gap_closed(policy: float, best_fixed: float, oracle: float) -> float:
-    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)); arguments are throughputs."""
+def oracle_gap_closed(policy: Number, best_fixed: Number, oracle: Number) -> Number:
+    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)); of throughputs or arrays of them."""
     return (policy - best_fixed) / (oracle - best_fixed)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -84,7 +83,7 @@ class AcceptanceHead(
     library_name="accept-head",
     tags=["speculative-decoding", "acceptance-prediction"],
 ):
-    """Acceptance prediction head. `save_pretrained` / `from_pretrained` use `model.safetensors` and `config.json` only."""
+    """Acceptance prediction head. Saved as, and loaded from, `model.safetensors` and `config.json` only."""
 
     def __init__(self, config: HeadConfig | dict[str, Any]):
         super().__init__()
@@ -110,7 +109,7 @@ class AcceptanceHead(
         return self.config.predictions.index(prediction)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> AcceptanceHead:  # type: ignore[override]
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> AcceptanceHead:
         """Load from a local folder or a Hub repository, from safetensors only.
 
         Raises InputError, naming the file, field or tensor, when the config or the weights are not those of a head.
@@ -157,8 +156,6 @@ class AcceptanceHead(
                 shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
                 raise InputError(f"{path}: tensor {name!r} has shape {shapes}")
         self.load_state_dict(stored)
-
-
 
 
 def _is_int(value: Any) -> bool:

@@ -69,7 +69,7 @@ Predicts, from the draft's last hidden state, whether a drafted token will be ac
 - sampling: temperature {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}
 - head: depth {head.config.depth}, hidden size {head.config.hidden_size}, predicts {head.config.predicts}
 
-| prediction | dev positions | binary KL (nats) | KL of the best constant | Brier | ECE | AUROC | mean predicted / observed |
+| prediction | dev positions | binary KL, nats | of the best constant | Brier | ECE | AUROC | predicted / observed |
 |---|--:|--:|--:|--:|--:|--:|--:|
 {rows}
 

@@ -20,7 +20,9 @@ class WeightedSum(NamedTuple):
     weight: Tensor
 
 
-def weighted_bce(logits: Tensor, labels: Tensor, mask: Tensor, *, w_acc: float = 1.0, w_rej: float = 1.0) -> WeightedSum:
+def weighted_bce(
+    logits: Tensor, labels: Tensor, mask: Tensor, *, w_acc: float = 1.0, w_rej: float = 1.0
+) -> WeightedSum:
     """Numerator and denominator of the weighted soft-label binary cross-entropy (equations §4)
 
         L = −Σ_i [w_acc·a_i·log P̂_i + w_rej·(1 − a_i)·log(1 − P̂_i)] / Σ_i [w_acc·a_i + w_rej·(1 − a_i)]
@@ -31,7 +33,9 @@ def weighted_bce(logits: Tensor, labels: Tensor, mask: Tensor, *, w_acc: float =
     accept_weight, reject_weight = w_acc * labels, w_rej * (1 - labels)
     loss = -(accept_weight * F.logsigmoid(logits) + reject_weight * F.logsigmoid(-logits))
     zero = torch.zeros((), device=logits.device)
-    return WeightedSum(torch.where(mask, loss, zero).sum(), torch.where(mask, accept_weight + reject_weight, zero).sum())
+    return WeightedSum(
+        torch.where(mask, loss, zero).sum(), torch.where(mask, accept_weight + reject_weight, zero).sum()
+    )
 
 
 def binary_kl(labels: Tensor, logits: Tensor) -> Tensor:

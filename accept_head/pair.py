@@ -37,8 +37,8 @@ def load_pair(
 ) -> Pair:
     """Load both models and check that their tokenizers map the same tokens to the same ids.
 
-    target, draft: local folders or Hub names. dtype: `float32`, `bfloat16`, `float16`, or `auto`: the stored dtype on an
-    accelerator, float32 on a CPU. device: where both go; the first GPU, or the CPU. device_map: given to the target
+    target, draft: local folders or Hub names. dtype: `float32`, `bfloat16`, `float16`, or `auto`: the stored dtype on
+    an accelerator, float32 on a CPU. device: where both go; the first GPU, or the CPU. device_map: given to the target
     only, for one that is larger than a device.
 
     Raises InputError naming the option when a model cannot be loaded or the vocabularies differ.
@@ -79,7 +79,7 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise InputError(f"{option} {name}: cannot be loaded as a causal language model ({_one_line(error)})") from None
     if device_map is None:
-        model = model.to(place)
+        model.to(place)  # type: ignore[arg-type]  # transformers wraps Module.to and loses its signature
     return model.eval().requires_grad_(False)
 
 
@@ -200,4 +200,6 @@ def attention_mask_for(model: PreTrainedModel, allowed: Tensor) -> Tensor:
         return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill(
             ~allowed, torch.finfo(model.dtype).min
         )
-    raise InputError(f"attention implementation is {implementation!r}, expected 'sdpa' or 'eager': it takes no 4-D mask")
+    raise InputError(
+        f"attention implementation is {implementation!r}, expected 'sdpa' or 'eager': it takes no 4-D mask"
+    )

@@ -1,7 +1,7 @@
 """A key/value cache in which every row has its own length, and forgetting tokens is arithmetic.
 
 Keys and values are written at each row's own positions, and the attention mask lets a query at position i see the slots
-0..i. A slot beyond a row's length holds nothing or a rejected token; either is overwritten before anyone may look at it.
+0..i. A slot beyond a row's length holds nothing or a rejected token, and is overwritten before anyone may look at it.
 Rolling back is therefore: start the next write earlier.
 """
 
@@ -65,7 +65,7 @@ class CachedModel:
         layers = model.config.get_text_config().num_hidden_layers
         # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
         self.layers = [RaggedLayer(max_length + 1) for _ in range(layers)]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=list(self.layers))
 
     def prefill(self, input_ids: Tensor, lengths: Tensor) -> None:
         """Fill the cache with the first `lengths` tokens of each row. input_ids: (batch, seq); lengths: (batch,)."""

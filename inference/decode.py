@@ -45,11 +45,11 @@ class Generation:
 
 
 class Drafted(NamedTuple):
-    """ids: (batch, k); probabilities: (batch, k, vocab); count: (batch,), how many of them are each row's."""
+    """ids: (batch, k); probabilities: (batch, k, vocab); lengths: (batch,), how many of them are each row's."""
 
     ids: Tensor
     probabilities: Tensor
-    count: Tensor
+    lengths: Tensor
 
 
 @torch.no_grad()
@@ -140,7 +140,7 @@ class Rows:
         place = torch.where(kept, self.lengths[:, None] + slot, self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, place, ids)
 
-        count = drafted.count * self.live
+        count = drafted.lengths * self.live
         accepted = torch.minimum(verified.accepted, emitted) * self.live
         fed = self.lengths + torch.minimum(verified.accepted, count - 1)  # the last drafted token was not fed
         self.draft_fed = torch.where(count > 0, fed, self.draft_fed)
@@ -168,7 +168,8 @@ def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed
     budget = torch.minimum(policy.start_round(rows.live), rows.max_lengths - rows.lengths - 1) * rows.live
     count = torch.zeros_like(rows.lengths)
     active = budget > 0
-    ids, probabilities = [], []
+    ids: list[Tensor] = []
+    probabilities: list[Tensor] = []
     if active.any():
         # First feed what the draft has not seen: the last token, and any accepted one that it drew but was not fed.
         width = int((rows.lengths - rows.draft_fed).max())
@@ -204,4 +205,4 @@ def _verify(rows: Rows, pair: Pair, drafted: Drafted, sampling: Sampling, seed: 
     slots = torch.arange(drafted.ids.shape[1], device=p.device)
     accept_uniform = uniforms(seed, rows.ids[:, None], rows.rounds[:, None], slots, ACCEPT)
     redraw_uniform = uniforms(seed, rows.ids, rows.rounds, 0, REDRAW)
-    return verify(p, drafted.probabilities, drafted.ids, drafted.count, accept_uniform, redraw_uniform)
+    return verify(p, drafted.probabilities, drafted.ids, drafted.lengths, accept_uniform, redraw_uniform)

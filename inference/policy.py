@@ -1,7 +1,7 @@
 """The one interface that every stopping policy has.
 
-All tensors have a leading batch dimension; rows are sequences. A policy may look at anything that was drawn so far: what
-is drawn is always submitted for verification (keep, then stop), and that is what keeps decoding lossless.
+All tensors have a leading batch dimension; rows are sequences. A policy may look at anything that was drawn so far:
+what is drawn is always submitted for verification (keep, then stop), and that is what keeps decoding lossless.
 """
 
 from __future__ import annotations

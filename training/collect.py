@@ -83,7 +83,9 @@ def collect(
     )
     room = min(context_tokens(pair.target), context_tokens(pair.draft)) - max_new_tokens
     if room < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, but the models' context has {room + max_new_tokens} tokens")
+        raise InputError(
+            f"max_new_tokens is {max_new_tokens}, but the models' context has {room + max_new_tokens} tokens"
+        )
     loaded = load_prompts(
         prompts, pair.tokenizer, field=field, split=split, max_prompts=max_prompts, max_prompt_tokens=room
     )
@@ -200,7 +202,7 @@ class TraceWriter(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.folder = folder
 
-    def write_on_batch_end(  # type: ignore[override]
+    def write_on_batch_end(
         self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, batch: int, *_: Any
     ) -> None:
         write_shard(self.folder, batch, prediction)

@@ -53,7 +53,8 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
         self.first_step = 0
         if batch_size % (world * micro_batch_size):
             raise InputError(
-                f"batch_size is {batch_size}, expected a multiple of {world} processes x micro_batch_size {micro_batch_size}"
+                f"batch_size is {batch_size}, expected a multiple of {world} (processes) x {micro_batch_size} "
+                "(micro_batch_size)"
             )
         if traces < batch_size:
             raise InputError(f"batch_size is {batch_size}, but there are only {traces} traces to train on")
@@ -140,7 +141,9 @@ class TraceData(L.LightningDataModule):
         return batch.to(device)
 
 
-def split_dev(traces: TraceDataset, folder: Path, *, seed: int, share: float = 0.1) -> tuple[TraceDataset, TraceDataset]:
+def split_dev(
+    traces: TraceDataset, folder: Path, *, seed: int, share: float = 0.1
+) -> tuple[TraceDataset, TraceDataset]:
     """(train, dev): each prompt goes to dev with probability `share`, decided by its index alone."""
     indices = torch.tensor(traces["index"])
     in_dev = uniforms(seed, indices, 0, DEV_STREAM) < share

@@ -77,7 +77,7 @@ def _accelerate_cpu_processes() -> int:
 
     parent = psutil.Process().parent()
     words = parent.cmdline() if parent is not None else []
-    starts = [i for i, word in enumerate(words) if word == "launch" or "accelerate" in word and "launch" in word]
+    starts = [i for i, word in enumerate(words) if word == "launch" or ("accelerate" in word and "launch" in word)]
     if not starts:
         raise InputError(
             "MASTER_ADDR is set as by accelerate launch, but the launcher's command line cannot be read; use torchrun"

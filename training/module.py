@@ -24,8 +24,8 @@ class HeadTraining(L.LightningModule):
     """Trains `head` on `draft`'s hidden states.
 
     The loss of a step is one ratio of sums over all its traces. Micro-batches and processes add numerators' gradients;
-    the denominator is summed over both and divided out once, just before the optimizer steps. The result does not depend
-    on how a step was divided.
+    the denominator is summed over both and divided out once, just before the optimizer steps. The result does not
+    depend on how a step was divided.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class HeadTraining(L.LightningModule):
         if not torch.isfinite(value):
             traces = batch.indices.tolist()
             raise InputError(
-                f"the loss is {value.item()} at step {self.global_step}, batch of traces {traces}; nothing was saved since "
-                "the last checkpoint; look at these traces, or lower --lr"
+                f"the loss is {value.item()} at step {self.global_step}, batch of traces {traces}; nothing was saved "
+                "since the last checkpoint; look at these traces, or lower --lr"
             )
         self.step_loss += value.item()
         self.step_weight = self.step_weight.to(weight.device) + weight.detach()

@@ -111,9 +111,9 @@ def _encode(record: dict[str, Any], field: str, where: str, tokenizer: PreTraine
     elif isinstance(value, list) and value and all(_is_message(message) for message in value):
         if tokenizer.chat_template is None:
             raise InputError(f"{where}: field {field!r} holds chat messages, but the tokenizer has no chat template")
-        ids = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        text = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+        # The template writes the special tokens itself: adding them again would begin the prompt twice.
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise InputError(
             f"{where}: field {field!r} is {type(value).__name__}, expected text or a list of messages "

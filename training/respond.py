@@ -36,7 +36,7 @@ def respond(
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            output = target.generate(
+            output = target.generate(  # type: ignore[operator]
                 input_ids,
                 attention_mask=attention_mask,
                 generation_config=GenerationConfig(

@@ -146,7 +146,9 @@ def _read_splits(
     dev_config, dev = read_traces(Path(dev_folder))
     check_made_by(dev_config, Path(dev_folder), draft_fingerprint=draft_fingerprint)
     if dev_config.sampling != config.sampling:
-        raise InputError(f"--dev_traces {dev_folder}: sampled with {dev_config.sampling}, --traces with {config.sampling}")
+        raise InputError(
+            f"--dev_traces {dev_folder}: sampled with {dev_config.sampling}, --traces with {config.sampling}"
+        )
     return config, traces, dev
 
 
@@ -171,9 +173,7 @@ def _prepare_run(head_folder: Path, recipe: Recipe, traces: TraceConfig, seed: i
     return run_folder
 
 
-def _build(
-    recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any], seed: int
-) -> tuple[HeadTraining, Any]:
+def _build(recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any], seed: int) -> tuple[HeadTraining, Any]:
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, couple_with_target, overlap
 from accept_head.pair import Pair
@@ -63,9 +64,7 @@ def score(
 def _score_positions(p: Tensor, q: Tensor, x: Tensor, seed: int, counters: Tensor) -> dict[str, Tensor]:
     """p, q: (positions, vocab); x: (positions,); counters: (positions, 2) of prompt index and step."""
     index, step = counters.unbind(-1)
-    draft_ids, accepted = couple_with_target(
-        p, q, x, uniforms(seed, index, step, 0), uniforms(seed, index, step, 1)
-    )
+    draft_ids, accepted = couple_with_target(p, q, x, uniforms(seed, index, step, 0), uniforms(seed, index, step, 1))
     return {
         "response_ids": x,
         "draft_ids": draft_ids,
@@ -84,7 +83,7 @@ def _log_probability(distribution: Tensor, ids: Tensor) -> Tensor:
     return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()
 
 
-def _logits(model: torch.nn.Module, sequences: list[list[int]]) -> Tensor:
+def _logits(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
     """Padded on the right, where a causal model cannot see it → (batch, seq, vocab)."""
     width = max(map(len, sequences))
     device = model.device

@@ -61,7 +61,7 @@ def load_corpus(data: Path, seed: int = 0) -> Corpus:
 
 
 def write_prompts(held_out: list[Document], out: Path, seed: int = 0) -> None:
-    """Write train/dev/test.jsonl with `id`, `domain`, `source`, `prompt`: the same number from each domain, disjoint."""
+    """Write train/dev/test.jsonl (id, domain, source, prompt): disjoint, as many from each domain."""
     out.mkdir(parents=True, exist_ok=True)
     by_domain: dict[str, list[Document]] = {}
     for document in held_out:
@@ -74,7 +74,9 @@ def write_prompts(held_out: list[Document], out: Path, seed: int = 0) -> None:
         for split, count in PROMPTS_PER_DOMAIN.items():
             chosen = documents[start : start + count]
             if len(chosen) < count:
-                raise ValueError(f"domain {domain}: {len(documents)} held-out prompts, too few for {PROMPTS_PER_DOMAIN}")
+                raise ValueError(
+                    f"domain {domain}: {len(documents)} held-out prompts, too few for {PROMPTS_PER_DOMAIN}"
+                )
             start += count
             splits[split] += [
                 {"id": f"{domain}-{split}-{i}", "domain": domain, "source": d.source, "prompt": d.prompt}
@@ -140,7 +142,9 @@ def _toolcalls(data: Path) -> list[Document]:
     documents = []
     for record in _jsonl(data / "instr_toolcall/glaive_toolcall_en_demo.jsonl"):
         turns = record["conversations"]
-        text = "".join((USER if t["from"] in ("human", "observation") else ASSISTANT) + t["value"].strip() for t in turns)
+        text = "".join(
+            (USER if t["from"] in ("human", "observation") else ASSISTANT) + t["value"].strip() for t in turns
+        )
         prompt = chat_prompt(turns[0]["value"].strip())
         if turns[0]["from"] == "human" and text.startswith(prompt):
             documents.append(Document(domain="instruction", source="toolcall", prompt=prompt, text=text, repeats=5))

@@ -2,8 +2,8 @@
 
     python checkpoints/recipe/make_pair.py --data ../shared/data
 
-One thread on a 2-core CPU with AVX512-bf16 takes about two hours; a GPU, minutes. Every stage is seeded and skipped when its result is there, and
-an interrupted stage resumes from its last checkpoint in --work.
+On one thread of a CPU with AVX512-bf16 this takes about an hour and a half; on a GPU, minutes. Every stage is seeded
+and skipped when its result is there, and an interrupted stage resumes from its last checkpoint in --work.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def main() -> None:
         tokens = pack(corpus.train, tokenizer, arguments.seed + 1)[: arguments.draft_tokens]
         teacher = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32, attn_implementation="eager")
         draft = build_model(DRAFT_SHAPE, tokenizer)
-        draft = train_language_model(
-            draft, tokens, held_out, work=arguments.work / "draft", lr=5e-3, teacher=teacher
-        )
+        draft = train_language_model(draft, tokens, held_out, work=arguments.work / "draft", lr=5e-3, teacher=teacher)
         draft.half().save_pretrained(draft_folder)
 
 

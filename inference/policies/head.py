@@ -16,8 +16,8 @@ class HeadPolicy:
     """Stop after Y_k ⇔ 1 − Π_i P̂(Y_i accepted) > threshold (SpecDec++ §4.2-4.3), never before k_min, always at k_max.
 
     The head is read one token late, as in the authors' code: the forward that yields Y_{k+1} is the one that yields the
-    hidden state at Y_k, so Y_{k+1} is drawn already, at no cost, when "stop" is known, and is submitted too. The product
-    therefore runs to the last token but one, and a round that may draft at all drafts at least two.
+    hidden state at Y_k, so Y_{k+1} is drawn already, at no cost, when "stop" is known, and is submitted too. The
+    product therefore runs to the last token but one, and a round that may draft at all drafts at least two.
     """
 
     needs = frozenset({Signal.HIDDEN})

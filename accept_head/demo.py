@@ -1,0 +1,236 @@
+"""`accept-head demo`: the whole flow on the embedded pair, ending in a measured gain. A front door, like cli.py.
+
+collect → train → measure forward costs → decode held-out prompts with every policy → one table and one sentence. The
+head's threshold is chosen on the dev prompts; the table is of the test prompts, which nothing was chosen on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from accept_head.cost import DecodeCounts, ForwardCosts, oracle_counts
+from accept_head.errors import InputError
+from accept_head.files import writable_folder, write_json
+from accept_head.head import AcceptanceHead
+from accept_head.hub import load_head
+from accept_head.inference import DraftPolicy, generate
+from accept_head.inference.comparison import Measured, compare
+from accept_head.inference.policies import FixedPolicy, HeadPolicy
+from accept_head.inference.profile import measure_costs
+from accept_head.pair import Pair, hidden_size, load_pair
+from accept_head.sampling import Sampling
+from accept_head.trace import read_traces
+from accept_head.training.collect import collect
+from accept_head.training.prompts import Prompt, load_prompts
+from accept_head.training.respond import end_ids
+from accept_head.training.run import train
+
+FIXED_K = (1, 2, 3, 4, 6, 8)
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+SPLITS = ("train", "dev", "test")
+DECODE_BATCH = 40
+
+
+def demo(
+    pair: str | None = None,
+    out: str = "runs/demo",
+    temperature: float = 1.0,
+    top_k: int = 50,
+    max_new_tokens: int = 96,
+    train_prompts: int = 640,
+    test_prompts: int = 240,
+    seed: int = 0,
+) -> None:
+    """Train a head for the embedded pair and compare it with fixed draft lengths on held-out prompts.
+
+    Args:
+        pair: Folder with `target`, `draft` and `prompts`; checkpoints/tiny of this repository when left out.
+        out: Folder for traces, head and summary.json. What an earlier demo left there is replaced.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Most likely tokens kept.
+        max_new_tokens: Longest response, in tokens.
+        train_prompts: Prompts to collect training traces on.
+        test_prompts: Held-out prompts to decode with every policy.
+        seed: Seed of everything.
+    """
+    start = time.monotonic()
+    console = Console()
+    folder = Path(pair) if pair else Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
+    if not (folder / "target").is_dir():
+        raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")
+    output = _clean(writable_folder(Path(out)))
+
+    console.rule("1/4  collect: the target answers, the draft's proposals are coupled and scored")
+    counts = {"train": train_prompts, "dev": None, "test": test_prompts}
+    for split in SPLITS:
+        collect(
+            target=str(folder / "target"),
+            draft=str(folder / "draft"),
+            prompts=str(folder / "prompts" / f"{split}.jsonl"),
+            out=str(output / "traces" / split),
+            temperature=temperature,
+            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            max_prompts=counts[split],
+            batch_size=DECODE_BATCH,
+            shard_size=2 * DECODE_BATCH,
+            seed=seed,
+        )
+
+    console.rule("2/4  train: an acceptance prediction head on the frozen draft")
+    train(
+        traces=str(output / "traces" / "train"),
+        dev_traces=str(output / "traces" / "dev"),
+        draft=str(folder / "draft"),
+        out=str(output / "head"),
+        seed=seed,
+    )
+
+    loaded = load_pair(folder / "target", folder / "draft")
+    head = load_head(output / "head", hidden_size=hidden_size(loaded.draft), device=loaded.draft.device)
+    sampling = Sampling(temperature=temperature, top_k=top_k)
+    dev, test = (
+        load_prompts(str(folder / "prompts" / f"{split}.jsonl"), loaded.tokenizer, max_prompts=counts[split])
+        for split in ("dev", "test")
+    )
+
+    console.rule("3/4  profile and tune: what a forward costs here, and the head's threshold on the dev prompts")
+    costs = measure_costs(loaded, [prompt.ids for prompt in test])
+    console.print(
+        f"draft {1e3 * costs.t_draft:.2f} ms, target {1e3 * costs.t_target:.2f} ms a forward (c = {costs.ratio:.2f})"
+    )
+    decode = Decoder(loaded, sampling, max_new_tokens, seed)
+    threshold = _choose_threshold(decode, dev, head, costs)
+
+    console.rule("4/4  decode: held-out prompts, every policy, really run")
+    measured = decode.all(_policies(head), test)
+    measured.append(_oracle(output / "traces" / "test"))
+    rows = compare(measured, costs)
+    write_json(
+        output / "summary.json",
+        {
+            "costs": asdict(costs),
+            "sampling": sampling.to_dict(),
+            "prompts": len(test),
+            "max_new_tokens": max_new_tokens,
+            "threshold_chosen_on_dev": threshold,
+            "policies": rows,
+        },
+    )
+    console.print(_table(rows, threshold))
+    console.print(_sentence(rows, threshold, len(test)))
+    console.print(f"{output / 'summary.json'} holds these numbers; {output / 'head'} is the head.", highlight=False)
+    console.print(f"Took {(time.monotonic() - start) / 60:.1f} minutes.", highlight=False)
+
+
+class Decoder:
+    """Decodes prompts with one policy after another, with a progress bar."""
+
+    def __init__(self, pair: Pair, sampling: Sampling, max_new_tokens: int, seed: int):
+        self.pair, self.sampling, self.max_new_tokens, self.seed = pair, sampling, max_new_tokens, seed
+        self.end_ids = end_ids(pair.target, pair.tokenizer)
+
+    def all(self, policies: dict[str, tuple[DraftPolicy, dict[str, Any]]], prompts: Sequence[Prompt]) -> list[Measured]:
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(*columns) as progress:
+            task = progress.add_task("decode", total=len(policies) * len(prompts))
+            measured = []
+            for name, (policy, params) in policies.items():
+                progress.update(task, description=f"decode {name:10}")
+                counts: list[DecodeCounts] = []
+                for start in range(0, len(prompts), DECODE_BATCH):
+                    batch = prompts[start : start + DECODE_BATCH]
+                    counts += self._counts(batch, policy)
+                    progress.advance(task, len(batch))
+                measured.append(Measured(name=name, params=params, counts=counts))
+        return measured
+
+    def _counts(self, batch: Sequence[Prompt], policy: DraftPolicy) -> list[DecodeCounts]:
+        generations = generate(
+            self.pair,
+            [prompt.ids for prompt in batch],
+            policy=policy,
+            sampling=self.sampling,
+            max_new_tokens=self.max_new_tokens,
+            end_ids=self.end_ids,
+            seed=self.seed,
+            row_ids=[prompt.index for prompt in batch],
+        )
+        return [generation.counts for generation in generations]
+
+
+def _policies(head: AcceptanceHead) -> dict[str, tuple[DraftPolicy, dict[str, Any]]]:
+    fixed = {f"fixed:{k}": (FixedPolicy(k), {"k": k}) for k in FIXED_K}
+    return {"none": (FixedPolicy(0), {}), **fixed, **_head_policies(head)}
+
+
+def _head_policies(head: AcceptanceHead) -> dict[str, tuple[DraftPolicy, dict[str, Any]]]:
+    return {f"head:{h}": (HeadPolicy(head, h), {"threshold": h}) for h in THRESHOLDS}
+
+
+def _choose_threshold(decode: Decoder, prompts: Sequence[Prompt], head: AcceptanceHead, costs: ForwardCosts) -> float:
+    """The threshold with the highest throughput by eq. 5.1 on these prompts."""
+
+    def seconds_per_token(policy: Measured) -> float:
+        total = DecodeCounts.total(policy.counts)
+        return (costs.t_draft * total.draft_forwards + costs.t_target * total.target_forwards) / total.generated
+
+    best = min(decode.all(_head_policies(head), prompts), key=seconds_per_token)
+    return float(best.params["threshold"])
+
+
+def _oracle(folder: Path) -> Measured:
+    """Theorem 4.1 on the coupled traces of the test prompts."""
+    _, traces = read_traces(folder)
+    counts = [oracle_counts(generated=len(row), rejections=row.count(False)) for row in traces["accepted"]]
+    return Measured(name="oracle", params={}, counts=counts)
+
+
+def _table(rows: list[dict[str, Any]], threshold: float) -> Table:
+    table = Table(title="held-out prompts; throughput by eq. 5.1 with the forward times measured above")
+    for column in ("policy", "discard\nrate", "verification\nrate", "tokens/s", "speed-up", "gain over\nbest fixed K"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    table.add_column("oracle gap\nclosed", justify="right")
+    for row in rows:
+        chosen = row["params"].get("threshold") == threshold
+        table.add_row(
+            f"{row['name']}{' (chosen on dev)' if chosen else ''}",
+            f"{row['discard_rate']:.3f}",
+            f"{row['verification_rate']:.3f}",
+            f"{row['throughput']:.0f}",
+            f"{row['speedup']:.3f}x",
+            f"{100 * row['gain_over_best_fixed']:+.1f} %",
+            f"{100 * row['oracle_gap_closed']:+.1f} %",
+            style="bold" if chosen else None,
+        )
+    return table
+
+
+def _sentence(rows: list[dict[str, Any]], threshold: float, prompts: int) -> str:
+    chosen = next(row for row in rows if row["params"].get("threshold") == threshold)
+    fixed = max((row for row in rows if row["name"].startswith("fixed:")), key=lambda row: row["throughput"])
+    low, high = (100 * bound for bound in chosen["ci95"]["oracle_gap_closed"])
+    gain, gap = 100 * chosen["gain_over_best_fixed"], 100 * chosen["oracle_gap_closed"]
+    return (
+        f"On {prompts} held-out prompts the head (threshold {threshold}) decodes {chosen['speedup']:.2f}x as fast as "
+        f"the target alone and {abs(gain):.1f} % {'faster' if gain > 0 else 'slower'} than the best fixed draft length "
+        f"(K = {fixed['params']['k']}), which {'closes' if gap > 0 else 'is'} {gap:.1f} % of the gap to an oracle "
+        f"that knows every rejection (95 % interval {low:.1f} to {high:.1f} %)."
+    )
+
+
+def _clean(folder: Path) -> Path:
+    """Remove what an earlier demo left, and nothing else."""
+    for name in ("traces", "head", "head-run"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "summary.json").unlink(missing_ok=True)
+    return folder
