@@ -57,5 +57,5 @@ def couple_with_target(p: Tensor, q: Tensor, x: Tensor, accept_uniform: Tensor, 
 def _ratio(numerator: Tensor, denominator: Tensor, y: Tensor) -> Tensor:
     index = y.unsqueeze(-1)
     top, bottom = numerator.gather(-1, index).squeeze(-1), denominator.gather(-1, index).squeeze(-1)
-    # 0/0 is 0: a response scored in another batch can fall just outside top-k, and is then simply not accepted.
-    return torch.where(top > 0, top / bottom, torch.zeros_like(top))
+    # x/0 is 0: a response that is scored in another batch can fall just outside top-k, and is then not accepted.
+    return torch.where(bottom > 0, top / bottom, torch.zeros_like(top))

@@ -191,7 +191,7 @@ def _choose_threshold(decode: Decoder, prompts: Sequence[Prompt], head: Acceptan
 def _oracle(folder: Path) -> Measured:
     """Theorem 4.1 on the coupled traces of the test prompts."""
     _, traces = read_traces(folder)
-    counts = [oracle_counts(generated=len(row), rejections=row.count(False)) for row in traces["accepted"]]
+    counts = [oracle_counts(generated=len(row), rejections=row[:-1].count(False)) for row in traces["accepted"]]
     return Measured(name="oracle", params={}, counts=counts)
 
 

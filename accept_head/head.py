@@ -8,17 +8,20 @@ among all of them), and a linear layer with one logit per prediction.
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from accept_head.errors import InputError
+from accept_head.files import read_json
+from accept_head.signals import SIGNALS
 
 Predicts = Literal["token", "next", "both"]
 Prediction = Literal["token", "next"]
@@ -34,11 +37,16 @@ class HeadConfig:
     depth: residual blocks, 0 (a linear probe) to 4.
     predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
         expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each.
+    signals: draft signals (signals.SIGNALS) at the same token that the head also reads; only for `token`.
+    signal_mean, signal_std: what each signal is normalised with, inside the head.
     """
 
     hidden_size: int
     depth: int = 3
     predicts: Predicts = "token"
+    signals: tuple[str, ...] = ()
+    signal_mean: tuple[float, ...] = ()
+    signal_std: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not _is_int(self.hidden_size) or self.hidden_size < 1:
@@ -47,6 +55,24 @@ class HeadConfig:
             raise InputError(f"head config: depth is {self.depth!r}, expected an integer from 0 to {MAX_DEPTH}")
         if self.predicts not in get_args(Predicts):
             raise InputError(f"head config: predicts is {self.predicts!r}, expected one of {get_args(Predicts)}")
+
+        self._check_signals()
+
+    def _check_signals(self) -> None:
+        for name in ("signals", "signal_mean", "signal_std"):
+            if not isinstance(getattr(self, name), list | tuple):
+                raise InputError(f"head config: {name} is {getattr(self, name)!r}, expected a list")
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list when it comes from JSON
+        if unknown := [signal for signal in self.signals if signal not in SIGNALS]:
+            raise InputError(f"head config: signal {unknown[0]!r} is unknown, expected some of {SIGNALS}")
+        for name in ("signal_mean", "signal_std"):
+            values = getattr(self, name)
+            if len(values) != len(self.signals) or not all(_is_finite(value) for value in values):
+                raise InputError(f"head config: {name} is {values}, expected one finite number a signal")
+        if not all(value > 0 for value in self.signal_std):
+            raise InputError(f"head config: signal_std is {self.signal_std}, expected positive numbers")
+        if self.signals and self.predicts != "token":
+            raise InputError(f"head config: signals describe a drawn token, but predicts is {self.predicts!r}")
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:
@@ -90,17 +116,33 @@ class AcceptanceHead(
         self.config = HeadConfig.from_dict(config) if isinstance(config, dict) else config
         self.blocks = nn.ModuleList(ResidualBlock(self.config.hidden_size) for _ in range(self.config.depth))
         self.output = nn.Linear(self.config.hidden_size, len(self.config.predictions))
+        if self.config.signals:
+            self.signal_input = nn.Linear(len(self.config.signals), self.config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: (..., hidden_size), any float dtype → logits (..., predictions), float32 or wider."""
+    def forward(self, hidden: Tensor, signals: Tensor | None = None) -> Tensor:
+        """Logits (..., predictions), in the head's dtype.
+
+        hidden: (..., hidden_size), any float dtype. signals: (..., 3) as `draft_signals` gives them; needed, and used,
+        only when the config names signals.
+        """
         hidden = hidden.to(self.output.weight.dtype)
+        if self.config.signals:
+            if signals is None:
+                raise InputError(f"this head reads the draft signals {self.config.signals}, but none were given")
+            hidden = hidden + self.signal_input(self._normalised(signals))
         for block in self.blocks:
             hidden = block(hidden)
         return self.output(hidden)
 
-    def probability(self, hidden: Tensor, prediction: Prediction = "token") -> Tensor:
+    def _normalised(self, signals: Tensor) -> Tensor:
+        """(..., 3) → (..., those of the config), with mean 0 and deviation 1 on the training traces."""
+        used = signals[..., [SIGNALS.index(name) for name in self.config.signals]].to(self.output.weight.dtype)
+        mean, std = (used.new_tensor(values) for values in (self.config.signal_mean, self.config.signal_std))
+        return (used - mean) / std
+
+    def probability(self, hidden: Tensor, prediction: Prediction = "token", signals: Tensor | None = None) -> Tensor:
         """P̂ of one prediction. hidden: (..., hidden_size) → (...). Raises InputError if this head does not make it."""
-        return self(hidden)[..., self.index_of(prediction)].sigmoid()
+        return self(hidden, signals)[..., self.index_of(prediction)].sigmoid()
 
     def index_of(self, prediction: Prediction) -> int:
         """Position of a prediction among the logits. Raises InputError if this head does not make it."""
@@ -115,14 +157,19 @@ class AcceptanceHead(
         Raises InputError, naming the file, field or tensor, when the config or the weights are not those of a head.
         """
         folder = Path(pretrained_model_name_or_path)
-        if folder.is_dir() and not (folder / "config.json").is_file():
-            raise InputError(f"{folder}: no config.json in it, so it is not a head")
-        if folder.is_file() or (folder.is_absolute() and not folder.exists()):
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise InputError(f"{folder}: no config.json in it, so it is not a head")
+            read_json(folder / "config.json")  # the mixin would fail on anything but an object
+        elif folder.exists():
             raise InputError(f"{folder}: not a head folder")
         try:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-        except json.JSONDecodeError as error:
-            raise InputError(f"{folder / 'config.json'}: not valid JSON ({error})") from None
+        except InputError:
+            raise
+        except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:160]
+            raise InputError(f"{folder}: neither a head folder nor one on the Hub ({reason})") from None
 
     @classmethod
     def _from_pretrained(
@@ -156,6 +203,10 @@ class AcceptanceHead(
                 shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
                 raise InputError(f"{path}: tensor {name!r} has shape {shapes}")
         self.load_state_dict(stored)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_int(value: Any) -> bool:

@@ -73,13 +73,22 @@ def load_model(
     place = torch.device(device) if device else default_device()
     resolved = _resolve_dtype(dtype, place)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=resolved, device_map=device_map, trust_remote_code=trust_remote_code, use_safetensors=True
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=resolved,
+            device_map=device_map,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # a wrong name, a damaged file, a bad config value: each library raises its own kinds
         raise InputError(f"{option} {name}: cannot be loaded as a causal language model ({_one_line(error)})") from None
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random numbers in its place.
+        raise InputError(f"{option} {name}: tensor {missing[0]!r} is missing from the checkpoint")
     if device_map is None:
-        model.to(place)  # type: ignore[arg-type]  # transformers wraps Module.to and loses its signature
+        model.to(place)
     return model.eval().requires_grad_(False)
 
 
@@ -89,7 +98,7 @@ def load_tokenizer(name: str | Path, option: str, trust_remote_code: bool = Fals
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, padding_side="left")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # as above
         raise InputError(f"{option} {name}: its tokenizer cannot be loaded ({_one_line(error)})") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -116,17 +125,46 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return sha256("\n".join(f"{token}\t{index}" for token, index in sorted(tokenizer.get_vocab().items())))
 
 
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of parameter names, shapes and up to 64 values of each, rounded to bfloat16.
+def checkpoint_fingerprint(name: str | Path) -> str:
+    """SHA-256 of a checkpoint's tensor names, shapes and some rows of each, read from its safetensors files.
 
-    Rounding makes it the same in every dtype the model may be loaded in; it tells checkpoints apart, not dtypes.
+    From the files, not from a loaded model: it is then the same in whatever dtype and on whatever devices it is loaded.
+    Raises InputError when there are no such files.
     """
+    from safetensors import SafetensorError, safe_open
+
     parts = []
-    for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
-        parts.append(f"{name} {tuple(parameter.shape)} {sample.tolist()}")
-    return sha256("\n".join(parts))
+    for path in _weight_files(name):
+        try:
+            with safe_open(path, framework="pt") as file:
+                parts += [_describe(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: not readable as safetensors ({_one_line(error)})") from None
+    return sha256("\n".join(sorted(parts)))
+
+
+def _describe(key: str, tensor: Any) -> str:
+    shape = tensor.get_shape()
+    rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else []
+    digests = [sha256(tensor[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes()) for row in rows]
+    return f"{key} {tensor.get_dtype()} {shape} {digests}"
+
+
+def _weight_files(name: str | Path) -> list[Path]:
+    """A checkpoint's safetensors files: in its folder, or in the Hub's local cache, where loading has put them."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        for file in ("model.safetensors.index.json", "model.safetensors"):
+            found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
+            if found:
+                folder = Path(found).parent
+                break
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"{name}: there are no safetensors files in it")
+    return files
 
 
 class Forward(NamedTuple):

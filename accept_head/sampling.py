@@ -29,7 +29,7 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        if not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature is {self.temperature}, expected a number >= 0 (0 is greedy)")
         if self.top_k < 0:
             raise InputError(f"top_k is {self.top_k}, expected an integer >= 0 (0 keeps all tokens)")
@@ -56,7 +56,7 @@ class Sampling:
             return one_hot.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        scores = logits.float().flatten(0, -2)  # (rows, vocab), the shape that warpers expect
+        scores = logits.float().reshape(-1, logits.shape[-1])  # (rows, vocab), the shape that warpers expect
         no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
         if self.temperature != 1:
             scores = TemperatureLogitsWarper(self.temperature)(no_ids, scores)
@@ -65,6 +65,10 @@ class Sampling:
         if self.top_p < 1:
             scores = TopPLogitsWarper(self.top_p)(no_ids, scores)
         return scores.softmax(-1).view(logits.shape)
+
+    def signal_probabilities(self, logits: Tensor, probabilities: Tensor) -> Tensor:
+        """The distribution that draft signals are read from: the processed one, or, greedy, the plain softmax."""
+        return logits.float().softmax(-1) if self.greedy else probabilities
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -30,9 +30,10 @@ POSITION_COLUMNS = {
     "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
     "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
     "target_logprob": "float32",  # log p(X_i)
+    # The draft signals (signals.py), of the plain softmax when decoding is greedy:
     "draft_logprob": "float32",  # log q(Y_i)
-    "draft_max_prob": "float32",  # max_y q(y)
     "draft_entropy": "float32",  # −Σ q log q, nats
+    "draft_max_prob": "float32",  # max_y q(y)
 }
 
 
@@ -99,10 +100,28 @@ class TraceConfig:
             raise InputError(f"{path}: version is {values.get('version')!r}, expected {TRACE_VERSION}")
         if wrong := sorted(set(values) ^ {field.name for field in fields(cls)}):
             raise InputError(f"{path}: field {wrong[0]!r} is {'unknown' if wrong[0] in values else 'missing'}")
-        try:
-            return cls(**{**values, "sampling": Sampling(**values["sampling"])})
-        except TypeError as error:
-            raise InputError(f"{path}: field 'sampling' is not valid ({error})") from None
+        return cls(**{**values, "sampling": _read_sampling(path, values["sampling"])})._checked(path)
+
+    def _checked(self, path: Path) -> TraceConfig:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "str" and not isinstance(value, str):
+                raise InputError(f"{path}: field {field.name!r} is {value!r}, expected text")
+            if field.type == "int" and (type(value) is not int or value < (0 if field.name == "seed" else 1)):
+                raise InputError(f"{path}: field {field.name!r} is {value!r}, expected a positive integer")
+        return self
+
+
+def _read_sampling(path: Path, values: Any) -> Sampling:
+    expected = {field.name for field in fields(Sampling)}
+    if not isinstance(values, dict) or set(values) != expected:
+        raise InputError(f"{path}: field 'sampling' is {values!r}, expected just {sorted(expected)}")
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
+        raise InputError(f"{path}: field 'sampling' is {values!r}, expected numbers")
+    try:
+        return Sampling(**values)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def shard_path(folder: Path, shard: int) -> Path:
@@ -136,7 +155,10 @@ def read_traces(folder: Path) -> tuple[TraceConfig, Dataset]:
             f"{folder}: {len(missing)} of {config.num_shards} shards are missing (first: "
             f"{shard_path(folder, missing[0]).name}); run the same `accept-head collect` again to finish it"
         )
-    tables = [_read_shard(folder, shard, config.shard_rows(shard)) for shard in range(config.num_shards)]
+    tables = [
+        _read_shard(folder, shard, shard * config.shard_size, config.shard_rows(shard))
+        for shard in range(config.num_shards)
+    ]
     return config, concatenate_datasets([Dataset(table) for table in tables])
 
 
@@ -146,7 +168,7 @@ def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) 
         raise InputError(f"{folder}: made by another pair (its draft was {config.draft}); --draft must be that draft")
 
 
-def _read_shard(folder: Path, shard: int, rows: int) -> Any:
+def _read_shard(folder: Path, shard: int, first: int, rows: int) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -161,6 +183,12 @@ def _read_shard(folder: Path, shard: int, rows: int) -> Any:
         raise InputError(f"{path}: damaged or not a trace shard ({message})") from None
     if table.num_rows != rows:
         raise InputError(f"{path}: {table.num_rows} records, expected {rows}")
+    for name in schema.names:
+        column = table[name].combine_chunks()
+        if column.null_count or (pa.types.is_list(column.type) and column.flatten().null_count):
+            raise InputError(f"{path}: column {name!r} has a null in it")
+    if table["index"].to_pylist() != list(range(first, first + rows)):
+        raise InputError(f"{path}: column 'index' does not number prompts {first} to {first + rows - 1}")
     lengths = pc.list_value_length(table["response_ids"])
     for name in POSITION_COLUMNS:
         if not pc.all(pc.equal(pc.list_value_length(table[name]), lengths)).as_py():

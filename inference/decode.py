@@ -21,6 +21,7 @@ from accept_head.inference.verify import Verified, verify
 from accept_head.pair import Pair, context_tokens
 from accept_head.randomness import uniforms
 from accept_head.sampling import Sampling, draw
+from accept_head.signals import draft_signals
 
 DRAFT, ACCEPT, REDRAW = 0, 1, 2  # streams of random numbers
 
@@ -170,6 +171,7 @@ def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed
     active = budget > 0
     ids: list[Tensor] = []
     probabilities: list[Tensor] = []
+    signals: Tensor | None = None
     if active.any():
         # First feed what the draft has not seen: the last token, and any accepted one that it drew but was not fed.
         width = int((rows.lengths - rows.draft_fed).max())
@@ -184,8 +186,14 @@ def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed
         probabilities.append(q)
         count = count + active
         step = DraftStep(
-            depth=depth, token_ids=ids[-1], active=active, hidden=hidden if Signal.HIDDEN in policy.needs else None
+            depth=depth,
+            token_ids=ids[-1],
+            active=active,
+            fed_hidden=hidden if Signal.HIDDEN in policy.needs else None,
+            fed_signals=signals,
         )
+        if Signal.DRAFT_SIGNALS in policy.needs:  # of this token, for the step in which it has been fed
+            signals = draft_signals(sampling.signal_probabilities(logits[:, : pair.vocab_size], q), ids[-1])
         active = active & (count < budget) & policy.keep_drafting(step)
         if not active.any():
             break

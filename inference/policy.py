@@ -16,7 +16,8 @@ from torch import Tensor
 class Signal(Enum):
     """What a policy reads of a draft step; the loop hands over nothing that is not asked for."""
 
-    HIDDEN = auto()
+    HIDDEN = auto()  # the draft's last hidden state
+    DRAFT_SIGNALS = auto()  # log q(Y), entropy and max q
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,16 @@ class DraftStep:
     """The state after drawing Y_depth.
 
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth. active: (batch,) bool, rows still drafting.
-    hidden: (batch, hidden) or None: the draft's state at the token fed to draw Y_depth, which is Y_{depth−1}, or the
-    last verified token when depth is 1. It comes for free; the state at Y_depth would cost one more forward.
+    fed_hidden: (batch, hidden) or None: the draft's state at the token fed to draw Y_depth, which is Y_{depth−1}, or
+    the last verified token when depth is 1. It comes for free; the state at Y_depth would cost one more forward.
+    fed_signals: (batch, 3) or None: draft signals of the same token; None when depth is 1.
     """
 
     depth: int
     token_ids: Tensor
     active: Tensor
-    hidden: Tensor | None
+    fed_hidden: Tensor | None
+    fed_signals: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,17 @@ WARM_UP, REPEATS = 5, 40
 
 @torch.no_grad()
 def measure_costs(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4) -> ForwardCosts:
-    """Median seconds of a draft step (1 token) and of a verification (verify_tokens + 1 tokens) after real prompts.
+    """Median seconds, after real prompts, of a draft step (1 token), of a verification (verify_tokens + 1 tokens) and
+    of a step of the target alone (1 token).
 
-    The two are timed in turns, so that a slower or faster moment of the machine touches both alike. Raises InputError
+    They are timed in turns, so that a slower or faster moment of the machine touches all alike. Raises InputError
     when the context is too short for a verification.
     """
     width = verify_tokens + 1
     usable = [p for p in prompts if len(p) + width <= min(context_tokens(pair.target), context_tokens(pair.draft))]
     if not usable:
         raise InputError(f"no prompt leaves room for {width} more tokens in the models' context")
-    draft_seconds: list[float] = []
-    target_seconds: list[float] = []
+    seconds: dict[str, list[float]] = {"t_draft": [], "t_target": [], "t_autoregressive": []}
     for step in range(WARM_UP + REPEATS):
         prompt = torch.tensor([usable[step % len(usable)]], device=pair.target.device)
         length = torch.tensor([prompt.shape[1]], device=prompt.device)
@@ -37,12 +37,15 @@ def measure_costs(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens
         for model in (draft, target):
             model.prefill(prompt, length)
         new = prompt[:, -1:].expand(1, width)
-        draft_time = _seconds(draft, new[:, :1], length)
-        target_time = _seconds(target, new, length)
+        timed = {
+            "t_draft": _seconds(draft, new[:, :1], length),
+            "t_target": _seconds(target, new, length),
+            "t_autoregressive": _seconds(target, new[:, :1], length),
+        }
         if step >= WARM_UP:
-            draft_seconds.append(draft_time)
-            target_seconds.append(target_time)
-    return ForwardCosts(t_draft=statistics.median(draft_seconds), t_target=statistics.median(target_seconds))
+            for name, value in timed.items():
+                seconds[name].append(value)
+    return ForwardCosts(**{name: statistics.median(values) for name, values in seconds.items()})
 
 
 def _seconds(model: CachedModel, new: Tensor, starts: Tensor) -> float:

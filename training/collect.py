@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from accept_head.errors import InputError
 from accept_head.files import writable_folder
-from accept_head.pair import Pair, context_tokens, load_pair, model_fingerprint, vocabulary_fingerprint
+from accept_head.pair import Pair, checkpoint_fingerprint, context_tokens, load_pair, vocabulary_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards, write_shard
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
@@ -91,9 +91,9 @@ def collect(
     )
     config = TraceConfig(
         target=str(target),
-        target_fingerprint=model_fingerprint(pair.target),
+        target_fingerprint=checkpoint_fingerprint(target),
         draft=str(draft),
-        draft_fingerprint=model_fingerprint(pair.draft),
+        draft_fingerprint=checkpoint_fingerprint(draft),
         vocabulary_fingerprint=vocabulary_fingerprint(pair.tokenizer),
         prompts_fingerprint=prompts_fingerprint(loaded),
         num_prompts=len(loaded),

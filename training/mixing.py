@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from accept_head.signals import SIGNALS
+
 Packing = Literal["mixing", "exact"]
 
 
@@ -20,7 +22,9 @@ class DraftBatch:
     """One forward of the draft and what the head should say of it.
 
     input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
-    labels, mask: (batch, seq, 2): last axis token, next. indices: (batch,) prompt index of each trace, for messages.
+    labels, mask: (batch, seq, 2): last axis token, next.
+    signals: (batch, seq, 3), draft signals where
+    the token label counts. indices: (batch,) prompt index of each trace, for messages.
     """
 
     input_ids: Tensor
@@ -28,6 +32,7 @@ class DraftBatch:
     allowed: Tensor
     labels: Tensor
     mask: Tensor
+    signals: Tensor
     indices: Tensor
 
     def to(self, device: torch.device) -> DraftBatch:
@@ -36,13 +41,15 @@ class DraftBatch:
 
 @dataclass
 class Packed:
-    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 2)."""
+    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 2);
+    signals: (seq, 3)."""
 
     ids: Tensor
     positions: Tensor
     allowed: Tensor
     labels: Tensor
     mask: Tensor
+    signals: Tensor
 
 
 def mix_tokens(response_ids: Tensor, draft_ids: Tensor, uniform: Tensor, r: float) -> Tensor:
@@ -60,7 +67,8 @@ def pack_mixed(trace: dict[str, Any], uniform: Tensor, r: float) -> Packed:
     labels[start:, 0], mask[start:, 0] = trace["acceptance"], mixed == draft
     mask[start:, 1] &= mixed == response
     length = len(ids)
-    return Packed(ids, torch.arange(length), torch.ones(length, length, dtype=torch.bool).tril(), labels, mask)
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    return Packed(ids, torch.arange(length), allowed, labels, mask, _signals(trace, start, length))
 
 
 def pack_exact(trace: dict[str, Any]) -> Packed:
@@ -76,7 +84,7 @@ def pack_exact(trace: dict[str, Any]) -> Packed:
     allowed[trunk:, trunk:] = torch.eye(count, dtype=torch.bool)
     labels, mask = _next_labels(trace, extra=count)
     labels[trunk:, 0], mask[trunk:, 0] = trace["acceptance"], True
-    return Packed(ids, positions, allowed, labels, mask)
+    return Packed(ids, positions, allowed, labels, mask, _signals(trace, trunk, trunk + count))
 
 
 def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
@@ -89,6 +97,7 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         allowed=torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1),
         labels=torch.zeros(rows, width, 2),
         mask=torch.zeros(rows, width, 2, dtype=torch.bool),
+        signals=torch.zeros(rows, width, len(SIGNALS)),
         indices=torch.tensor(indices),
     )
     for row, item in enumerate(packed):
@@ -98,7 +107,15 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         batch.allowed[row, 0, :length, :length] = item.allowed
         batch.labels[row, :length] = item.labels
         batch.mask[row, :length] = item.mask
+        batch.signals[row, :length] = item.signals
     return batch
+
+
+def _signals(trace: dict[str, Any], start: int, length: int) -> Tensor:
+    """(length, 3), with the trace's signals from `start` on."""
+    signals = torch.zeros(length, len(SIGNALS))
+    signals[start : start + len(trace["draft_ids"])] = torch.stack([trace[name] for name in SIGNALS], dim=-1)
+    return signals
 
 
 def _next_labels(trace: dict[str, Any], extra: int) -> tuple[Tensor, Tensor]:

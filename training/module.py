@@ -58,7 +58,7 @@ class HeadTraining(L.LightningModule):
                 attention_mask=attention_mask_for(draft, batch.allowed),
                 use_cache=False,
             )[0]
-        return self.head(hidden)
+        return self.head(hidden, batch.signals)
 
     def training_step(self, batch: DraftBatch, batch_index: int) -> Tensor:
         logits = self.head_logits(batch)

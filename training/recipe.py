@@ -12,12 +12,14 @@ from accept_head.training.mixing import Packing
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """depth: residual blocks. predicts: token, next or both. w_acc, w_rej: loss weights of acceptance and rejection.
+    """depth: residual blocks. predicts: token, next or both. signals: whether the head also
+    reads the draft signals. w_acc, w_rej: loss weights of acceptance and rejection.
     packing: exact, or mixing with share r of target tokens. epochs: passes over the traces. batch_size: traces an
     optimizer step, over all processes. lr: Adam's peak, after warmup_share of all steps; then cosine to zero."""
 
     depth: int = 3
     predicts: Predicts = "token"
+    signals: bool = False
     w_acc: float = 1.0
     w_rej: float = 1.0
     packing: Packing = "mixing"
@@ -47,5 +49,6 @@ class Recipe:
 RECIPES = {
     # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
     "specdecpp": Recipe(w_rej=6.0),
-    "default": Recipe(packing="exact", epochs=10),
+    # The hidden state at a token does not say how likely the draft thought it; the signals do.
+    "default": Recipe(signals=True, packing="exact", epochs=10, batch_size=16, lr=3e-3),
 }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import lightning as L
+import numpy as np
 import torch
 from datasets import Dataset
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -16,7 +17,8 @@ from accept_head.errors import InputError
 from accept_head.files import read_json, writable_folder, write_json
 from accept_head.head import AcceptanceHead, HeadConfig, Predicts
 from accept_head.hub import save_head
-from accept_head.pair import hidden_size, load_model, model_fingerprint
+from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
+from accept_head.signals import SIGNALS
 from accept_head.trace import TraceConfig, check_made_by, read_traces
 from accept_head.training.data import TraceData, split_dev
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
@@ -36,6 +38,7 @@ def train(
     recipe: Literal["default", "specdecpp"] = "default",
     depth: int | None = None,
     predicts: Predicts | None = None,
+    signals: bool | None = None,
     w_acc: float | None = None,
     w_rej: float | None = None,
     packing: Packing | None = None,
@@ -61,9 +64,11 @@ def train(
         draft: The draft that the traces were made with.
         out: Folder for the head.
         dev_traces: Traces to evaluate on; a tenth of `traces` when left out.
-        recipe: `specdecpp` as in the paper (token mixing, w_rej 6, 3 epochs), or `default` (exact packing).
+        recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs), or
+            `default` (draft signals, exact packing).
         depth: Residual blocks of the head, 0 to 4.
         predicts: token, next or both.
+        signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
         w_acc: Loss weight of acceptance.
         w_rej: Loss weight of rejection.
         packing: `exact`, or `mixing` (the paper's token mixing).
@@ -80,7 +85,7 @@ def train(
         trust_remote_code: Run model code that comes with the draft.
     """
     chosen = RECIPES[recipe].override(
-        depth=depth, predicts=predicts, w_acc=w_acc, w_rej=w_rej, packing=packing, r=r, epochs=epochs,
+        depth=depth, predicts=predicts, signals=signals, w_acc=w_acc, w_rej=w_rej, packing=packing, r=r, epochs=epochs,
         batch_size=batch_size, lr=lr, warmup_share=warmup_share,
     )  # fmt: skip
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
@@ -89,7 +94,7 @@ def train(
     options = trainer_options(precision)
     dtype = "bfloat16" if precision == "bf16" else "auto"
     draft_model = load_model(draft, "--draft", dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
-    trace_config, train_set, dev_set = _read_splits(Path(traces), dev_traces, model_fingerprint(draft_model), seed)
+    trace_config, train_set, dev_set = _read_splits(Path(traces), dev_traces, checkpoint_fingerprint(draft), seed)
     data = TraceData(
         train_set,
         dev_set,
@@ -177,7 +182,13 @@ def _build(recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any],
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        head = AcceptanceHead(HeadConfig(hidden_size=hidden_size(draft), depth=recipe.depth, predicts=recipe.predicts))
+        config = HeadConfig(
+            hidden_size=hidden_size(draft),
+            depth=recipe.depth,
+            predicts=recipe.predicts,
+            **(_signal_statistics(data.train.traces) if recipe.signals else {}),
+        )
+        head = AcceptanceHead(config)
     module = HeadTraining(
         head,
         draft,
@@ -188,3 +199,13 @@ def _build(recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any],
         w_rej=recipe.w_rej,
     )
     return module, sampler
+
+
+def _signal_statistics(traces: Dataset) -> dict[str, tuple[Any, ...]]:
+    """The head config's fields about signals, from all positions of the training traces."""
+    columns = {name: np.concatenate(traces.with_format("numpy")[name][:]).astype(np.float64) for name in SIGNALS}
+    return {
+        "signals": SIGNALS,
+        "signal_mean": tuple(float(values.mean()) for values in columns.values()),
+        "signal_std": tuple(max(float(values.std()), 1e-6) for values in columns.values()),
+    }

@@ -12,6 +12,7 @@ from accept_head.acceptance import acceptance_probability, couple_with_target, o
 from accept_head.pair import Pair
 from accept_head.randomness import uniforms
 from accept_head.sampling import Sampling
+from accept_head.signals import SIGNALS, draft_signals
 
 # Logits turned into probabilities at a time: bounds memory at about 0.5 GB whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
@@ -47,7 +48,7 @@ def score(
 
     chunk = max(1, CHUNK_ELEMENTS // pair.vocab_size)
     parts = [
-        _score_positions(sampling.probabilities(p), sampling.probabilities(q), x, seed, counter)
+        _score_positions(p, q, x, sampling, seed, counter)
         for p, q, x, counter in zip(
             target_logits.split(chunk),
             draft_logits.split(chunk),
@@ -61,26 +62,23 @@ def score(
     return [{name: values[row].tolist() for name, values in split.items()} for row in range(len(responses))]
 
 
-def _score_positions(p: Tensor, q: Tensor, x: Tensor, seed: int, counters: Tensor) -> dict[str, Tensor]:
-    """p, q: (positions, vocab); x: (positions,); counters: (positions, 2) of prompt index and step."""
+def _score_positions(
+    target_logits: Tensor, draft_logits: Tensor, x: Tensor, sampling: Sampling, seed: int, counters: Tensor
+) -> dict[str, Tensor]:
+    """Logits: (positions, vocab); x: (positions,); counters: (positions, 2) of prompt index and step."""
+    p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
     index, step = counters.unbind(-1)
     draft_ids, accepted = couple_with_target(p, q, x, uniforms(seed, index, step, 0), uniforms(seed, index, step, 1))
+    signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
     return {
         "response_ids": x,
         "draft_ids": draft_ids,
         "accepted": accepted,
         "acceptance": acceptance_probability(p, q, draft_ids),
         "overlap": overlap(p, q),
-        "target_logprob": _log_probability(p, x),
-        "draft_logprob": _log_probability(q, draft_ids),
-        "draft_max_prob": q.max(-1).values,
-        "draft_entropy": torch.special.entr(q).sum(-1),
+        "target_logprob": p.gather(-1, x.unsqueeze(-1)).squeeze(-1).clamp(min=torch.finfo(p.dtype).tiny).log(),
+        **dict(zip(SIGNALS, signals.unbind(-1), strict=True)),
     }
-
-
-def _log_probability(distribution: Tensor, ids: Tensor) -> Tensor:
-    chosen = distribution.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()
 
 
 def _logits(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:

@@ -20,7 +20,6 @@ class HeadPolicy:
     product therefore runs to the last token but one, and a round that may draft at all drafts at least two.
     """
 
-    needs = frozenset({Signal.HIDDEN})
     scores: Literal["prefix", "proposal"] = "proposal"
 
     def __init__(self, head: AcceptanceHead, threshold: float, *, k_min: int = 2, k_max: int = 20):
@@ -30,6 +29,7 @@ class HeadPolicy:
             raise InputError(f"head bounds are k_min {k_min} and k_max {k_max}, expected 1 <= k_min <= k_max")
         head.index_of("token")  # refuses a head that does not predict it
         self.head, self.threshold, self.k_min, self.max_draft_tokens = head, threshold, k_min, k_max
+        self.needs = frozenset({Signal.HIDDEN, *([Signal.DRAFT_SIGNALS] if head.config.signals else [])})
         self.survival = torch.empty(0)
 
     def start_round(self, live: Tensor) -> Tensor:
@@ -39,8 +39,8 @@ class HeadPolicy:
     def keep_drafting(self, step: DraftStep) -> Tensor:
         if step.depth == 1:  # the state at hand belongs to a verified token, not to a drafted one
             return step.active
-        assert step.hidden is not None
-        self.survival = self.survival * self.head.probability(step.hidden)
+        assert step.fed_hidden is not None
+        self.survival = self.survival * self.head.probability(step.fed_hidden, signals=step.fed_signals)
         stop = (1 - self.survival > self.threshold) & (step.depth >= self.k_min)
         return step.active & ~stop
 

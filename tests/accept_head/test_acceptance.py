@@ -1,0 +1,234 @@
+"""Acceptance, residual and post-hoc coupling, by exact enumeration on vocabularies of 3 to 5 tokens."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accept_head.acceptance import acceptance_probability, couple_with_target, overlap, residual
+from accept_head.sampling import draw
+
+EXACT = 1e-12  # float64 sums over at most five tokens
+enumerated = settings(derandomize=True, deadline=None, max_examples=150)
+
+
+def normalised(weights):
+    values = torch.tensor(weights, dtype=torch.float64)
+    return values / values.sum()
+
+
+@st.composite
+def pairs(draw_value):
+    """(p, q) on the same 3-5 tokens; small integer weights make zeros, ties, one-hots and p = q common."""
+    vocab = draw_value(st.integers(3, 5))
+    weights = st.lists(st.integers(0, 4), min_size=vocab, max_size=vocab).filter(any)
+    return normalised(draw_value(weights)), normalised(draw_value(weights))
+
+
+def emitted_distribution(p, q, redraw):
+    """What verification emits: Σ_y q(y)·a(y)·δ_y, and `redraw` with the probability that is left."""
+    every_id = torch.arange(len(p))
+    kept = torch.where(q > 0, q * acceptance_probability(p.expand(len(p), -1), q.expand(len(p), -1), every_id), 0)
+    return kept + (1 - kept.sum()) * redraw
+
+
+def joint_distribution(couple, p, q):
+    """P(X = x, Y = y, accepted) as an array (vocab, vocab, 2), integrated exactly over both uniforms.
+
+    `couple` is piecewise constant in the uniforms, and its steps can only lie at likelihood ratios (accept axis) or at
+    cumulative sums of p, q or of a positive part (redraw axis). Each cell between steps is evaluated just inside its
+    two ends and in the middle; they must agree, so a cell's value times its area is its integral.
+    """
+    p_, q_ = p.numpy(), q.numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.nan_to_num(np.concatenate([q_ / p_, p_ / q_]), nan=0.0, posinf=1.0)
+    parts = [p_, q_, np.clip(q_ - p_, 0, None), np.clip(p_ - q_, 0, None)]
+    sums = np.concatenate([np.cumsum(part) / part.sum() for part in parts if part.sum() > 0])
+    accept_steps, redraw_steps = (np.unique(np.clip(np.append(x, [0, 1]), 0, 1).round(13)) for x in (ratios, sums))
+
+    def inside(steps):
+        low, high = steps[:-1], steps[1:]
+        margin = np.minimum(1e-9, (high - low) / 4)
+        return np.stack([low + margin, (low + high) / 2, high - margin])  # (3, cells)
+
+    accept_points, redraw_points = inside(accept_steps), inside(redraw_steps)
+    joint = np.zeros((len(p_), len(p_), 2))
+    areas = np.outer(np.diff(accept_steps), np.diff(redraw_steps))
+    for x in np.flatnonzero(p_):
+        grid = [
+            couple(
+                p.expand(*areas.shape, -1),
+                q.expand(*areas.shape, -1),
+                torch.full(areas.shape, int(x)),
+                torch.tensor(accept_points[i])[:, None].expand(areas.shape),
+                torch.tensor(redraw_points[i])[None, :].expand(areas.shape),
+            )
+            for i in range(3)
+        ]
+        ids, accepted = np.array(grid[1][0]), np.array(grid[1][1])
+        for other_ids, other_accepted in (grid[0], grid[2]):
+            assert np.array_equal(ids, other_ids) and np.array_equal(accepted, other_accepted), "not constant in a cell"
+        np.add.at(joint, (x, ids, accepted.astype(int)), p_[x] * areas)
+    return joint
+
+
+def is_maximal_coupling(joint, p, q):
+    """Whether a joint distribution is the one that speculative decoding draws from."""
+    p_, q_ = p.numpy(), q.numpy()
+    accepted, rejected = joint[:, :, 1], joint[:, :, 0]
+    return (
+        np.allclose(joint.sum((1, 2)), p_, atol=1e-9)
+        and np.allclose(joint.sum((0, 2)), q_, atol=1e-9)
+        and np.allclose(accepted, np.diag(np.minimum(p_, q_)), atol=1e-9)
+        and np.allclose(np.diag(rejected), 0, atol=1e-9)
+    )
+
+
+# --- the three functions of one token
+
+
+@enumerated
+@given(pairs())
+def test_acceptance_probability_is_the_clipped_likelihood_ratio(pair):
+    p, q = pair
+    ids = torch.nonzero(q).squeeze(-1)
+    found = acceptance_probability(p.expand(len(ids), -1), q.expand(len(ids), -1), ids)
+    assert np.allclose(found, np.minimum(1, p[ids].numpy() / q[ids].numpy()), atol=EXACT)
+
+
+@enumerated
+@given(pairs())
+def test_overlap_is_one_minus_total_variation_and_the_expected_acceptance(pair):
+    p, q = pair
+    total_variation = np.abs(p.numpy() - q.numpy()).sum() / 2
+    expected = sum(min(1, p[y] / q[y]) * q[y] for y in range(len(q)) if q[y] > 0)
+    assert overlap(p, q).item() == pytest.approx(1 - total_variation, abs=EXACT)
+    assert overlap(p, q).item() == pytest.approx(float(expected), abs=EXACT)
+
+
+@enumerated
+@given(pairs())
+def test_residual_is_a_distribution_without_any_token_that_the_draft_overweights(pair):
+    p, q = pair
+    redraw = residual(p, q)
+    assert redraw.sum().item() == pytest.approx(1, abs=EXACT) and (redraw >= 0).all()
+    if not torch.equal(p, q):
+        assert (redraw[p <= q] == 0).all()
+
+
+@enumerated
+@given(pairs())
+def test_verification_emits_exactly_the_target_distribution(pair):
+    p, q = pair
+    assert np.allclose(emitted_distribution(p, q, residual(p, q)), p, atol=EXACT)
+
+
+@pytest.mark.parametrize("wrong", ["target", "draft", "reversed residual"])
+def test_verification_is_biased_when_the_redraw_is_not_from_the_residual(wrong):
+    p, q = normalised([5, 3, 2]), normalised([2, 3, 5])
+    redraw = {"target": p, "draft": q, "reversed residual": residual(q, p)}[wrong]
+    assert np.abs(emitted_distribution(p, q, redraw) - p).max() > 0.01
+
+
+def test_equal_distributions_are_always_accepted_and_leave_the_target_as_residual():
+    p = normalised([1, 2, 0, 4])
+    assert (acceptance_probability(p.expand(3, -1), p.expand(3, -1), torch.tensor([0, 1, 3])) == 1).all()
+    assert overlap(p, p).item() == pytest.approx(1, abs=EXACT)
+    assert torch.equal(residual(p, p), p)
+
+
+def test_disjoint_supports_are_never_accepted():
+    p, q = normalised([1, 3, 0, 0]), normalised([0, 0, 2, 2])
+    assert (acceptance_probability(p.expand(2, -1), q.expand(2, -1), torch.tensor([2, 3])) == 0).all()
+    assert overlap(p, q).item() == 0
+    assert torch.equal(residual(p, q), p)
+
+
+def test_leading_dimensions_are_independent_rows():
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 3, 5, generator=generator).softmax(-1), torch.rand(2, 3, 5, generator=generator).softmax(-1)
+    y = torch.randint(5, (2, 3), generator=generator)
+    for row in np.ndindex(2, 3):
+        assert acceptance_probability(p, q, y)[row] == acceptance_probability(p[row], q[row], y[row])
+        assert overlap(p, q)[row] == overlap(p[row], q[row])
+        assert torch.equal(residual(p, q)[row], residual(p[row], q[row]))
+
+
+@enumerated
+@given(pairs())
+def test_float32_is_exact_to_rounding(pair):
+    p, q = (distribution.float() for distribution in pair)
+    assert np.allclose(emitted_distribution(p, q, residual(p, q)), p, atol=1e-6)
+
+
+# --- post-hoc coupling
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(pairs())
+def test_coupling_with_the_target_token_is_the_maximal_coupling(pair):
+    """Y ∼ q exactly, P(accepted) = Σ min(p, q), accepted ⇔ Y = X."""
+    p, q = pair
+    joint = joint_distribution(couple_with_target, p, q)
+    assert np.allclose(joint.sum((0, 2)), q, atol=1e-9)
+    assert joint[:, :, 1].sum() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-9)
+    assert is_maximal_coupling(joint, p, q)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(pairs())
+def test_a_coupled_draft_token_is_accepted_with_its_acceptance_probability(pair):
+    p, q = pair
+    joint = joint_distribution(couple_with_target, p, q).sum(0)  # (y, accepted)
+    for y in np.flatnonzero(q):
+        assert joint[y, 1] / joint[y].sum() == pytest.approx(min(1.0, (p[y] / q[y]).item()), abs=1e-9)
+
+
+def redraws_from_the_draft(p, q, x, accept_uniform, redraw_uniform):
+    accepted = accept_uniform < (q / p).gather(-1, x[..., None]).squeeze(-1)
+    return torch.where(accepted, x, draw(q, redraw_uniform)), accepted
+
+
+def redraws_from_the_other_residual(p, q, x, accept_uniform, redraw_uniform):
+    accepted = accept_uniform < (q / p).gather(-1, x[..., None]).squeeze(-1)
+    return torch.where(accepted, x, draw(residual(p, q), redraw_uniform)), accepted
+
+
+def accepts_by_the_inverse_ratio(p, q, x, accept_uniform, redraw_uniform):
+    accepted = accept_uniform < (p / q).gather(-1, x[..., None]).squeeze(-1)
+    return torch.where(accepted, x, draw(residual(q, p), redraw_uniform)), accepted
+
+
+@pytest.mark.parametrize(
+    "wrong", [redraws_from_the_draft, redraws_from_the_other_residual, accepts_by_the_inverse_ratio]
+)
+def test_a_wrong_coupling_fails_the_same_check(wrong):
+    p, q = normalised([5, 3, 2]), normalised([2, 3, 5])
+    assert is_maximal_coupling(joint_distribution(couple_with_target, p, q), p, q)
+    assert not is_maximal_coupling(joint_distribution(wrong, p, q), p, q)
+
+
+@pytest.mark.parametrize(("target", "draft"), [(1, 1), (1, 2)])
+def test_in_the_greedy_limit_a_draft_token_is_accepted_if_the_argmaxes_agree(target, draft):
+    p, q = torch.eye(4)[target], torch.eye(4)[draft]
+    uniforms = torch.linspace(0, 1 - 2**-53, 9, dtype=torch.float64)
+    ids, accepted = couple_with_target(
+        p.expand(9, 9, 4),
+        q.expand(9, 9, 4),
+        torch.full((9, 9), target),
+        *torch.meshgrid(uniforms, uniforms, indexing="ij"),
+    )
+    assert (ids == draft).all() and (accepted == (target == draft)).all()
+    assert acceptance_probability(p, q, torch.tensor(draft)).item() == float(target == draft)
+
+
+def test_an_accepted_token_has_a_positive_acceptance_probability_even_if_the_target_gives_it_none():
+    """A response scored in another batch can fall outside the top-k; label and outcome must still agree."""
+    p, q = normalised([0, 1, 1]), normalised([2, 1, 1])
+    uniforms = torch.linspace(0, 0.999, 8, dtype=torch.float64)
+    ids, accepted = couple_with_target(
+        p.expand(8, -1), q.expand(8, -1), torch.zeros(8, dtype=torch.long), uniforms, uniforms.flip(0)
+    )
+    labels = acceptance_probability(p.expand(8, -1), q.expand(8, -1), ids)
+    assert (labels[accepted] > 0).all(), f"accepted {int(accepted.sum())} of 8 tokens whose label is 0"

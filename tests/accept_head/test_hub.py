@@ -1,0 +1,76 @@
+"""A head's whole folder: what it holds, that it is written whole, and which draft it fits."""
+
+import json
+
+import pytest
+import torch
+
+from accept_head.errors import InputError
+from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.hub import load_head, save_head
+from accept_head.sampling import Sampling
+from accept_head.trace import TraceConfig
+
+TRACES = TraceConfig(
+    target="some/target",
+    target_fingerprint="a1",
+    draft="some/draft",
+    draft_fingerprint="b2",
+    vocabulary_fingerprint="c3",
+    prompts_fingerprint="d4",
+    num_prompts=5,
+    sampling=Sampling(temperature=0.7, top_k=20, top_p=0.9),
+    max_new_tokens=16,
+    seed=3,
+    batch_size=2,
+    shard_size=2,
+)
+QUALITY = {
+    "count": 1234,
+    "binary_kl": 0.1111,
+    "constant_kl": 0.2222,
+    "brier": 0.0333,
+    "ece": 0.0444,
+    "auroc": 0.8555,
+    "mean_predicted": 0.61,
+    "mean_observed": 0.62,
+}
+FILES = ["README.md", "config.json", "metrics.json", "model.safetensors", "trace_config.json", "training_config.json"]
+
+
+def save(folder, metrics=None):
+    head = AcceptanceHead(HeadConfig(hidden_size=8, depth=2))
+    save_head(head, folder, metrics=metrics or {"dev": {"token": QUALITY}}, training={"epochs": 3}, traces=TRACES)
+    return head
+
+
+def test_a_saved_folder_holds_everything_about_the_head(tmp_path):
+    head = save(tmp_path / "runs" / "head")
+    folder = tmp_path / "runs" / "head"
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["head"]
+    assert json.loads((folder / "metrics.json").read_text())["dev"]["token"]["auroc"] == 0.8555
+    assert json.loads((folder / "training_config.json").read_text()) == {"epochs": 3}
+    assert TraceConfig.load(folder) == TRACES
+    assert torch.equal(load_head(folder, hidden_size=8).output.weight, head.output.weight)
+
+
+def test_the_card_names_the_pair_the_sampling_and_the_measured_quality(tmp_path):
+    save(tmp_path / "head")
+    card = (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
+    for fact in ("some/draft", "some/target", "temperature 0.7", "top-k 20", "top-p 0.9", "depth 2", "1234", "0.8555"):
+        assert fact in card, fact
+
+
+def test_a_failed_save_leaves_the_old_head_as_it_was(tmp_path):
+    head = save(tmp_path / "head")
+    with pytest.raises(ValueError):
+        save(tmp_path / "head", metrics={"dev": {"token": {**QUALITY, "auroc": float("nan")}}})
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    assert torch.equal(load_head(tmp_path / "head", hidden_size=8).output.weight, head.output.weight)
+
+
+def test_a_head_for_another_hidden_size_is_refused(tmp_path):
+    save(tmp_path / "head")
+    with pytest.raises(InputError, match="hidden_size is 8, but the draft's is 16"):
+        load_head(tmp_path / "head", hidden_size=16)

@@ -1,0 +1,85 @@
+"""Draft signals, and heads that read them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from accept_head import AcceptanceHead, HeadConfig, InputError, Sampling
+from accept_head.signals import SIGNALS, draft_signals
+
+STATISTICS = {"signals": SIGNALS, "signal_mean": (-1.0, 2.0, 0.5), "signal_std": (0.5, 1.5, 0.25)}
+
+
+def head_with_signals(**changes):
+    torch.manual_seed(0)
+    return AcceptanceHead(HeadConfig(**{"hidden_size": 8, "depth": 2, **STATISTICS, **changes}))
+
+
+def test_signals_are_log_probability_entropy_and_maximum():
+    q = torch.rand(5, 7, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    q[0] = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0])
+    y = torch.tensor([1, 0, 3, 6, 2])
+    found = draft_signals(q, y).numpy()
+    plain = q.double().numpy()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.where(plain > 0, plain * np.log(plain), 0).sum(-1)
+    expected = np.stack([np.log(plain[np.arange(5), y.numpy()]), entropy, plain.max(-1)], axis=-1)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_greedy_signals_come_from_the_plain_softmax_because_one_hot_says_nothing():
+    logits = torch.tensor([[1.0, 2.0, 0.0]])
+    for sampling, expected in ((Sampling(temperature=0), logits.softmax(-1)), (Sampling(top_k=1), torch.eye(3)[[1]])):
+        q = sampling.probabilities(logits)
+        assert torch.allclose(sampling.signal_probabilities(logits, q), expected)
+
+
+def test_a_head_normalises_its_signals_and_adds_them_to_the_hidden_state():
+    head = head_with_signals(depth=0)
+    hidden, signals = torch.randn(4, 8), torch.randn(4, 3)
+    normalised = (signals.numpy() - np.array(STATISTICS["signal_mean"])) / np.array(STATISTICS["signal_std"])
+    weights = {name: tensor.detach().numpy() for name, tensor in head.state_dict().items()}
+    inside = hidden.numpy() + normalised @ weights["signal_input.weight"].T
+    expected = inside @ weights["output.weight"].T + weights["output.bias"]
+    np.testing.assert_allclose(head(hidden, signals).detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(head(hidden, signals), head(hidden, signals + 1))
+
+
+def test_a_head_may_read_some_signals_only():
+    head = head_with_signals(signals=("draft_max_prob",), signal_mean=(0.5,), signal_std=(0.25,))
+    hidden, signals = torch.randn(1, 8), torch.rand(1, 3)
+    others_changed = signals + torch.tensor([3.0, 3.0, 0.0])
+    assert torch.equal(head(hidden, signals), head(hidden, others_changed))
+
+
+def test_signals_survive_saving(tmp_path):
+    head = head_with_signals()
+    head.save_pretrained(tmp_path / "head")
+    loaded = AcceptanceHead.from_pretrained(tmp_path / "head")
+    assert loaded.config == head.config
+    hidden, signals = torch.randn(4, 8), torch.randn(4, 3)
+    assert torch.equal(loaded(hidden, signals), head(hidden, signals))
+
+
+def test_a_head_that_reads_signals_refuses_to_go_without():
+    with pytest.raises(InputError, match="draft signals"):
+        head_with_signals()(torch.randn(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"signals": ("mood",), "signal_mean": (0.0,), "signal_std": (1.0,)}, "mood"),
+        ({"signal_mean": (0.0,)}, "signal_mean"),
+        ({"signal_std": (1.0, 0.0, 1.0)}, "signal_std"),
+        ({"signal_std": (1.0, float("inf"), 1.0)}, "signal_std"),
+        ({"signal_mean": (0.0, "a", 0.0)}, "signal_mean"),
+        ({"signals": "draft_logprob"}, "signals"),
+        ({"predicts": "next"}, "predicts"),
+    ],
+)
+def test_a_config_with_wrong_signals_is_refused_by_name(changes, word):
+    with pytest.raises(InputError, match=word):
+        head_with_signals(**changes)

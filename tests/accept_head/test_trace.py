@@ -1,0 +1,342 @@
+"""Trace folders: what is written is what is read, and damage of any kind is refused by name."""
+
+import json
+import random
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from accept_head.errors import InputError
+from accept_head.sampling import Sampling
+from accept_head.trace import (
+    CONFIG_NAME,
+    POSITION_COLUMNS,
+    TraceConfig,
+    check_made_by,
+    missing_shards,
+    read_traces,
+    shard_path,
+    write_shard,
+)
+
+CONFIG = TraceConfig(
+    target="some/target",
+    target_fingerprint="a1",
+    draft="some/draft",
+    draft_fingerprint="b2",
+    vocabulary_fingerprint="c3",
+    prompts_fingerprint="d4",
+    num_prompts=5,
+    sampling=Sampling(temperature=0.7, top_k=20, top_p=0.9),
+    max_new_tokens=16,
+    seed=3,
+    batch_size=2,
+    shard_size=2,
+)
+
+
+def record(index):
+    """A record whose values are exactly representable in float32, so that a round trip is equality."""
+    length = 2 + 3 * index % 7
+    generator = torch.Generator().manual_seed(index)
+    columns = {}
+    for name, kind in POSITION_COLUMNS.items():
+        if kind == "float32":
+            columns[name] = torch.randn(length, generator=generator).tolist()
+        else:
+            values = torch.randint(2 if kind == "bool" else 1000, (length,), generator=generator)
+            columns[name] = (values.bool() if kind == "bool" else values).tolist()
+    return {
+        "index": index,
+        "id": f"prompt-{index}",
+        "domain": "math" if index % 2 else "",
+        "finished": index != 1,
+        "prompt_ids": list(range(index + 1)),
+        **columns,
+    }
+
+
+def shard_records(shard):
+    return [record(shard * CONFIG.shard_size + row) for row in range(CONFIG.shard_rows(shard))]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    CONFIG.save(tmp_path)
+    for shard in range(CONFIG.num_shards):
+        write_shard(tmp_path, shard, shard_records(shard))
+    return tmp_path
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def replace_column(path, name, values):
+    table = pq.read_table(path)
+    index = table.schema.get_field_index(name)
+    pq.write_table(table.set_column(index, name, pa.array(values, type=table.schema.field(index).type)), path)
+
+
+def rewrite_config(folder, change):
+    values = json.loads((folder / CONFIG_NAME).read_text())
+    change(values)
+    (folder / CONFIG_NAME).write_text(json.dumps(values))
+
+
+# --- round trip
+
+
+def test_what_is_written_is_what_is_read_in_the_order_of_the_prompts(folder):
+    config, traces = read_traces(folder)
+    assert config == CONFIG
+    assert [traces[index] for index in range(len(traces))] == [record(index) for index in range(5)]
+    assert names(folder) == [f"shard-0000{shard}.parquet" for shard in range(3)] + [CONFIG_NAME]
+
+
+def test_the_last_shard_holds_what_is_left():
+    assert CONFIG.num_shards == 3
+    assert [CONFIG.shard_rows(shard) for shard in range(3)] == [2, 2, 1]
+
+
+def test_an_empty_response_and_an_empty_prompt_survive_the_round_trip(tmp_path):
+    config = TraceConfig(**{**vars(CONFIG), "num_prompts": 2})
+    config.save(tmp_path)
+    empty = {**record(0), "prompt_ids": [], **{name: [] for name in POSITION_COLUMNS}}
+    write_shard(tmp_path, 0, [empty, record(1)])
+    assert read_traces(tmp_path)[1][0] == empty
+
+
+def test_traces_of_another_draft_are_refused():
+    check_made_by(CONFIG, Path("traces"), draft_fingerprint="b2")
+    with pytest.raises(InputError, match=r"traces: .*some/draft"):
+        check_made_by(CONFIG, Path("traces"), draft_fingerprint="z9")
+
+
+# --- damage to shards
+
+
+def test_a_missing_shard_is_refused_by_name(folder):
+    assert missing_shards(folder, CONFIG) == []
+    shard_path(folder, 1).unlink()
+    assert missing_shards(folder, CONFIG) == [1]
+    with pytest.raises(InputError, match=r"1 of 3 shards are missing \(first: shard-00001\.parquet\)"):
+        read_traces(folder)
+
+
+def test_a_partial_file_left_by_a_killed_run_is_not_a_shard(folder):
+    shard_path(folder, 2).rename(folder / ".shard-00002.parquet.0123abcd.partial")
+    assert missing_shards(folder, CONFIG) == [2]
+
+
+@pytest.mark.parametrize("keep", [0, 3, 0.5, 0.99])
+def test_a_truncated_shard_is_refused_by_name(folder, keep):
+    path = shard_path(folder, 1)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(InputError, match=r"shard-00001\.parquet: damaged"):
+        read_traces(folder)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_shard_with_another_number_of_records_is_refused(folder, rows):
+    write_shard(folder, 1, [record(2), record(3), record(4)][:rows])
+    with pytest.raises(InputError, match=rf"shard-00001\.parquet: {rows} records, expected 2"):
+        read_traces(folder)
+
+
+def test_a_shard_of_other_prompts_is_refused(folder):
+    """The same number of records, but a copy of another shard."""
+    shard_path(folder, 1).write_bytes(shard_path(folder, 0).read_bytes())
+    with pytest.raises(InputError, match=r"shard-00001\.parquet"):
+        read_traces(folder)
+
+
+def data_bytes(path):
+    """Offset and size of the stored values of one column chunk: its page header is left out."""
+    chunk = pq.ParquetFile(path).metadata.row_group(0)
+    column = next(
+        chunk.column(i) for i in range(chunk.num_columns) if chunk.column(i).path_in_schema.startswith("overlap")
+    )
+    start = column.dictionary_page_offset or column.data_page_offset
+    return start, column.total_compressed_size
+
+
+def test_a_flipped_bit_among_the_values_is_refused(folder):
+    path = shard_path(folder, 1)
+    data = bytearray(path.read_bytes())
+    start, size = data_bytes(path)
+    data[start + size - 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"shard-00001\.parquet"):
+        read_traces(folder)
+
+
+def test_the_same_flipped_bit_goes_unnoticed_without_checksums(folder):
+    """Shows that the checksums, and not luck, find it: float values have no other redundancy."""
+    path = shard_path(folder, 1)
+    pq.write_table(pq.read_table(path), path, use_dictionary=False, compression="none")
+    data = bytearray(path.read_bytes())
+    start, size = data_bytes(path)
+    data[start + size - 2] ^= 1
+    path.write_bytes(data)
+    assert read_traces(folder)[1][3]["overlap"] != record(3)["overlap"]
+
+
+def test_no_flipped_bit_anywhere_changes_what_is_read_unnoticed(folder):
+    path = shard_path(folder, 1)
+    data, (_, traces) = path.read_bytes(), read_traces(folder)
+    expected = traces.to_dict()
+    generator = random.Random(0)
+    refused = 0
+    for position in generator.sample(range(len(data)), 100):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            found = read_traces(folder)[1].to_dict()
+        except InputError:
+            refused += 1
+        else:
+            assert found == expected, f"bit flip at byte {position} changed what is read"
+    assert refused > 20
+
+
+@pytest.mark.parametrize("name", [name for name in POSITION_COLUMNS if name != "response_ids"])
+def test_a_column_of_another_length_is_refused_by_name(folder, name):
+    path = shard_path(folder, 1)
+    values = pq.read_table(path)[name].to_pylist()
+    values[1] = values[1][:-1]
+    replace_column(path, name, values)
+    with pytest.raises(InputError, match=rf"shard-00001\.parquet: column '{name}'"):
+        read_traces(folder)
+
+
+@pytest.mark.parametrize("kind", ["whole list", "one value"])
+def test_a_column_with_a_null_is_refused_by_name(folder, kind):
+    path = shard_path(folder, 1)
+    values = pq.read_table(path)["overlap"].to_pylist()
+    if kind == "whole list":
+        values[0] = None
+    else:
+        values[0][0] = None
+    replace_column(path, "overlap", values)
+    with pytest.raises(InputError, match=r"shard-00001\.parquet: .*overlap"):
+        read_traces(folder)
+
+
+def test_a_missing_column_is_refused_by_name(folder):
+    path = shard_path(folder, 2)
+    pq.write_table(pq.read_table(path).drop_columns(["acceptance"]), path)
+    with pytest.raises(InputError, match=r"shard-00002\.parquet: .*acceptance"):
+        read_traces(folder)
+
+
+def test_a_column_of_another_type_is_refused(folder):
+    path = shard_path(folder, 2)
+    table = pq.read_table(path)
+    index = table.schema.get_field_index("accepted")
+    pq.write_table(table.set_column(index, "accepted", pa.array(["yes"])), path)
+    with pytest.raises(InputError, match=r"shard-00002\.parquet"):
+        read_traces(folder)
+
+
+# --- the config
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(InputError, match="not-there: no such trace folder"):
+        read_traces(tmp_path / "not-there")
+
+
+def test_a_folder_without_config_is_not_a_trace_folder(tmp_path):
+    with pytest.raises(InputError, match=CONFIG_NAME):
+        read_traces(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"", b'{"version": 1', b"[]", b"\xff\xfe"])
+def test_a_config_that_is_no_json_object_is_refused_by_file(folder, text):
+    (folder / CONFIG_NAME).write_bytes(text)
+    with pytest.raises(InputError, match=CONFIG_NAME):
+        read_traces(folder)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_version_is_refused(folder, version):
+    rewrite_config(folder, lambda values: values.update(version=version))
+    with pytest.raises(InputError, match=f"{CONFIG_NAME}: version is {version!r}, expected 1"):
+        read_traces(folder)
+
+
+def test_an_unknown_field_is_refused_by_name(folder):
+    rewrite_config(folder, lambda values: values.update(colour="red"))
+    with pytest.raises(InputError, match=f"{CONFIG_NAME}: field 'colour' is unknown"):
+        read_traces(folder)
+
+
+@pytest.mark.parametrize("name", ["target", "sampling", "seed", "shard_size"])
+def test_a_missing_field_is_refused_by_name(folder, name):
+    rewrite_config(folder, lambda values: values.pop(name))
+    with pytest.raises(InputError, match=f"{CONFIG_NAME}: field '{name}' is missing"):
+        read_traces(folder)
+
+
+WRONG_SAMPLING = {
+    "not an object": 3,
+    "null": None,
+    "unknown field": {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.1},
+    "missing fields": {"temperature": 1.0},
+    "wrong type": {"temperature": "hot", "top_k": 50, "top_p": 1.0},
+    "out of range": {"temperature": -1.0, "top_k": 50, "top_p": 1.0},
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SAMPLING)
+def test_sampling_settings_that_are_not_valid_are_refused_by_file(folder, case):
+    rewrite_config(folder, lambda values: values.update(sampling=WRONG_SAMPLING[case]))
+    with pytest.raises(InputError, match=CONFIG_NAME):
+        read_traces(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_prompts", "5"), ("num_prompts", 5.0), ("num_prompts", 0), ("shard_size", 0), ("shard_size", None)],
+)
+def test_a_count_that_is_no_positive_integer_is_refused_by_name(folder, field, value):
+    rewrite_config(folder, lambda values: values.update({field: value}))
+    with pytest.raises(InputError, match=field):
+        read_traces(folder)
+
+
+# --- atomicity
+
+
+def write_half_and_fail(self, path, **_options):
+    Path(path).write_bytes(b"PAR1 half of a shard")
+    raise OSError("disk full")
+
+
+def test_a_failing_writer_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.Dataset, "to_parquet", write_half_and_fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_shard(tmp_path, 0, shard_records(0))
+    assert names(tmp_path) == []
+
+
+def test_a_failing_writer_leaves_the_old_shard_as_it_was(folder, monkeypatch):
+    before, listing = shard_path(folder, 0).read_bytes(), names(folder)
+    monkeypatch.setattr(datasets.Dataset, "to_parquet", write_half_and_fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_shard(folder, 0, shard_records(0))
+    assert shard_path(folder, 0).read_bytes() == before and names(folder) == listing
+
+
+def test_a_record_without_a_column_is_not_written(tmp_path):
+    bad = {name: value for name, value in record(0).items() if name != "overlap"}
+    with pytest.raises(ValueError, match="overlap"):
+        write_shard(tmp_path, 0, [bad])
+    assert names(tmp_path) == []

@@ -1,0 +1,311 @@
+"""`accept-head train` on a random pair's traces: killed, resumed, divided over processes; always the same head."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+TRACES = 24  # of which split_dev keeps some for evaluation
+
+
+@pytest.fixture(scope="module")
+def arguments(random_traces_folder, random_pair_folder):
+    def make(out, *more):
+        draft = random_pair_folder / "draft"
+        return ["train", "--traces", random_traces_folder, "--draft", draft, "--out", out, "--lr", 0.01, *more]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def train(arguments, run_warm):
+    """Trains in one process and returns the head's folder."""
+
+    def run(out, *more):
+        done = run_warm(*arguments(out, *more))
+        assert done.returncode == 0, done.stderr
+        return out
+
+    return run
+
+
+def weights(head):
+    return load_file(head / "model.safetensors")
+
+
+def metrics(head):
+    return json.loads((head / "metrics.json").read_text())
+
+
+def run_folder(head):
+    return head.with_name(f"{head.name}-run")
+
+
+def are_close(one, other, rtol=1e-4, atol=1e-5):
+    assert set(one) == set(other)
+    return all(torch.allclose(one[name], other[name], rtol=rtol, atol=atol) for name in one)
+
+
+# --- what a run leaves behind ---------------------------------------------------------------------------------------
+
+SHORT = ("--batch_size", 8, "--micro_batch_size", 4, "--epochs", 4)
+
+
+@pytest.fixture(scope="module")
+def head(train, tmp_path_factory):
+    """A head trained by one process."""
+    return train(tmp_path_factory.mktemp("train") / "head", *SHORT, "--checkpoint_every", 2)
+
+
+def test_head_folder_holds_weights_config_metrics_settings_and_a_card(head, random_traces_folder, random_pair_folder):
+    assert {path.name for path in head.iterdir()} == {
+        "README.md",
+        "config.json",
+        "metrics.json",
+        "model.safetensors",
+        "trace_config.json",
+        "training_config.json",
+    }
+    assert json.loads((head / "config.json").read_text()) == {"hidden_size": 16, "depth": 3, "predicts": "token"}
+    assert (head / "trace_config.json").read_bytes() == (random_traces_folder / "trace_config.json").read_bytes()
+    settings = json.loads((head / "training_config.json").read_text())
+    assert (settings["recipe"], settings["packing"], settings["lr"], settings["seed"]) == ("default", "exact", 0.01, 0)
+    assert str(random_pair_folder / "draft") in (head / "README.md").read_text()
+    measured = metrics(head)
+    assert measured["train_traces"] + measured["dev_traces"] == TRACES
+    assert measured["steps"] == 4 * (measured["train_traces"] // 8)
+    names = {"count", "binary_kl", "constant_kl", "brier", "ece", "auroc", "mean_predicted", "mean_observed"}
+    assert set(measured["dev"]) == {"token"} and set(measured["dev"]["token"]) == names
+
+
+def test_weights_are_float32_and_learned(head):
+    learned = weights(head)
+    assert {tensor.dtype for tensor in learned.values()} == {torch.float32}
+    assert all(tensor.abs().max() > 0 for tensor in learned.values())  # blocks start at zero
+
+
+def test_checkpoint_holds_the_head_and_not_the_draft(head, random_pair_folder):
+    path = run_folder(head) / "last.ckpt"
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert set(state) == {f"head.{name}" for name in weights(head)}
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        f"head.{name}": tensor.shape for name, tensor in weights(head).items()
+    }
+    values = sum(tensor.numel() for tensor in state.values())
+    draft = sum(t.numel() for t in load_file(random_pair_folder / "draft" / "model.safetensors").values())
+    # Weights and Adam's two moments, and some bookkeeping: no room for the draft.
+    assert path.stat().st_size < 3 * 4 * values + 20_000 < 4 * draft
+
+
+def test_csv_and_tensorboard_logs_exist(head):
+    with (run_folder(head) / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    kls = [row["dev_token_binary_kl"] for row in rows if row["dev_token_binary_kl"]]
+    assert len(kls) >= 4, "dev quality is logged each epoch"
+    assert float(kls[-1]) == pytest.approx(metrics(head)["dev"]["token"]["binary_kl"], rel=1e-6)
+    assert any(path.stat().st_size for path in (run_folder(head) / "tensorboard").glob("events.out.tfevents.*"))
+
+
+def test_training_loss_is_logged(train, tmp_path):
+    """Every tenth step, so a run of more steps than that."""
+    head = train(tmp_path / "head", "--batch_size", 4, "--micro_batch_size", 4, "--epochs", 8)
+    with (run_folder(head) / "csv" / "metrics.csv").open() as file:
+        losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    assert len(losses) >= 3
+    assert losses[-1] < losses[0]
+
+
+# --- more processes -------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_under_accelerate_launch_train_the_same_head(head, arguments, run_launched, tmp_path):
+    done = run_launched(*arguments(tmp_path / "two", *SHORT))
+    assert done.returncode == 0, done.stderr
+    assert are_close(weights(tmp_path / "two"), weights(head))
+    one, two = metrics(head), metrics(tmp_path / "two")
+    assert two["dev"]["token"] == pytest.approx(one["dev"]["token"], rel=1e-3, abs=1e-4)
+    assert {name: two[name] for name in two if name != "dev"} == {name: one[name] for name in one if name != "dev"}
+
+
+def test_micro_batches_do_not_change_the_head(head, train, tmp_path):
+    assert are_close(weights(train(tmp_path / "head", *SHORT[:2], "--micro_batch_size", 1, *SHORT[4:])), weights(head))
+
+
+@pytest.mark.parametrize("changed", [("--batch_size", 4), ("--seed", 1), ("--w_rej", 3.0), ("--packing", "mixing")])
+def test_the_comparison_of_heads_sees_another_setting(head, train, tmp_path, changed):
+    assert not are_close(weights(train(tmp_path / "head", *SHORT, *changed)), weights(head))
+
+
+# --- kill and resume ------------------------------------------------------------------------------------------------
+
+LONG = ("--batch_size", 4, "--micro_batch_size", 2, "--epochs", 30, "--checkpoint_every", 7)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("train") / "undisturbed", *LONG)
+
+
+def start_and_kill(command, environment, ready):
+    """SIGKILL the process group as soon as `ready()` holds; fails when the process ends before."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True, **quiet)
+    deadline = time.monotonic() + 300
+    while not ready():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline, "it never got ready to be killed"
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def killed(arguments, console_script, cli_environment, tmp_path_factory):
+    """The run folder of a run that was killed with SIGKILL after its first checkpoint."""
+    out = tmp_path_factory.mktemp("train") / "killed"
+    checkpoint = run_folder(out) / "last.ckpt"
+    start_and_kill([console_script, *arguments(out, *LONG)], cli_environment, checkpoint.exists)
+    assert not out.exists(), "it was killed too late to prove anything"
+    return run_folder(out)
+
+
+@pytest.fixture
+def interrupted(killed, tmp_path):
+    """A head's folder-to-be with a copy of the killed run beside it."""
+    shutil.copytree(killed, tmp_path / "head-run")
+    return tmp_path / "head"
+
+
+def step_of(checkpoint: Path) -> int:
+    return torch.load(checkpoint, weights_only=True)["global_step"]
+
+
+def test_a_rerun_after_kill_9_gives_the_undisturbed_runs_very_bits(interrupted, undisturbed, train):
+    step = step_of(run_folder(interrupted) / "last.ckpt")
+    assert 0 < step < metrics(undisturbed)["steps"] and step % 7 == 0
+    resumed = train(interrupted, *LONG)
+    assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    assert metrics(resumed) == metrics(undisturbed)
+
+
+def test_resume_test_would_see_a_run_that_starts_again_from_other_weights(interrupted, undisturbed, train):
+    """Bits in the checkpoint do matter: with its weights changed a little, the head is another one."""
+    path = run_folder(interrupted) / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["state_dict"]["head.output.weight"] += 0.01
+    torch.save(checkpoint, path)
+    resumed = train(interrupted, *LONG)
+    assert (resumed / "model.safetensors").read_bytes() != (undisturbed / "model.safetensors").read_bytes()
+
+
+def test_a_rerun_of_a_finished_run_gives_the_same_head(undisturbed, train, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "head")
+    shutil.copytree(run_folder(undisturbed), tmp_path / "head-run")
+    again = train(tmp_path / "head", *LONG)
+    assert (again / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    assert metrics(again) == metrics(undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [(("--lr", 0.02), "lr"), (("--depth", 1), "depth"), (("--seed", 3), "seed"), (("--epochs", 5), "epochs")],
+)
+def test_an_interrupted_run_is_not_continued_with_another_setting(interrupted, arguments, run_warm, changed, named):
+    done = run_warm(*arguments(interrupted, *LONG, *changed))
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert str(interrupted) in done.stderr and named in done.stderr
+    assert not interrupted.exists()
+
+
+def test_an_interrupted_run_is_not_continued_on_other_traces_of_the_same_prompts(
+    interrupted, random_pair_folder, collect, run_warm, tmp_path
+):
+    options = {"max_new_tokens": 12, "batch_size": 4, "shard_size": 4}
+    other = collect(random_pair_folder, tmp_path / "traces", temperature=0.5, **options)
+    out = ("--draft", random_pair_folder / "draft", "--out", interrupted)
+    done = run_warm("train", "--traces", other, *out, "--lr", 0.01, *LONG)
+    assert done.returncode == 2, "weights learned from other traces were taken over"
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_a_rerun_with_other_micro_batches_gives_the_same_head_or_is_refused(
+    interrupted, undisturbed, arguments, run_warm, micro_batch_size
+):
+    done = run_warm(*arguments(interrupted, *LONG, "--micro_batch_size", micro_batch_size))
+    assert done.returncode in (0, 2), done.stderr
+    if done.returncode == 0:
+        assert metrics(interrupted)["steps"] == metrics(undisturbed)["steps"]
+        assert are_close(weights(interrupted), weights(undisturbed), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_five_kills_in_a_row_change_nothing(undisturbed, arguments, console_script, cli_environment, run_cli, tmp_path):
+    out = tmp_path / "head"
+    checkpoint = run_folder(out) / "last.ckpt"
+    for _ in range(5):
+        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+        start_and_kill(
+            [console_script, *arguments(out, *LONG)],
+            cli_environment,
+            lambda before=before: checkpoint.exists() and checkpoint.stat().st_mtime_ns > before,
+        )
+    done = run_cli(*arguments(out, *LONG))
+    assert done.returncode == 0, done.stderr
+    assert (out / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+# --- other ways to train --------------------------------------------------------------------------------------------
+
+
+def test_bf16_runs_and_differs_a_little_from_fp32(head, train, tmp_path):
+    rounded = train(tmp_path / "head", *SHORT, "--precision", "bf16")
+    assert {tensor.dtype for tensor in weights(rounded).values()} == {torch.float32}
+    assert not are_close(weights(rounded), weights(head), rtol=0, atol=0)
+    kl, rounded_kl = (metrics(folder)["dev"]["token"]["binary_kl"] for folder in (head, rounded))
+    assert rounded_kl == pytest.approx(kl, rel=0.2)
+
+
+def test_specdecpp_recipe_with_both_predictions_and_dev_traces(
+    random_traces_folder, arguments, train, run_warm, tmp_path
+):
+    options = ("--recipe", "specdecpp", "--predicts", "both", "--dev_traces", random_traces_folder, "--workers", 1)
+    head = train(tmp_path / "head", *SHORT, *options)
+    measured = metrics(head)
+    assert set(measured["dev"]) == {"token", "next"}
+    assert (measured["train_traces"], measured["dev_traces"]) == (TRACES, TRACES)
+    assert weights(head)["output.weight"].shape == (2, 16)
+    assert json.loads((head / "training_config.json").read_text())["w_rej"] == 6
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_with_one_line(
+    random_traces_folder, random_pair_folder, run_warm, tmp_path
+):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    traces = tmp_path / "traces"
+    shutil.copytree(random_traces_folder, traces)
+    for shard in traces.glob("*.parquet"):
+        table = pq.read_table(shard)
+        column = table["acceptance"].to_pylist()
+        poisoned = pa.array([[float("nan")] * len(row) for row in column], type=table.schema.field("acceptance").type)
+        pq.write_table(table.set_column(table.schema.get_field_index("acceptance"), "acceptance", poisoned), shard)
+    out = tmp_path / "head"
+    done = run_warm("train", "--traces", traces, "--draft", random_pair_folder / "draft", "--out", out, *SHORT)
+    assert done.returncode == 2
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("accept-head"))
+    assert "nan" in line and "step 0" in line
+    assert "Traceback" not in done.stderr
+    assert not out.exists() and not (run_folder(out) / "last.ckpt").exists()

@@ -1,0 +1,167 @@
+"""The point of it all: on a really trained pair, a trained head knows more about acceptance than its mean.
+
+Everything is computed anew here: the constant's KL from the parquet files, the head's from its safetensors file, in
+numpy, on the draft's hidden states of one ordinary forward for every (x, X_<i, Y_i).
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.numpy import load_file
+from scipy.special import xlogy
+from transformers import AutoModelForCausalLM
+
+from accept_head import AcceptanceHead, HeadConfig
+
+BAR = 0.85  # the head's KL must be at most this share of the constant predictor's
+
+
+@pytest.fixture(scope="module")
+def train(embedded_traces, embedded_pair_folder, run_warm):
+    """Trains by the default recipe, but for what is given, and evaluates on the dev traces."""
+
+    def run(out, *more, traces=embedded_traces[0]):
+        draft = ("--draft", embedded_pair_folder / "draft")
+        done = run_warm("train", "--traces", traces, "--dev_traces", embedded_traces[1], *draft, "--out", out, *more)
+        assert done.returncode == 0, done.stderr
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained_head(train, tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained") / "head")
+
+
+@pytest.fixture(scope="module")
+def dev_records(embedded_traces):
+    return [row for path in sorted(embedded_traces[1].glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+
+
+@pytest.fixture(scope="module")
+def dev_positions(dev_records, embedded_pair_folder):
+    """(hidden (n, hidden), labels (n,)) of every dev position."""
+    draft = AutoModelForCausalLM.from_pretrained(embedded_pair_folder / "draft", dtype=torch.float32)
+    hidden, labels = [], []
+    for row in dev_records:
+        prompt, response, proposals = row["prompt_ids"], row["response_ids"], row["draft_ids"]
+        inputs = [[*prompt, *response[:i], proposal] for i, proposal in enumerate(proposals)]
+        lengths = torch.tensor([len(ids) for ids in inputs])
+        # On the right of the last token, where a causal model does not look.
+        padded = torch.tensor([ids + [0] * (int(lengths.max()) - len(ids)) for ids in inputs])
+        with torch.no_grad():
+            states = draft(input_ids=padded, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        hidden.append(states[torch.arange(len(inputs)), lengths - 1])
+        labels += row["acceptance"]
+    return torch.cat(hidden).double().numpy(), np.array(labels)
+
+
+def predict(head_folder, hidden):
+    """P̂ of a saved head with one prediction: residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), in float64."""
+    weights = {name: tensor.astype(np.float64) for name, tensor in load_file(head_folder / "model.safetensors").items()}
+    for block in range(json.loads((head_folder / "config.json").read_text())["depth"]):
+        inner = hidden @ weights[f"blocks.{block}.linear.weight"].T + weights[f"blocks.{block}.linear.bias"]
+        hidden = hidden + inner / (1 + np.exp(-inner))
+    return 1 / (1 + np.exp(-(hidden @ weights["output.weight"].T + weights["output.bias"])[:, 0]))
+
+
+def binary_kl(labels, predicted):
+    """Mean KL of two Bernoulli distributions, nats."""
+    own = xlogy(labels, labels) + xlogy(1 - labels, 1 - labels)
+    return float(np.mean(own - labels * np.log(predicted) - (1 - labels) * np.log1p(-predicted)))
+
+
+def constant_kl(labels):
+    return binary_kl(labels, np.full_like(labels, labels.mean()))
+
+
+def test_trained_head_beats_the_constant_predictor_by_15_percent(trained_head, dev_positions):
+    hidden, labels = dev_positions
+    assert binary_kl(labels, predict(trained_head, hidden)) <= BAR * constant_kl(labels)
+
+
+def test_mean_acceptance_is_the_best_constant(dev_positions):
+    """So that the bar is no easier than it looks."""
+    _, labels = dev_positions
+    others = [binary_kl(labels, np.full_like(labels, value)) for value in np.linspace(0.01, 0.99, 99)]
+    assert constant_kl(labels) <= min(others) + 1e-9
+
+
+def test_reported_metrics_are_those_computed_by_hand(trained_head, dev_positions):
+    hidden, labels = dev_positions
+    predicted = predict(trained_head, hidden)
+    reported = json.loads((trained_head / "metrics.json").read_text())["dev"]["token"]
+    edges = np.minimum((predicted * 15).astype(int), 14)
+    ece = sum(
+        abs(predicted[edges == bin].mean() - labels[edges == bin].mean()) * (edges == bin).mean()
+        for bin in np.unique(edges)
+    )
+    assert reported["count"] == len(labels)
+    assert reported["binary_kl"] == pytest.approx(binary_kl(labels, predicted), abs=1e-4)
+    assert reported["constant_kl"] == pytest.approx(constant_kl(labels), abs=1e-6)
+    assert reported["brier"] == pytest.approx(np.mean((predicted - labels) ** 2), abs=1e-4)
+    assert reported["ece"] == pytest.approx(ece, abs=2e-3)  # a prediction may lie on the edge of a bin
+    assert reported["auroc"] == pytest.approx(soft_auroc(predicted, labels), abs=1e-4)
+    assert reported["mean_predicted"] == pytest.approx(predicted.mean(), abs=1e-4)
+    assert reported["mean_observed"] == pytest.approx(labels.mean(), abs=1e-6)
+
+
+def soft_auroc(predicted, labels):
+    """Each position is a positive of weight a and a negative of weight 1 − a; scikit-learn takes the weights."""
+    from sklearn.metrics import roc_auc_score
+
+    outcomes = np.repeat([1, 0], len(labels))
+    return roc_auc_score(outcomes, np.tile(predicted, 2), sample_weight=np.concatenate([labels, 1 - labels]))
+
+
+def test_an_untrained_head_fails_the_bar(dev_positions, tmp_path):
+    hidden, labels = dev_positions
+    torch.manual_seed(0)
+    AcceptanceHead(HeadConfig(hidden_size=hidden.shape[1], depth=3)).save_pretrained(tmp_path)
+    assert binary_kl(labels, predict(tmp_path, hidden)) > BAR * constant_kl(labels)
+
+
+def test_a_head_trained_on_shuffled_labels_fails_the_bar(train, embedded_traces, dev_positions, tmp_path):
+    """Labels of all positions permuted: what the head then knows is their mean."""
+    import pyarrow as pa
+
+    shuffled = tmp_path / "traces"
+    shuffled.mkdir()
+    (shuffled / "trace_config.json").write_bytes((embedded_traces[0] / "trace_config.json").read_bytes())
+    random = np.random.default_rng(0)
+    for shard in sorted(embedded_traces[0].glob("*.parquet")):
+        table = pq.read_table(shard)
+        column = table["acceptance"].combine_chunks()
+        mixed = pa.array(random.permutation(column.flatten().to_numpy()), type=column.type.value_type)
+        place = table.schema.get_field_index("acceptance")
+        new = pa.ListArray.from_arrays(column.offsets, mixed, type=column.type)
+        pq.write_table(table.set_column(place, table.schema.field(place), new), shard_in(shuffled, shard))
+    head = train(tmp_path / "head", "--epochs", 3, traces=shuffled)
+    hidden, labels = dev_positions
+    assert binary_kl(labels, predict(head, hidden)) > BAR * constant_kl(labels)
+
+
+def shard_in(folder, shard):
+    return folder / shard.name
+
+
+def test_predicted_acceptance_orders_what_was_accepted(trained_head, dev_positions, dev_records):
+    """The head has seen labels; the coupled outcomes agree with it too: higher predictions, more acceptance."""
+    hidden, _ = dev_positions
+    accepted = np.array([flag for row in dev_records for flag in row["accepted"]])
+    by_prediction = accepted[predict(trained_head, hidden).argsort()]
+    low, high = (part.mean() for part in np.array_split(by_prediction, 2))
+    assert high - low > 0.1
+
+
+def test_dev_and_train_prompts_do_not_overlap(embedded_traces, dev_records):
+    train = [
+        row["prompt_ids"] for path in embedded_traces[0].glob("*.parquet") for row in pq.read_table(path).to_pylist()
+    ]
+    assert not {tuple(ids) for ids in train} & {tuple(row["prompt_ids"]) for row in dev_records}

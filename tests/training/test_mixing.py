@@ -1,0 +1,205 @@
+"""Token mixing against plain loops; exact packing against one ordinary forward pass for every position."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+
+from accept_head.pair import attention_mask_for, base_model
+from accept_head.trace import trace_features
+from accept_head.training.data import PackedTraces, StepSampler
+from accept_head.training.mixing import collate, mix_tokens, pack_exact, pack_mixed
+
+LENGTHS = [(5, 7), (3, 11), (9, 4), (1, 1)]  # prompt and response tokens: unequal, so that a batch has padding
+
+
+@pytest.fixture
+def traces(make_traces):
+    """Traces as PackedTraces hands them to the packing functions: columns as tensors."""
+    return list(Dataset.from_list(make_traces(LENGTHS), features=trace_features()).with_format("torch"))
+
+
+@pytest.fixture(scope="module")
+def many_traces(make_traces):
+    return Dataset.from_list(make_traces([(4, 40)] * 400, seed=3), features=trace_features())
+
+
+def mixed_tokens(packed, trace):
+    return packed.ids[len(trace["prompt_ids"]) :]
+
+
+# --- token mixing ---------------------------------------------------------------------------------------------------
+
+
+def test_mixed_token_is_the_targets_exactly_where_the_uniform_is_below_r():
+    response, draft = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7, 4])
+    uniform = torch.tensor([0.0, 0.1499, 0.15, 0.9])
+    assert mix_tokens(response, draft, uniform, 0.15).tolist() == [1, 2, 7, 4]
+
+
+@pytest.mark.parametrize("r", [0.0, 0.15, 0.5, 1.0])
+def test_mixed_labels_count_only_where_the_fed_token_is_the_one_they_speak_of(traces, r):
+    for seed, trace in enumerate(traces):
+        prompt, response, draft = (trace[name].tolist() for name in ("prompt_ids", "response_ids", "draft_ids"))
+        uniform = torch.rand(len(response), generator=torch.Generator().manual_seed(seed))
+        packed = pack_mixed(trace, uniform, r)
+
+        fed = [x if u < r else y for x, y, u in zip(response, draft, uniform.tolist(), strict=True)]
+        token_mask, next_mask = [False] * len(packed.ids), [False] * len(packed.ids)
+        token_label, next_label = [0.0] * len(packed.ids), [0.0] * len(packed.ids)
+        next_mask[len(prompt) - 1], next_label[len(prompt) - 1] = True, trace["overlap"][0].item()
+        for i, token in enumerate(fed):
+            token_mask[len(prompt) + i] = token == draft[i]
+            token_label[len(prompt) + i] = trace["acceptance"][i].item()
+            if i + 1 < len(fed):
+                next_mask[len(prompt) + i] = token == response[i]
+                next_label[len(prompt) + i] = trace["overlap"][i + 1].item()
+        assert packed.ids.tolist() == prompt + fed
+        assert packed.positions.tolist() == list(range(len(packed.ids)))
+        assert packed.mask[:, 0].tolist() == token_mask
+        assert packed.mask[:, 1].tolist() == next_mask
+        where_token, where_next = packed.mask.unbind(-1)
+        assert packed.labels[where_token, 0].tolist() == [v for v, m in zip(token_label, token_mask, strict=True) if m]
+        assert packed.labels[where_next, 1].tolist() == [v for v, m in zip(next_label, next_mask, strict=True) if m]
+
+
+def test_mixing_test_would_see_a_mask_that_takes_loss_everywhere(traces):
+    trace = traces[0]
+    packed = pack_mixed(trace, torch.full(trace["response_ids"].shape, 0.0), 0.5)  # every fed token is the target's
+    assert not packed.mask[len(trace["prompt_ids"]) :, 0].all()
+    assert (trace["response_ids"] != trace["draft_ids"]).any()
+
+
+def test_with_r_0_only_draft_tokens_are_fed_and_every_token_label_counts(traces):
+    for trace in traces:
+        packed = pack_mixed(trace, torch.zeros(len(trace["response_ids"])), 0.0)
+        assert torch.equal(mixed_tokens(packed, trace), trace["draft_ids"])
+        assert packed.mask[len(trace["prompt_ids"]) :, 0].all()
+
+
+def test_with_r_1_only_target_tokens_are_fed_and_every_next_label_counts(traces):
+    for trace in traces:
+        packed = pack_mixed(trace, torch.full((len(trace["response_ids"]),), 1 - 2**-24), 1.0)
+        start = len(trace["prompt_ids"])
+        assert torch.equal(mixed_tokens(packed, trace), trace["response_ids"])
+        assert packed.mask[start - 1 : -1, 1].all() and not packed.mask[-1, 1]
+        assert torch.equal(packed.mask[start:, 0], trace["response_ids"] == trace["draft_ids"])
+
+
+@pytest.mark.parametrize("r", [0.15, 0.6])
+def test_share_of_target_tokens_is_r(many_traces, r):
+    """Binomial: n = 400 x 40 positions; |z| < 4 fails a right mask with p < 1e-4."""
+    packed = PackedTraces(many_traces, "mixing", r=r, seed=0)
+    taken = total = 0
+    for row, trace in enumerate(many_traces.with_format("torch")):
+        differ = trace["response_ids"] != trace["draft_ids"]
+        fed = mixed_tokens(packed[0, row][0], trace)
+        taken += int((fed == trace["response_ids"])[differ].sum())
+        total += int(differ.sum())
+    z = (taken - total * r) / math.sqrt(total * r * (1 - r))
+    assert abs(z) < 4
+    off_by_five_percent = (taken - total * (r + 0.05)) / math.sqrt(total * r * (1 - r))
+    assert abs(off_by_five_percent) > 4, "the test has no power"
+
+
+def fed_by_trace(traces, *, seed, epochs, micro_batch_size, world):
+    """{(epoch, prompt index): fed ids} of a whole run, over all ranks."""
+    fed = {}
+    packed = PackedTraces(traces, "mixing", r=0.5, seed=seed)
+    for rank in range(world):
+        options = {"epochs": epochs, "batch_size": 8, "micro_batch_size": micro_batch_size, "seed": seed}
+        for micro_batch in StepSampler(len(traces), **options, rank=rank, world=world):
+            for epoch, row in micro_batch:
+                item, index = packed[epoch, row]
+                fed[epoch, index] = item.ids.tolist()
+    return fed
+
+
+def test_mask_is_redrawn_each_epoch_and_depends_on_seed_epoch_and_trace_alone(many_traces):
+    traces = many_traces.select(range(16))
+    reference = fed_by_trace(traces, seed=5, epochs=2, micro_batch_size=8, world=1)
+    assert len(reference) == 2 * 16
+    for micro_batch_size, world in ((1, 1), (4, 1), (2, 2), (1, 4)):
+        assert fed_by_trace(traces, seed=5, epochs=2, micro_batch_size=micro_batch_size, world=world) == reference
+    for index in range(16):
+        assert reference[0, index] != reference[1, index]
+    other_seed = fed_by_trace(traces, seed=6, epochs=2, micro_batch_size=8, world=1)
+    assert all(other_seed[key] != reference[key] for key in reference)
+
+
+# --- exact packing --------------------------------------------------------------------------------------------------
+
+
+def hidden_states(model, batch, allowed, positions):
+    mask = attention_mask_for(model, allowed)
+    return base_model(model)(input_ids=batch.input_ids, position_ids=positions, attention_mask=mask, use_cache=False)[0]
+
+
+def separate_hidden_state(model, ids):
+    """The last hidden state of an ordinary forward over `ids`, at its last token."""
+    return model(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states[-1][0, -1]
+
+
+def separate_of_proposals(model, trace):
+    """(N, hidden): for every i, the state at Y_i of a forward of its own over (x, X_<i, Y_i)."""
+    prompt, response, draft = (trace[name].tolist() for name in ("prompt_ids", "response_ids", "draft_ids"))
+    return torch.stack([separate_hidden_state(model, [*prompt, *response[:i], draft[i]]) for i in range(len(response))])
+
+
+def at_proposals(hidden, row, trace):
+    trunk = len(trace["prompt_ids"]) + len(trace["response_ids"])
+    return hidden[row, trunk : trunk + len(trace["response_ids"])]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_state_at_every_proposal_equals_that_of_a_forward_of_its_own(random_llama, traces, attention):
+    model = random_llama(4, attention=attention)
+    batch = collate([pack_exact(trace) for trace in traces], [int(trace["index"]) for trace in traces])
+    assert batch.input_ids.shape == (4, 25)
+    hidden = hidden_states(model, batch, batch.allowed, batch.position_ids)
+    assert hidden.isfinite().all(), "a padded query must not spoil the batch"
+    for row, trace in enumerate(traces):
+        expected = separate_of_proposals(model, trace)
+        torch.testing.assert_close(at_proposals(hidden, row, trace), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_state_at_every_target_token_equals_that_of_an_ordinary_forward(random_llama, traces, attention):
+    """The next label β_{i+1} stands at X_i, and β₁ at the prompt's end."""
+    model = random_llama(4, attention=attention)
+    batch = collate([pack_exact(trace) for trace in traces], [0] * len(traces))
+    hidden = hidden_states(model, batch, batch.allowed, batch.position_ids)
+    for row, trace in enumerate(traces):
+        prompt, response = trace["prompt_ids"].tolist(), trace["response_ids"].tolist()
+        where = batch.mask[row, :, 1].nonzero().flatten().tolist()
+        assert where == list(range(len(prompt) - 1, len(prompt) + len(response) - 1))
+        assert torch.equal(batch.labels[row, where, 1], trace["overlap"])
+        expected = torch.stack([separate_hidden_state(model, prompt + response[:i]) for i in range(len(response))])
+        torch.testing.assert_close(hidden[row, where], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_exact_packing_test_would_see_a_causal_mask_or_running_positions(random_llama, traces, attention):
+    model = random_llama(4, attention=attention)
+    batch = collate([pack_exact(trace) for trace in traces], [0] * len(traces))
+    width = batch.input_ids.shape[1]
+    causal = torch.ones(width, width, dtype=torch.bool).tril().expand(len(traces), 1, width, width)
+    running = torch.arange(width).expand(len(traces), width)
+    expected = separate_of_proposals(model, traces[0])
+    for allowed, positions in ((causal, batch.position_ids), (batch.allowed, running)):
+        wrong = at_proposals(hidden_states(model, batch, allowed, positions), 0, traces[0])
+        assert (wrong - expected).abs().max() > 1e-2
+
+
+def test_exact_labels_stand_at_the_proposals_and_nowhere_else(traces):
+    batch = collate([pack_exact(trace) for trace in traces], [int(trace["index"]) for trace in traces])
+    assert batch.indices.tolist() == [0, 1, 2, 3]
+    for row, trace in enumerate(traces):
+        start, count = len(trace["prompt_ids"]), len(trace["response_ids"])
+        where = list(range(start + count, start + 2 * count))
+        assert batch.mask[row, :, 0].nonzero().flatten().tolist() == where
+        assert torch.equal(batch.labels[row, where, 0], trace["acceptance"])
+        assert torch.equal(batch.input_ids[row, where], trace["draft_ids"])

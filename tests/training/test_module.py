@@ -1,0 +1,208 @@
+"""One optimizer step against the formula, computed by hand with one ordinary forward a position."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from accept_head import AcceptanceHead, HeadConfig, InputError
+from accept_head.trace import trace_features
+from accept_head.training.data import TraceData
+from accept_head.training.module import HeadTraining
+
+LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3)]  # 8 traces: one step
+W_ACC, W_REJ = 1.0, 6.0
+
+
+class Recording(HeadTraining):
+    """Keeps the gradients with which the optimizer steps."""
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.seen = [parameter.grad.clone() for parameter in self.head.parameters()]
+
+
+@pytest.fixture
+def draft(random_llama):
+    return random_llama(2, hidden=16, layers=2)
+
+
+@pytest.fixture
+def traces(make_traces):
+    return Dataset.from_list(make_traces(LENGTHS), features=trace_features())
+
+
+def new_head(predicts="both"):
+    torch.manual_seed(0)
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, predicts=predicts))
+    for block in head.blocks:  # blocks start at zero; a trained one does not
+        torch.nn.init.normal_(block.linear.weight, std=0.2)
+    return head
+
+
+def fit(head, draft, traces, *, micro_batch_size=8, batch_size=8, steps=1, packing="exact", **changes):
+    module = Recording(
+        head, draft, **{"lr": 1e-3, "total_steps": 10, "warmup_share": 0.0, "w_acc": W_ACC, "w_rej": W_REJ, **changes}
+    )
+    options = {"packing": packing, "r": 0.5, "epochs": 10, "batch_size": batch_size, "seed": 0}
+    data = TraceData(traces, traces, micro_batch_size=micro_batch_size, **options)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        accumulate_grad_batches=batch_size // micro_batch_size,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, data)
+    return module
+
+
+def separate_hidden_state(draft, ids):
+    return draft(input_ids=torch.tensor([ids]), output_hidden_states=True, use_cache=False).hidden_states[-1][0, -1]
+
+
+def loss_terms(head, draft, trace):
+    """(numerator, denominator) of the weighted loss of one trace: token and next predictions, position by position."""
+    prompt, response, proposals = trace["prompt_ids"], trace["response_ids"], trace["draft_ids"]
+    value, weight = 0.0, 0.0
+    for i, proposal in enumerate(proposals):
+        states = {
+            "token": (separate_hidden_state(draft, prompt + response[:i] + [proposal]), trace["acceptance"][i]),
+            "next": (separate_hidden_state(draft, prompt + response[:i]), trace["overlap"][i]),
+        }
+        for name in head.config.predictions:
+            state, label = states[name]
+            predicted = head(state)[head.config.predictions.index(name)].sigmoid()
+            value = value - W_ACC * label * predicted.log() - W_REJ * (1 - label) * (1 - predicted).log()
+            weight += W_ACC * label + W_REJ * (1 - label)
+    return value, weight
+
+
+def gradients_by_hand(head, draft, groups):
+    """Gradients of the mean over groups of (sum of numerators / sum of denominators)."""
+    head = copy.deepcopy(head)
+    for group in groups:
+        terms = [loss_terms(head, draft, trace) for trace in group]
+        (sum(value for value, _ in terms) / sum(weight for _, weight in terms) / len(groups)).backward()
+    return [parameter.grad for parameter in head.parameters()]
+
+
+@pytest.mark.parametrize("predicts", ["token", "next", "both"])
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
+def test_gradients_of_a_step_are_those_of_one_ratio_over_all_its_traces(draft, traces, micro_batch_size, predicts):
+    head = new_head(predicts)
+    expected = gradients_by_hand(head, draft, [list(traces)])
+    seen = fit(head, draft, traces, micro_batch_size=micro_batch_size).seen
+    for got, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_test_would_see_a_mean_of_per_trace_ratios(draft, traces):
+    head = new_head()
+    ratio = gradients_by_hand(head, draft, [list(traces)])
+    mean = gradients_by_hand(head, draft, [[trace] for trace in traces])
+    assert max((a - b).abs().max() for a, b in zip(ratio, mean, strict=True)) > 1e-2
+
+
+def test_logged_training_loss_is_the_ratio_over_the_step(draft, traces):
+    head = new_head()
+    terms = [loss_terms(head, draft, trace) for trace in traces]
+    expected = sum(value.item() for value, _ in terms) / sum(weight for _, weight in terms)
+    module = fit(head, draft, traces, micro_batch_size=2)
+    assert module.trainer.callback_metrics["train_loss"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_second_step_does_not_remember_the_first(draft, traces):
+    """The sums that divide a step's gradient start anew: two steps on the same traces at lr 0 have equal gradients."""
+    once = fit(new_head(), draft, traces, micro_batch_size=2, lr=1e-30).seen
+    twice = fit(new_head(), draft, traces, micro_batch_size=2, lr=1e-30, steps=2).seen
+    for first, second in zip(once, twice, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["exact", "mixing"])
+def test_only_the_head_learns(draft, traces, packing):
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    head = new_head()
+    head_before = copy.deepcopy(head)
+    module = fit(head, draft, traces, packing=packing, steps=3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
+    assert all(parameter.grad is None for parameter in draft.parameters())
+    for new, old in zip(head.parameters(), head_before.parameters(), strict=True):
+        assert not torch.equal(new, old), "a parameter of the head does not learn"
+    assert set(module.state_dict()) == {f"head.{name}" for name in head.state_dict()}
+
+
+def test_draft_weights_would_change_if_the_optimizer_held_them(draft, traces):
+    """The comparison above can fail: the same step with the draft's parameters trainable and in the optimizer."""
+    draft.requires_grad_(True)
+    before = draft.lm_head.weight.detach().clone()
+    loss = draft(input_ids=torch.tensor([traces[0]["prompt_ids"]])).logits.square().mean()
+    loss.backward()
+    torch.optim.Adam(draft.parameters(), lr=1e-3).step()
+    assert not torch.equal(draft.lm_head.weight, before)
+
+
+def indices_in(message):
+    found = re.search(r"\[([\d, ]+)\]", message)
+    assert found is not None, message
+    return [int(number) for number in found.group(1).split(",")]
+
+
+def test_a_head_of_nan_stops_the_run_naming_step_and_traces(draft, traces):
+    head = new_head()
+    with torch.no_grad():
+        head.output.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"the loss is nan at step 0\b") as caught:
+        fit(head, draft, traces, micro_batch_size=4)
+    assert len(set(indices_in(str(caught.value)))) == 4
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("value", "said"), [(float("nan"), "nan"), (float("inf"), "(nan|-?inf)")])
+def test_a_label_that_is_not_finite_stops_the_run_at_its_own_micro_batch(draft, make_traces, value, said):
+    records = make_traces(LENGTHS * 2)
+    records[5]["acceptance"] = [value]
+    poisoned = Dataset.from_list(records, features=trace_features())
+    head = new_head("token")
+    with pytest.raises(InputError, match=f"the loss is {said} at step [01]") as caught:
+        fit(head, draft, poisoned, micro_batch_size=2, steps=2)
+    named = indices_in(str(caught.value))
+    assert 5 in named and len(named) == 2
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+
+
+def test_without_poison_nothing_stops_the_run(draft, make_traces):
+    clean = Dataset.from_list(make_traces(LENGTHS * 2), features=trace_features())
+    head = new_head("token")
+    module = fit(head, draft, clean, micro_batch_size=2, steps=2)
+    assert module.trainer.global_step == 2
+    assert all(parameter.isfinite().all() for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("warmup_share", [0.0, 0.3])
+def test_learning_rate_warms_up_and_then_follows_a_cosine_to_zero(draft, warmup_share):
+    module = HeadTraining(
+        new_head(), draft, lr=0.5, total_steps=20, warmup_share=warmup_share, w_acc=W_ACC, w_rej=W_REJ
+    )
+    made = module.configure_optimizers()
+    assert type(made["optimizer"]) is torch.optim.Adam
+    rates = []
+    for _ in range(20):
+        rates.append(made["optimizer"].param_groups[0]["lr"])
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+    warm = int(20 * warmup_share)
+    rise = [0.5 * step / warm for step in range(warm)]
+    fall = [0.25 * (1 + np.cos(np.pi * (step - warm) / (20 - warm))) for step in range(warm, 20)]
+    assert rates == pytest.approx(rise + fall, abs=1e-9)

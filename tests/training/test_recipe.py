@@ -1,0 +1,69 @@
+"""The named settings: the paper's are the paper's, and wrong ones are refused by name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from accept_head import HeadConfig, InputError
+from accept_head.training.recipe import RECIPES, Recipe
+from accept_head.training.run import train
+
+
+def test_specdecpp_has_the_papers_settings():
+    """SpecDec++ §4.4, §5 and its published head; see shared/design/equations.md §4."""
+    recipe = RECIPES["specdecpp"]
+    assert recipe.depth == 3
+    assert recipe.predicts == "token"
+    assert (recipe.w_acc, recipe.w_rej) == (1, 6)
+    assert (recipe.packing, recipe.r) == ("mixing", 0.15)
+    assert (recipe.epochs, recipe.batch_size, recipe.warmup_share) == (3, 32, 0.03)
+
+
+def test_default_packs_exactly_and_weighs_both_outcomes_alike():
+    recipe = RECIPES["default"]
+    assert recipe.packing == "exact"
+    assert (recipe.w_acc, recipe.w_rej) == (1, 1)
+
+
+def test_override_replaces_what_is_given_and_nothing_else():
+    changed = RECIPES["specdecpp"].override(depth=0, r=0.0, w_rej=None, lr=5e-4)
+    assert changed == Recipe(depth=0, r=0.0, w_rej=6.0, lr=5e-4)
+    assert RECIPES["specdecpp"] == Recipe(w_rej=6.0), "a recipe was changed in place"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("w_acc", 0),
+        ("w_acc", -1.0),
+        ("w_rej", 0.0),
+        ("w_rej", float("inf")),
+        ("w_rej", float("nan")),
+        ("lr", 0.0),
+        ("lr", -1e-3),
+        ("lr", float("nan")),
+        ("epochs", 0),
+        ("batch_size", 0),
+        ("batch_size", -32),
+        ("r", -0.1),
+        ("r", 1.1),
+        ("r", float("nan")),
+        ("warmup_share", 1.5),
+    ],
+)
+def test_an_impossible_value_is_refused_by_name(name, value):
+    with pytest.raises(InputError, match=rf"^{name} is {value}"):
+        RECIPES["default"].override(**{name: value})
+
+
+def test_every_recipe_is_a_possible_head():
+    for recipe in RECIPES.values():
+        HeadConfig(hidden_size=8, depth=recipe.depth, predicts=recipe.predicts)
+
+
+def test_every_setting_of_a_recipe_is_an_option_of_train_that_defaults_to_the_recipe():
+    options = inspect.signature(train).parameters
+    for name in vars(RECIPES["default"]):
+        assert options[name].default is None

@@ -1,0 +1,280 @@
+"""Scores against a slow loop: one unpadded forward a sequence, transformers' warpers by hand, coupling in numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from accept_head import Pair, Sampling
+from accept_head.trace import read_traces
+from accept_head.training.collect import make_records
+from accept_head.training.prompts import Prompt
+from accept_head.training.score import score
+
+SAMPLINGS = [
+    Sampling(temperature=0.8, top_k=20),
+    Sampling(temperature=1.3, top_k=0, top_p=0.9),
+    Sampling(temperature=1.0, top_k=50, top_p=0.95),
+    Sampling(temperature=0),
+]
+Z_LIMIT = 3.89  # two-sided p = 1e-4
+
+
+@pytest.fixture
+def related_pair(random_llama, byte_tokenizer):
+    """A draft that is the target with a bent output layer, so that proposals are accepted at some positions only."""
+    target, draft = random_llama(1), random_llama(1)
+    with torch.no_grad():
+        noise = torch.Generator().manual_seed(1)
+        draft.lm_head.weight += 0.2 * torch.randn(draft.lm_head.weight.shape, generator=noise)
+    return Pair(target, draft, byte_tokenizer(), 261)
+
+
+@pytest.fixture
+def sequences():
+    random = np.random.default_rng(11)
+    lengths = [(3, 9), (12, 4), (1, 15), (6, 1)]
+    prompts = [random.integers(5, 261, prompt).tolist() for prompt, _ in lengths]
+    return prompts, [random.integers(5, 261, response).tolist() for _, response in lengths]
+
+
+def likely_responses(pair, prompts, sampling, tokens):
+    """Responses drawn from the processed target, one token at a time, so that none has probability 0."""
+    generator = torch.Generator().manual_seed(2)
+    responses = []
+    for prompt in prompts:
+        ids = list(prompt)
+        for _ in range(tokens):
+            distribution = processed(pair.target(torch.tensor([ids])).logits[0, -1:].numpy(), sampling)[0]
+            ids.append(torch.multinomial(torch.from_numpy(distribution), 1, generator=generator).item())
+        responses.append(ids[len(prompt) :])
+    return responses
+
+
+def processed(logits, sampling):
+    """(n, vocab) float32 logits → float64 probabilities."""
+    if sampling.temperature == 0:
+        return np.eye(logits.shape[-1])[logits.argmax(-1)]
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, torch.from_numpy(logits))
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    weights = np.exp(scores.double().numpy() - scores.double().numpy().max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def distributions(model, prompt, response, sampling, vocab):
+    """(N, vocab): the distribution each response token was drawn from, by one ordinary forward."""
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, :, :vocab]
+    return processed(logits[len(prompt) - 1 : -1].numpy(), sampling)
+
+
+def uniform_number(seed, *counters):
+    """splitmix64 chained over the counters, in Python integers."""
+
+    def mix(state):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
+        return state ^ state >> 31
+
+    state = mix(seed)
+    for counter in counters:
+        state = mix(state ^ counter)
+    return (state >> 11) / 2**53
+
+
+def coupled_by_hand(p, q, x, seed, index, step):
+    """(Y, accepted) of one position."""
+    if q[x] > 0 and uniform_number(seed, index, step, 0) < q[x] / p[x]:
+        return x, True
+    rest = np.maximum(q - p, 0)
+    below = np.cumsum(rest) > uniform_number(seed, index, step, 1) * rest.sum()
+    return int(below.argmax()), False
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_every_column_equals_that_of_a_slow_loop(related_pair, sequences, sampling):
+    prompts, _ = sequences
+    responses = likely_responses(related_pair, prompts, sampling, 8)
+    responses[1] = responses[1][:3]  # unequal lengths, so that the batch is padded
+    indices = [7, 1_000_000_007, 2, 3]
+    scored = score(related_pair, prompts, responses, sampling, seed=5, indices=indices)
+
+    outcomes = set()
+    for prompt, response, index, columns in zip(prompts, responses, indices, scored, strict=True):
+        p_rows = distributions(related_pair.target, prompt, response, sampling, 261)
+        q_rows = distributions(related_pair.draft, prompt, response, sampling, 261)
+        assert columns["response_ids"] == response
+        assert all(len(values) == len(response) for values in columns.values())
+        for i, (p, q) in enumerate(zip(p_rows, q_rows, strict=True)):
+            y, accepted = coupled_by_hand(p, q, response[i], 5, index, i)
+            assert (columns["draft_ids"][i], columns["accepted"][i]) == (y, accepted)
+            expected = {
+                "acceptance": min(1.0, p[y] / q[y]),
+                "overlap": np.minimum(p, q).sum(),
+                "target_logprob": math.log(p[response[i]]),
+                "draft_logprob": math.log(q[y]),
+                "draft_max_prob": q.max(),
+                "draft_entropy": -sum(value * math.log(value) for value in q if value > 0),
+            }
+            assert {name: columns[name][i] for name in expected} == pytest.approx(expected, abs=2e-4)
+            outcomes.add(accepted)
+    assert outcomes == {True, False}
+
+
+def test_slow_loop_would_see_scores_read_one_position_late(random_pair, sequences):
+    prompts, responses = sequences
+    scored = score(random_pair, prompts, responses, Sampling(), seed=5, indices=[0, 1, 2, 3])
+    p = distributions(random_pair.target, prompts[0], responses[0], Sampling(), 261)
+    q = distributions(random_pair.draft, prompts[0], responses[0], Sampling(), 261)
+    assert np.abs(np.minimum(p, q).sum(-1)[1:] - scored[0]["overlap"][:-1]).max() > 0.01
+
+
+def test_greedy_acceptance_says_whether_the_two_argmaxes_agree(related_pair):
+    prompts = [[1, 50], [1, 60, 61], [1, 70, 71, 72]]
+    responses = likely_responses(related_pair, prompts, Sampling(temperature=0), 20)
+    scored = score(related_pair, prompts, responses, Sampling(temperature=0), seed=0, indices=[0, 1, 2])
+    agreed = []
+    for prompt, response, columns in zip(prompts, responses, scored, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        models = (related_pair.target, related_pair.draft)
+        wanted, proposed = (model(ids).logits[0, len(prompt) - 1 : -1].argmax(-1) for model in models)
+        assert columns["draft_ids"] == proposed.tolist()
+        agree = (wanted == proposed).tolist()
+        assert columns["accepted"] == agree
+        assert columns["acceptance"] == columns["overlap"] == [float(value) for value in agree]
+        agreed += agree
+    assert 0 < sum(agreed) < len(agreed)
+
+
+def test_batch_composition_does_not_change_what_is_drafted(random_pair, sequences):
+    prompts, responses = sequences
+    options = {"sampling": Sampling(temperature=1.2), "seed": 9}
+    together = score(random_pair, prompts, responses, indices=[0, 1, 2, 3], **options)
+    backwards = score(random_pair, prompts[::-1], responses[::-1], indices=[3, 2, 1, 0], **options)[::-1]
+    alone = [
+        score(random_pair, [prompts[row]], [responses[row]], indices=[row], **options)[0] for row in range(len(prompts))
+    ]
+    for first, second, third in zip(together, backwards, alone, strict=True):
+        for name in ("draft_ids", "accepted"):
+            assert first[name] == second[name] == third[name]
+        assert first["acceptance"] == pytest.approx(third["acceptance"], abs=1e-4)
+    for changed in ({"indices": [4, 5, 6, 7]}, {"indices": [0, 1, 2, 3], "seed": 10}):
+        other = score(random_pair, prompts, responses, **{**options, **changed})
+        assert [row["draft_ids"] for row in other] != [row["draft_ids"] for row in together]
+
+
+def test_chunks_of_positions_do_not_change_the_scores(random_pair, sequences, monkeypatch):
+    prompts, responses = sequences
+    whole = score(random_pair, prompts, responses, Sampling(), seed=9, indices=[0, 1, 2, 3])
+    monkeypatch.setattr("accept_head.training.score.CHUNK_ELEMENTS", 261 * 4)
+    assert score(random_pair, prompts, responses, Sampling(), seed=9, indices=[0, 1, 2, 3]) == whole
+
+
+def test_proposals_have_the_drafts_distribution(random_pair):
+    """Chi-square over 6,000 couplings of one position with X ∼ p; right proposals fail with p = 1e-4."""
+    sampling, prompt, draws = Sampling(temperature=1.5, top_k=0), [1, 90, 91, 92], 6000
+    q = distributions(random_pair.draft, prompt, [5], sampling, 261)[0]
+    # Half of the target's mass is the draft's, so that both branches of the coupling matter.
+    p = (q + np.random.default_rng(0).dirichlet(np.full(261, 0.2))) / 2
+    target = _FixedLogits(torch.from_numpy(1.5 * np.log(p)).float())
+    pair = Pair(target, random_pair.draft, random_pair.tokenizer, 261)
+    x = torch.multinomial(torch.from_numpy(p), draws, replacement=True, generator=torch.Generator().manual_seed(0))
+    scored = score(pair, [prompt] * draws, x.unsqueeze(-1).tolist(), sampling, seed=1, indices=list(range(draws)))
+
+    drafted = np.bincount([row["draft_ids"][0] for row in scored], minlength=261)
+    assert _p_value(drafted, q * draws) > 1e-4
+    assert _p_value(drafted, p * draws) < 1e-4, "the test has no power"
+    beta = np.minimum(p, q).sum()
+    assert 0.2 < beta < 0.8
+    accepted = np.mean([row["accepted"][0] for row in scored])
+    assert abs(accepted - beta) < Z_LIMIT * math.sqrt(beta * (1 - beta) / draws)
+
+
+class _FixedLogits(torch.nn.Module):
+    """A target that gives every token the same next-token logits."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = logits
+        self.device = torch.device("cpu")
+
+    def forward(self, input_ids, **_):
+        return _Output(self.logits.expand(*input_ids.shape, -1))
+
+
+class _Output:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+def _p_value(counts, expected):
+    """Chi-square; tokens expected less than 5 times share one bin."""
+    often = expected >= 5
+    observed, wanted = [*counts[often], counts[~often].sum()], [*expected[often], expected[~often].sum()]
+    assert wanted[-1] > 1
+    return chisquare(observed, np.array(wanted) * sum(observed) / sum(wanted)).pvalue
+
+
+def test_accepted_share_of_the_trained_pairs_traces_is_what_overlap_and_labels_promise(embedded_traces):
+    """Given all that went before it, accepted_i is Bernoulli(β_i), and Bernoulli(a(Y_i)) once Y_i is known: both sums of
+    differences are martingales, and right traces exceed the limit with p = 1e-4 each."""
+    config, traces = read_traces(embedded_traces[0])
+    assert config.sampling == Sampling()
+    flat = {
+        name: np.concatenate([np.asarray(row, dtype=float) for row in traces[name]])
+        for name in ("accepted", "overlap", "acceptance")
+    }
+    assert len(flat["accepted"]) > 5000
+    for promised in (flat["overlap"], flat["acceptance"]):
+        assert abs(z_score(flat["accepted"], promised)) < Z_LIMIT
+        assert abs(z_score(flat["accepted"], 0.95 * promised)) > Z_LIMIT, "the test has no power"
+
+
+def z_score(outcomes, probabilities):
+    return (outcomes - probabilities).sum() / math.sqrt((probabilities * (1 - probabilities)).sum())
+
+
+def test_accepted_proposals_are_the_targets_tokens_and_rejected_ones_are_not(embedded_traces):
+    _, traces = read_traces(embedded_traces[0])
+    for trace in traces.select(range(50)):
+        same = [x == y for x, y in zip(trace["response_ids"], trace["draft_ids"], strict=True)]
+        assert same == trace["accepted"]
+        assert all(label < 1 for label, kept in zip(trace["acceptance"], trace["accepted"], strict=True) if not kept)
+
+
+def test_finished_says_whether_the_response_ended_by_itself(random_llama, byte_tokenizer):
+    target = random_llama(1)
+    with torch.no_grad():
+        target.lm_head.weight[2] *= 3  # the end token is likelier, so that some responses end and some do not
+    pair = Pair(target, random_llama(2, hidden=16, layers=1), byte_tokenizer(), 261)
+    prompts = [Prompt(i, str(i), "", (1, 20 + i)) for i in range(24)]
+    records = make_records(pair, prompts, _Settings())
+    assert {record["finished"] for record in records} == {True, False}
+    for record in records:
+        assert record["finished"] == (record["response_ids"][-1] == 2)
+        assert 2 not in record["response_ids"][:-1]
+        assert record["finished"] or len(record["response_ids"]) == _Settings.max_new_tokens
+
+
+class _Settings:
+    """The part of a TraceConfig that make_records reads."""
+
+    sampling = Sampling()
+    max_new_tokens = 10
+    seed = 0
+
+
+def test_a_target_with_more_outputs_than_the_draft_answers_in_the_shared_vocabulary(random_llama, byte_tokenizer):
+    """Embedding matrices are padded to different sizes in real families; no id beyond the smaller one may be drawn."""
+    pair = Pair(random_llama(1, vocab=320), random_llama(2, hidden=16, layers=1), byte_tokenizer(), 261)
+    prompts = [Prompt(i, str(i), "", (1, 20 + i)) for i in range(8)]
+    for record in make_records(pair, prompts, _Settings()):
+        assert max(record["response_ids"]) < 261
