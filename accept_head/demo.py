@@ -6,27 +6,28 @@ head's threshold is chosen on the dev prompts; the table is of the test prompts,
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from accept_head.cost import DecodeCounts, ForwardCosts, oracle_counts
+from accept_head.cost import DecodeCounts, ForwardCosts, oracle_counts, throughput
 from accept_head.errors import InputError
 from accept_head.files import writable_folder, write_json
-from accept_head.head import AcceptanceHead
-from accept_head.hub import load_head
-from accept_head.inference import DraftPolicy, generate
+from accept_head.inference import generate, make_policy
 from accept_head.inference.comparison import Measured, compare
-from accept_head.inference.policies import FixedPolicy, HeadPolicy
 from accept_head.inference.profile import measure_costs
-from accept_head.pair import Pair, hidden_size, load_pair
+from accept_head.pair import Pair, load_pair
 from accept_head.sampling import Sampling
 from accept_head.trace import read_traces
 from accept_head.training.collect import collect
@@ -37,7 +38,7 @@ from accept_head.training.run import train
 FIXED_K = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SPLITS = ("train", "dev", "test")
-DECODE_BATCH = 40
+COLLECT_BATCH, DECODE_BATCH = 40, 16
 
 
 def demo(
@@ -45,9 +46,11 @@ def demo(
     out: str = "runs/demo",
     temperature: float = 1.0,
     top_k: int = 50,
-    max_new_tokens: int = 96,
-    train_prompts: int = 640,
-    test_prompts: int = 240,
+    max_new_tokens: int = 80,
+    train_prompts: int = 480,
+    dev_prompts: int = 64,
+    test_prompts: int = 160,
+    processes: int | None = None,
     seed: int = 0,
 ) -> None:
     """Train a head for the embedded pair and compare it with fixed draft lengths on held-out prompts.
@@ -59,7 +62,10 @@ def demo(
         top_k: Most likely tokens kept.
         max_new_tokens: Longest response, in tokens.
         train_prompts: Prompts to collect training traces on.
+        dev_prompts: Prompts to evaluate the head and choose its threshold on.
         test_prompts: Held-out prompts to decode with every policy.
+        processes: Processes that decode side by side, one thread each; as many as there are cores, at most 4, when left
+            out. They change nothing but the time.
         seed: Seed of everything.
     """
     start = time.monotonic()
@@ -70,7 +76,7 @@ def demo(
     output = _clean(writable_folder(Path(out)))
 
     console.rule("1/4  collect: the target answers, the draft's proposals are coupled and scored")
-    counts = {"train": train_prompts, "dev": None, "test": test_prompts}
+    counts = {"train": train_prompts, "dev": dev_prompts, "test": test_prompts}
     for split in SPLITS:
         collect(
             target=str(folder / "target"),
@@ -81,8 +87,8 @@ def demo(
             top_k=top_k,
             max_new_tokens=max_new_tokens,
             max_prompts=counts[split],
-            batch_size=DECODE_BATCH,
-            shard_size=2 * DECODE_BATCH,
+            batch_size=COLLECT_BATCH,
+            shard_size=2 * COLLECT_BATCH,
             seed=seed,
         )
 
@@ -96,30 +102,30 @@ def demo(
     )
 
     loaded = load_pair(folder / "target", folder / "draft")
-    head = load_head(output / "head", hidden_size=hidden_size(loaded.draft), device=loaded.draft.device)
-    sampling = Sampling(temperature=temperature, top_k=top_k)
     dev, test = (
         load_prompts(str(folder / "prompts" / f"{split}.jsonl"), loaded.tokenizer, max_prompts=counts[split])
         for split in ("dev", "test")
     )
-
     console.rule("3/4  profile and tune: what a forward costs here, and the head's threshold on the dev prompts")
     costs = measure_costs(loaded, [prompt.ids for prompt in test])
     console.print(
-        f"draft {1e3 * costs.t_draft:.2f} ms, target {1e3 * costs.t_target:.2f} ms a forward (c = {costs.ratio:.2f})"
+        f"draft {1e3 * costs.t_draft:.2f} ms, target {1e3 * costs.t_target:.2f} ms to verify and "
+        f"{1e3 * costs.t_autoregressive:.2f} ms alone (c = {costs.ratio:.2f})"
     )
-    decode = Decoder(loaded, sampling, max_new_tokens, seed)
-    threshold = _choose_threshold(decode, dev, head, costs)
-
-    console.rule("4/4  decode: held-out prompts, every policy, really run")
-    measured = decode.all(_policies(head), test)
+    job = DecodeJob(folder, Sampling(temperature=temperature, top_k=top_k), max_new_tokens, seed)
+    heads = {f"head:{h}": f"head:{output / 'head'}:{h}" for h in THRESHOLDS}
+    with Decoders(job, processes or min(4, os.cpu_count() or 1)) as decoders:
+        threshold = _best_threshold(decoders.run(heads, dev), costs)
+        console.rule("4/4  decode: held-out prompts, every policy, really run")
+        policies = {name: name for name in ("none", *(f"fixed:{k}" for k in FIXED_K))} | heads
+        measured = decoders.run(policies, test)
     measured.append(_oracle(output / "traces" / "test"))
     rows = compare(measured, costs)
     write_json(
         output / "summary.json",
         {
             "costs": asdict(costs),
-            "sampling": sampling.to_dict(),
+            "sampling": job.sampling.to_dict(),
             "prompts": len(test),
             "max_new_tokens": max_new_tokens,
             "threshold_chosen_on_dev": threshold,
@@ -132,60 +138,87 @@ def demo(
     console.print(f"Took {(time.monotonic() - start) / 60:.1f} minutes.", highlight=False)
 
 
-class Decoder:
-    """Decodes prompts with one policy after another, with a progress bar."""
+@dataclass(frozen=True)
+class DecodeJob:
+    """What a decoding process needs to know."""
 
-    def __init__(self, pair: Pair, sampling: Sampling, max_new_tokens: int, seed: int):
-        self.pair, self.sampling, self.max_new_tokens, self.seed = pair, sampling, max_new_tokens, seed
-        self.end_ids = end_ids(pair.target, pair.tokenizer)
+    folder: Path
+    sampling: Sampling
+    max_new_tokens: int
+    seed: int
 
-    def all(self, policies: dict[str, tuple[DraftPolicy, dict[str, Any]]], prompts: Sequence[Prompt]) -> list[Measured]:
+
+class Decoders:
+    """Processes that each hold the pair and decode batches of prompts, with a progress bar over all of them."""
+
+    def __init__(self, job: DecodeJob, processes: int):
+        # Spawned, not forked: torch's and tokenizers' threads do not survive a fork.
+        self.pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_decoder, initargs=(job,))
+
+    def __enter__(self) -> Decoders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def run(self, policies: dict[str, str], prompts: Sequence[Prompt]) -> list[Measured]:
+        """Decode all prompts with each policy. policies: name → SPEC."""
+        batches = [prompts[start : start + DECODE_BATCH] for start in range(0, len(prompts), DECODE_BATCH)]
+        futures = {name: [self.pool.submit(_decode, spec, b) for b in batches] for name, spec in policies.items()}
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        measured = []
         with Progress(*columns) as progress:
-            task = progress.add_task("decode", total=len(policies) * len(prompts))
-            measured = []
-            for name, (policy, params) in policies.items():
+            task = progress.add_task("decode", total=len(policies) * len(batches))
+            for name, mine in futures.items():
                 progress.update(task, description=f"decode {name:10}")
                 counts: list[DecodeCounts] = []
-                for start in range(0, len(prompts), DECODE_BATCH):
-                    batch = prompts[start : start + DECODE_BATCH]
-                    counts += self._counts(batch, policy)
-                    progress.advance(task, len(batch))
-                measured.append(Measured(name=name, params=params, counts=counts))
+                for future in mine:
+                    counts += future.result()
+                    progress.advance(task)
+                measured.append(Measured(name=name, params=_params(name), counts=counts))
         return measured
 
-    def _counts(self, batch: Sequence[Prompt], policy: DraftPolicy) -> list[DecodeCounts]:
-        generations = generate(
-            self.pair,
-            [prompt.ids for prompt in batch],
-            policy=policy,
-            sampling=self.sampling,
-            max_new_tokens=self.max_new_tokens,
-            end_ids=self.end_ids,
-            seed=self.seed,
-            row_ids=[prompt.index for prompt in batch],
-        )
-        return [generation.counts for generation in generations]
+
+_decoder: tuple[DecodeJob, Pair] | None = None  # of this process
 
 
-def _policies(head: AcceptanceHead) -> dict[str, tuple[DraftPolicy, dict[str, Any]]]:
-    fixed = {f"fixed:{k}": (FixedPolicy(k), {"k": k}) for k in FIXED_K}
-    return {"none": (FixedPolicy(0), {}), **fixed, **_head_policies(head)}
+def _start_decoder(job: DecodeJob) -> None:
+    global _decoder
+    torch.set_num_threads(1)
+    _decoder = job, load_pair(job.folder / "target", job.folder / "draft")
 
 
-def _head_policies(head: AcceptanceHead) -> dict[str, tuple[DraftPolicy, dict[str, Any]]]:
-    return {f"head:{h}": (HeadPolicy(head, h), {"threshold": h}) for h in THRESHOLDS}
+def _decode(spec: str, batch: Sequence[Prompt]) -> list[DecodeCounts]:
+    assert _decoder is not None
+    job, pair = _decoder
+    generations = generate(
+        pair,
+        [prompt.ids for prompt in batch],
+        policy=make_policy(spec, pair),
+        sampling=job.sampling,
+        max_new_tokens=job.max_new_tokens,
+        end_ids=end_ids(pair.target, pair.tokenizer),
+        seed=job.seed,
+        row_ids=[prompt.index for prompt in batch],
+    )
+    return [generation.counts for generation in generations]
 
 
-def _choose_threshold(decode: Decoder, prompts: Sequence[Prompt], head: AcceptanceHead, costs: ForwardCosts) -> float:
-    """The threshold with the highest throughput by eq. 5.1 on these prompts."""
+def _params(name: str) -> dict[str, Any]:
+    kind, _, value = name.partition(":")
+    if kind == "fixed":
+        return {"k": int(value)}
+    return {"threshold": float(value)} if kind == "head" else {}
 
-    def seconds_per_token(policy: Measured) -> float:
+
+def _best_threshold(measured: Sequence[Measured], costs: ForwardCosts) -> float:
+    """The threshold with the highest throughput by eq. 5.1."""
+
+    def speed(policy: Measured) -> float:
         total = DecodeCounts.total(policy.counts)
-        return (costs.t_draft * total.draft_forwards + costs.t_target * total.target_forwards) / total.generated
+        return throughput(costs, discard_rate=total.discard_rate, verification_rate=total.verification_rate)
 
-    best = min(decode.all(_head_policies(head), prompts), key=seconds_per_token)
-    return float(best.params["threshold"])
+    return float(max(measured, key=speed).params["threshold"])
 
 
 def _oracle(folder: Path) -> Measured:

@@ -258,6 +258,6 @@ def embedded_traces(
 ) -> tuple[Path, Path]:
     """(train, dev) traces of the trained pair on its shipped prompts, at the default sampling settings."""
     folder = tmp_path_factory.mktemp("embedded")
-    options = {"max_new_tokens": 64, "batch_size": 32, "shard_size": 32}
-    train = collect(embedded_pair_folder, folder / "train", max_prompts=320, **options)
+    options = {"max_new_tokens": 48, "batch_size": 16, "shard_size": 32}
+    train = collect(embedded_pair_folder, folder / "train", max_prompts=300, **options)
     return train, collect(embedded_pair_folder, folder / "dev", prompts="dev", seed=1, **options)

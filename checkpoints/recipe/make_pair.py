@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--target_tokens", type=int, default=17_000_000, help="tokens of text the target is trained on")
-    parser.add_argument("--draft_tokens", type=int, default=8_000_000, help="the same for the draft")
+    parser.add_argument("--draft_tokens", type=int, default=10_000_000, help="the same for the draft")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     L.seed_everything(arguments.seed)

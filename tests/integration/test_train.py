@@ -11,6 +11,9 @@ import subprocess
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -76,7 +79,9 @@ def test_head_folder_holds_weights_config_metrics_settings_and_a_card(head, rand
         "trace_config.json",
         "training_config.json",
     }
-    assert json.loads((head / "config.json").read_text()) == {"hidden_size": 16, "depth": 3, "predicts": "token"}
+    config = json.loads((head / "config.json").read_text())
+    assert (config["hidden_size"], config["depth"], config["predicts"]) == (16, 3, "token")
+    assert config["signals"] == ["draft_logprob", "draft_entropy", "draft_max_prob"]
     assert (head / "trace_config.json").read_bytes() == (random_traces_folder / "trace_config.json").read_bytes()
     settings = json.loads((head / "training_config.json").read_text())
     assert (settings["recipe"], settings["packing"], settings["lr"], settings["seed"]) == ("default", "exact", 0.01, 0)
@@ -123,6 +128,17 @@ def test_training_loss_is_logged(train, tmp_path):
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
+
+
+def test_signals_are_normalised_by_the_training_traces_alone(head, train, random_traces_folder, tmp_path):
+    of_all = train(tmp_path / "all", *SHORT[:4], "--epochs", 1, "--dev_traces", random_traces_folder)
+    config, of_some = (json.loads((folder / "config.json").read_text()) for folder in (of_all, head))
+    rows = [row for path in random_traces_folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
+    for place, name in enumerate(config["signals"]):
+        values = np.concatenate([row[name] for row in rows])
+        assert config["signal_mean"][place] == pytest.approx(values.mean(), abs=1e-5)
+        assert config["signal_std"][place] == pytest.approx(values.std(), abs=1e-5)
+    assert config["signal_mean"] != of_some["signal_mean"], "held-out traces were counted too"
 
 
 # --- more processes -------------------------------------------------------------------------------------------------
@@ -292,9 +308,6 @@ def test_specdecpp_recipe_with_both_predictions_and_dev_traces(
 def test_a_loss_that_is_not_finite_stops_the_run_with_one_line(
     random_traces_folder, random_pair_folder, run_warm, tmp_path
 ):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     traces = tmp_path / "traces"
     shutil.copytree(random_traces_folder, traces)
     for shard in traces.glob("*.parquet"):

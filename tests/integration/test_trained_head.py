@@ -1,12 +1,13 @@
 """The point of it all: on a really trained pair, a trained head knows more about acceptance than its mean.
 
 Everything is computed anew here: the constant's KL from the parquet files, the head's from its safetensors file, in
-numpy, on the draft's hidden states of one ordinary forward for every (x, X_<i, Y_i).
+numpy, on the draft's hidden states and its probability of Y_i, of one ordinary forward for every (x, X_<i, Y_i).
 """
 
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -46,9 +47,9 @@ def dev_records(embedded_traces):
 
 @pytest.fixture(scope="module")
 def dev_positions(dev_records, embedded_pair_folder):
-    """(hidden (n, hidden), labels (n,)) of every dev position."""
+    """(draft states, labels (n,)) of every dev position."""
     draft = AutoModelForCausalLM.from_pretrained(embedded_pair_folder / "draft", dtype=torch.float32)
-    hidden, labels = [], []
+    hidden, signals, labels = [], [], []
     for row in dev_records:
         prompt, response, proposals = row["prompt_ids"], row["response_ids"], row["draft_ids"]
         inputs = [[*prompt, *response[:i], proposal] for i, proposal in enumerate(proposals)]
@@ -56,16 +57,39 @@ def dev_positions(dev_records, embedded_pair_folder):
         # On the right of the last token, where a causal model does not look.
         padded = torch.tensor([ids + [0] * (int(lengths.max()) - len(ids)) for ids in inputs])
         with torch.no_grad():
-            states = draft(input_ids=padded, output_hidden_states=True, use_cache=False).hidden_states[-1]
-        hidden.append(states[torch.arange(len(inputs)), lengths - 1])
+            output = draft(input_ids=padded, output_hidden_states=True, use_cache=False)
+        rows = torch.arange(len(inputs))
+        hidden.append(output.hidden_states[-1][rows, lengths - 1])
+        signals += map(draft_signals, output.logits[rows, lengths - 2].double().numpy(), proposals)
         labels += row["acceptance"]
-    return torch.cat(hidden).double().numpy(), np.array(labels)
+    return States(torch.cat(hidden).double().numpy(), np.array(signals)), np.array(labels)
 
 
-def predict(head_folder, hidden):
-    """P̂ of a saved head with one prediction: residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), in float64."""
+class States(NamedTuple):
+    """What a head reads at each Y_i. hidden: (n, hidden); signals: (n, 3)."""
+
+    hidden: np.ndarray
+    signals: np.ndarray
+
+
+def draft_signals(logits, proposal, top_k=50):
+    """log q(Y), the entropy of q and its largest probability, with q the softmax over the 50 largest logits."""
+    weights = np.where(logits >= np.sort(logits)[-top_k], np.exp(logits - logits.max()), 0)
+    q = weights / weights.sum()
+    return np.log(q[proposal]), -xlogy(q, q).sum(), q.max()
+
+
+def predict(head_folder, states):
+    """P̂ of a saved head with one prediction, in float64: residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), on
+    the hidden state, to which a linear map of the normalised draft signals is added if the head reads them."""
     weights = {name: tensor.astype(np.float64) for name, tensor in load_file(head_folder / "model.safetensors").items()}
-    for block in range(json.loads((head_folder / "config.json").read_text())["depth"]):
+    config = json.loads((head_folder / "config.json").read_text())
+    hidden = states.hidden
+    if config["signals"]:
+        assert config["signals"] == ["draft_logprob", "draft_entropy", "draft_max_prob"]
+        normalised = (states.signals - config["signal_mean"]) / config["signal_std"]
+        hidden = hidden + normalised @ weights["signal_input.weight"].T
+    for block in range(config["depth"]):
         inner = hidden @ weights[f"blocks.{block}.linear.weight"].T + weights[f"blocks.{block}.linear.bias"]
         hidden = hidden + inner / (1 + np.exp(-inner))
     return 1 / (1 + np.exp(-(hidden @ weights["output.weight"].T + weights["output.bias"])[:, 0]))
@@ -82,8 +106,8 @@ def constant_kl(labels):
 
 
 def test_trained_head_beats_the_constant_predictor_by_15_percent(trained_head, dev_positions):
-    hidden, labels = dev_positions
-    assert binary_kl(labels, predict(trained_head, hidden)) <= BAR * constant_kl(labels)
+    states, labels = dev_positions
+    assert binary_kl(labels, predict(trained_head, states)) <= BAR * constant_kl(labels)
 
 
 def test_mean_acceptance_is_the_best_constant(dev_positions):
@@ -94,8 +118,8 @@ def test_mean_acceptance_is_the_best_constant(dev_positions):
 
 
 def test_reported_metrics_are_those_computed_by_hand(trained_head, dev_positions):
-    hidden, labels = dev_positions
-    predicted = predict(trained_head, hidden)
+    states, labels = dev_positions
+    predicted = predict(trained_head, states)
     reported = json.loads((trained_head / "metrics.json").read_text())["dev"]["token"]
     edges = np.minimum((predicted * 15).astype(int), 14)
     ece = sum(
@@ -121,10 +145,10 @@ def soft_auroc(predicted, labels):
 
 
 def test_an_untrained_head_fails_the_bar(dev_positions, tmp_path):
-    hidden, labels = dev_positions
+    states, labels = dev_positions
     torch.manual_seed(0)
-    AcceptanceHead(HeadConfig(hidden_size=hidden.shape[1], depth=3)).save_pretrained(tmp_path)
-    assert binary_kl(labels, predict(tmp_path, hidden)) > BAR * constant_kl(labels)
+    AcceptanceHead(HeadConfig(hidden_size=states.hidden.shape[1], depth=3)).save_pretrained(tmp_path)
+    assert binary_kl(labels, predict(tmp_path, states)) > BAR * constant_kl(labels)
 
 
 def test_a_head_trained_on_shuffled_labels_fails_the_bar(train, embedded_traces, dev_positions, tmp_path):
@@ -141,27 +165,25 @@ def test_a_head_trained_on_shuffled_labels_fails_the_bar(train, embedded_traces,
         mixed = pa.array(random.permutation(column.flatten().to_numpy()), type=column.type.value_type)
         place = table.schema.get_field_index("acceptance")
         new = pa.ListArray.from_arrays(column.offsets, mixed, type=column.type)
-        pq.write_table(table.set_column(place, table.schema.field(place), new), shard_in(shuffled, shard))
+        pq.write_table(table.set_column(place, table.schema.field(place), new), shuffled / shard.name)
     head = train(tmp_path / "head", "--epochs", 3, traces=shuffled)
-    hidden, labels = dev_positions
-    assert binary_kl(labels, predict(head, hidden)) > BAR * constant_kl(labels)
-
-
-def shard_in(folder, shard):
-    return folder / shard.name
+    states, labels = dev_positions
+    assert binary_kl(labels, predict(head, states)) > BAR * constant_kl(labels)
 
 
 def test_predicted_acceptance_orders_what_was_accepted(trained_head, dev_positions, dev_records):
     """The head has seen labels; the coupled outcomes agree with it too: higher predictions, more acceptance."""
-    hidden, _ = dev_positions
+    states, _ = dev_positions
     accepted = np.array([flag for row in dev_records for flag in row["accepted"]])
-    by_prediction = accepted[predict(trained_head, hidden).argsort()]
+    by_prediction = accepted[predict(trained_head, states).argsort()]
     low, high = (part.mean() for part in np.array_split(by_prediction, 2))
     assert high - low > 0.1
 
 
-def test_dev_and_train_prompts_do_not_overlap(embedded_traces, dev_records):
-    train = [
-        row["prompt_ids"] for path in embedded_traces[0].glob("*.parquet") for row in pq.read_table(path).to_pylist()
-    ]
-    assert not {tuple(ids) for ids in train} & {tuple(row["prompt_ids"]) for row in dev_records}
+def test_shipped_train_dev_and_test_prompts_do_not_overlap(embedded_pair_folder):
+    splits = {}
+    for split in ("train", "dev", "test"):
+        lines = (embedded_pair_folder / "prompts" / f"{split}.jsonl").read_text().splitlines()
+        splits[split] = {json.loads(line)["prompt"] for line in lines}
+    for one, other in (("train", "dev"), ("train", "test"), ("dev", "test")):
+        assert not splits[one] & splits[other], f"prompts that are in {one} and in {other}"

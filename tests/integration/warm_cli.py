@@ -8,6 +8,7 @@ conftest.py starts this file as a script and speaks JSON lines with it.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -66,6 +67,7 @@ def finish(code: Any) -> None:
 if __name__ == "__main__":
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # or a fork's first collection would copy every page
     if (mine := serve()) is not None:
         become(mine)
         try:

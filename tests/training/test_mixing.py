@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 
 from accept_head.pair import attention_mask_for, base_model
+from accept_head.signals import SIGNALS
 from accept_head.trace import trace_features
 from accept_head.training.data import PackedTraces, StepSampler
 from accept_head.training.mixing import collate, mix_tokens, pack_exact, pack_mixed
@@ -203,3 +204,18 @@ def test_exact_labels_stand_at_the_proposals_and_nowhere_else(traces):
         assert batch.mask[row, :, 0].nonzero().flatten().tolist() == where
         assert torch.equal(batch.labels[row, where, 0], trace["acceptance"])
         assert torch.equal(batch.input_ids[row, where], trace["draft_ids"])
+
+
+@pytest.mark.parametrize("packing", ["exact", "mixing"])
+def test_draft_signals_stand_where_the_token_label_counts(traces, packing):
+    uniforms = [torch.rand(len(t["draft_ids"]), generator=torch.Generator().manual_seed(0)) for t in traces]
+    packed = [pack_exact(t) if packing == "exact" else pack_mixed(t, u, 0.3) for t, u in zip(traces, uniforms)]
+    batch = collate(packed, [0] * len(traces))
+    assert SIGNALS == ("draft_logprob", "draft_entropy", "draft_max_prob")
+    for row, trace in enumerate(traces):
+        start = len(trace["prompt_ids"]) + (len(trace["response_ids"]) if packing == "exact" else 0)
+        where = batch.mask[row, :, 0].nonzero().flatten().tolist()
+        assert where
+        for place in where:
+            expected = [trace[name][place - start].item() for name in SIGNALS]
+            assert batch.signals[row, place].tolist() == expected

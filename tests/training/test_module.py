@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
+from accept_head.signals import SIGNALS
 from accept_head.trace import trace_features
 from accept_head.training.data import TraceData
 from accept_head.training.module import HeadTraining
@@ -39,8 +40,13 @@ def traces(make_traces):
 
 
 def new_head(predicts="both"):
+    """predicts: as in a HeadConfig, or `signals`: the token, with the draft signals read too."""
     torch.manual_seed(0)
-    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, predicts=predicts))
+    more = {}
+    if predicts == "signals":
+        predicts = "token"
+        more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25)}
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, predicts=predicts, **more))
     for block in head.blocks:  # blocks start at zero; a trained one does not
         torch.nn.init.normal_(block.linear.weight, std=0.2)
     return head
@@ -82,7 +88,8 @@ def loss_terms(head, draft, trace):
         }
         for name in head.config.predictions:
             state, label = states[name]
-            predicted = head(state)[head.config.predictions.index(name)].sigmoid()
+            signals = torch.tensor([trace[signal][i] for signal in SIGNALS])
+            predicted = head(state, signals)[head.config.predictions.index(name)].sigmoid()
             value = value - W_ACC * label * predicted.log() - W_REJ * (1 - label) * (1 - predicted).log()
             weight += W_ACC * label + W_REJ * (1 - label)
     return value, weight
@@ -97,7 +104,7 @@ def gradients_by_hand(head, draft, groups):
     return [parameter.grad for parameter in head.parameters()]
 
 
-@pytest.mark.parametrize("predicts", ["token", "next", "both"])
+@pytest.mark.parametrize("predicts", ["token", "next", "both", "signals"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_gradients_of_a_step_are_those_of_one_ratio_over_all_its_traces(draft, traces, micro_batch_size, predicts):
     head = new_head(predicts)
@@ -130,10 +137,11 @@ def test_a_second_step_does_not_remember_the_first(draft, traces):
         torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("predicts", ["both", "signals"])
 @pytest.mark.parametrize("packing", ["exact", "mixing"])
-def test_only_the_head_learns(draft, traces, packing):
+def test_only_the_head_learns(draft, traces, packing, predicts):
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
-    head = new_head()
+    head = new_head(predicts)
     head_before = copy.deepcopy(head)
     module = fit(head, draft, traces, packing=packing, steps=3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())

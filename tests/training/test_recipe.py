@@ -19,6 +19,7 @@ def test_specdecpp_has_the_papers_settings():
     assert (recipe.w_acc, recipe.w_rej) == (1, 6)
     assert (recipe.packing, recipe.r) == ("mixing", 0.15)
     assert (recipe.epochs, recipe.batch_size, recipe.warmup_share) == (3, 32, 0.03)
+    assert not recipe.signals, "the paper's head reads the hidden state only"
 
 
 def test_default_packs_exactly_and_weighs_both_outcomes_alike():

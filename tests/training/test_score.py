@@ -70,9 +70,18 @@ def processed(logits, sampling):
 
 
 def distributions(model, prompt, response, sampling, vocab):
-    """(N, vocab): the distribution each response token was drawn from, by one ordinary forward."""
-    logits = model(torch.tensor([[*prompt, *response]])).logits[0, :, :vocab]
-    return processed(logits[len(prompt) - 1 : -1].numpy(), sampling)
+    """(N, vocab): the distribution each response token was drawn from."""
+    return processed(response_logits(model, prompt, response, vocab), sampling)
+
+
+def signal_rows(logits, sampling):
+    """What the draft signals are read from: the processed distribution, or, when decoding is greedy, the softmax."""
+    return processed(logits, Sampling(temperature=1.0, top_k=0) if sampling.greedy else sampling)
+
+
+def response_logits(model, prompt, response, vocab):
+    """(N, vocab): the logits each response token was drawn from, by one ordinary forward."""
+    return model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1, :vocab].numpy()
 
 
 def uniform_number(seed, *counters):
@@ -110,19 +119,20 @@ def test_every_column_equals_that_of_a_slow_loop(related_pair, sequences, sampli
     outcomes = set()
     for prompt, response, index, columns in zip(prompts, responses, indices, scored, strict=True):
         p_rows = distributions(related_pair.target, prompt, response, sampling, 261)
-        q_rows = distributions(related_pair.draft, prompt, response, sampling, 261)
+        draft_logits = response_logits(related_pair.draft, prompt, response, 261)
+        q_rows, signals = processed(draft_logits, sampling), signal_rows(draft_logits, sampling)
         assert columns["response_ids"] == response
         assert all(len(values) == len(response) for values in columns.values())
-        for i, (p, q) in enumerate(zip(p_rows, q_rows, strict=True)):
+        for i, (p, q, signal) in enumerate(zip(p_rows, q_rows, signals, strict=True)):
             y, accepted = coupled_by_hand(p, q, response[i], 5, index, i)
             assert (columns["draft_ids"][i], columns["accepted"][i]) == (y, accepted)
             expected = {
                 "acceptance": min(1.0, p[y] / q[y]),
                 "overlap": np.minimum(p, q).sum(),
                 "target_logprob": math.log(p[response[i]]),
-                "draft_logprob": math.log(q[y]),
-                "draft_max_prob": q.max(),
-                "draft_entropy": -sum(value * math.log(value) for value in q if value > 0),
+                "draft_logprob": math.log(signal[y]),
+                "draft_max_prob": signal.max(),
+                "draft_entropy": -sum(value * math.log(value) for value in signal if value > 0),
             }
             assert {name: columns[name][i] for name in expected} == pytest.approx(expected, abs=2e-4)
             outcomes.add(accepted)

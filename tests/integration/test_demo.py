@@ -1,0 +1,59 @@
+"""The demo on a few prompts: it runs through, and leaves what the architecture page promises."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from accept_head.cost import ForwardCosts, throughput
+
+ROW = {
+    "name",
+    "params",
+    "discard_rate",
+    "verification_rate",
+    "throughput",
+    "speedup",
+    "gain_over_best_fixed",
+    "oracle_gap_closed",
+    "ci95",
+}
+
+
+@pytest.fixture(scope="module")
+def demo_folder(run_cli, embedded_pair_folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "out"
+    sizes = {"train_prompts": 40, "dev_prompts": 6, "test_prompts": 6, "max_new_tokens": 16, "processes": 1}
+    options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    result = run_cli("demo", "--pair", str(embedded_pair_folder), "--out", str(out), *options)
+    assert result.returncode == 0, result.stderr
+    return out, result.stdout
+
+
+def test_the_demo_leaves_a_summary_in_the_public_form(demo_folder):
+    out, _ = demo_folder
+    summary = json.loads((out / "summary.json").read_text())
+    names = [row["name"] for row in summary["policies"]]
+    assert names == [
+        "none",
+        *(f"fixed:{k}" for k in (1, 2, 3, 4, 6, 8)),
+        *(f"head:{h}" for h in (0.1, 0.3, 0.5, 0.7, 0.9)),
+        "oracle",
+    ]
+    costs = ForwardCosts(**summary["costs"])
+    for row in summary["policies"]:
+        assert set(row) == ROW
+        if row["name"] != "none":
+            rates = {name: row[name] for name in ("discard_rate", "verification_rate")}
+            assert row["throughput"] == pytest.approx(throughput(costs, **rates))
+    rows = {row["name"]: row for row in summary["policies"]}
+    assert rows["none"]["speedup"] == 1 and rows["none"]["verification_rate"] == 1
+    assert rows["oracle"]["discard_rate"] == 0 and rows["oracle"]["oracle_gap_closed"] == 1
+    assert max(row["gain_over_best_fixed"] for name, row in rows.items() if name.startswith("fixed")) == 0
+
+
+def test_the_demo_leaves_a_head_and_says_what_it_measured(demo_folder):
+    out, printed = demo_folder
+    assert (out / "head" / "model.safetensors").is_file()
+    assert "held-out prompts" in printed and "best fixed draft length" in printed
