@@ -2,6 +2,9 @@
 
     P̂(Y_i accepted | x, Y₁..Y_i) = sigmoid(f_θ(e_i))        e_i: the draft's hidden state, after the final norm, at Y_i
 
+Ours may read e_{i−1} instead, the state that Y_i was drawn from, together with the draft signals that describe Y_i: a
+little less is known, but one draft forward earlier.
+
 f_θ is `depth` residual blocks e ← e + SiLU(W e + b), each with weights of its own (the research code shares one matrix
 among all of them), and a linear layer with one logit per prediction.
 """
@@ -25,6 +28,7 @@ from accept_head.signals import SIGNALS
 
 Predicts = Literal["token", "next", "both"]
 Prediction = Literal["token", "next"]
+Reads = Literal["drawn", "before"]
 
 MAX_DEPTH = 4
 
@@ -37,13 +41,15 @@ class HeadConfig:
     depth: residual blocks, 0 (a linear probe) to 4.
     predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
         expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each.
-    signals: draft signals (signals.SIGNALS) at the same token that the head also reads; only for `token`.
+    reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
+    signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; only for `token`.
     signal_mean, signal_std: what each signal is normalised with, inside the head.
     """
 
     hidden_size: int
     depth: int = 3
     predicts: Predicts = "token"
+    reads: Reads = "drawn"
     signals: tuple[str, ...] = ()
     signal_mean: tuple[float, ...] = ()
     signal_std: tuple[float, ...] = ()
@@ -56,6 +62,8 @@ class HeadConfig:
         if self.predicts not in get_args(Predicts):
             raise InputError(f"head config: predicts is {self.predicts!r}, expected one of {get_args(Predicts)}")
 
+        if self.reads not in get_args(Reads):
+            raise InputError(f"head config: reads is {self.reads!r}, expected one of {get_args(Reads)}")
         self._check_signals()
 
     def _check_signals(self) -> None:

@@ -185,15 +185,17 @@ def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed
         ids.append(draw(q, uniforms(seed, rows.ids, rows.rounds, depth, DRAFT)))
         probabilities.append(q)
         count = count + active
+        fed_signals = signals
+        if Signal.DRAFT_SIGNALS in policy.needs:
+            signals = draft_signals(sampling.signal_probabilities(logits[:, : pair.vocab_size], q), ids[-1])
         step = DraftStep(
             depth=depth,
             token_ids=ids[-1],
             active=active,
             fed_hidden=hidden if Signal.HIDDEN in policy.needs else None,
-            fed_signals=signals,
+            fed_signals=fed_signals,
+            signals=signals,
         )
-        if Signal.DRAFT_SIGNALS in policy.needs:  # of this token, for the step in which it has been fed
-            signals = draft_signals(sampling.signal_probabilities(logits[:, : pair.vocab_size], q), ids[-1])
         active = active & (count < budget) & policy.keep_drafting(step)
         if not active.any():
             break

@@ -27,7 +27,7 @@ class DraftStep:
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth. active: (batch,) bool, rows still drafting.
     fed_hidden: (batch, hidden) or None: the draft's state at the token fed to draw Y_depth, which is Y_{depth−1}, or
     the last verified token when depth is 1. It comes for free; the state at Y_depth would cost one more forward.
-    fed_signals: (batch, 3) or None: draft signals of the same token; None when depth is 1.
+    fed_signals: (batch, 3) or None: draft signals of the same token; None when depth is 1. signals: those of Y_depth.
     """
 
     depth: int
@@ -35,6 +35,7 @@ class DraftStep:
     active: Tensor
     fed_hidden: Tensor | None
     fed_signals: Tensor | None
+    signals: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def embedded_pair_folder() -> Path:
     """The really trained pair, with `target`, `draft` and `prompts` in it."""
-    # ACCEPT_HEAD_TEST_PAIR: test with another pair of the same layout, say while checkpoints/tiny is being trained anew.
+    # ACCEPT_HEAD_TEST_PAIR: test with another pair of the same layout, say while checkpoints/tiny is trained anew.
     folder = Path(os.environ.get("ACCEPT_HEAD_TEST_PAIR") or REPOSITORY / "checkpoints" / "tiny")
     for part in ("target", "draft"):
         if not (folder / part / "model.safetensors").is_file():

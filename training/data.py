@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accept_head.errors import InputError
 from accept_head.randomness import uniforms
-from accept_head.training.mixing import DraftBatch, Packed, Packing, collate, pack_exact, pack_mixed
+from accept_head.training.mixing import DraftBatch, Packed, Packing, collate, pack_exact, pack_mixed, pack_prefix
 
 MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0 and 1
 
@@ -32,8 +32,8 @@ class PackedTraces(Dataset):
         epoch, row = item
         trace = self.traces[row]
         index = int(trace["index"])
-        if self.packing == "exact":
-            return pack_exact(trace), index
+        if self.packing != "mixing":
+            return (pack_exact if self.packing == "exact" else pack_prefix)(trace), index
         steps = torch.arange(len(trace["response_ids"]))
         return pack_mixed(trace, uniforms(self.seed, index, steps, MIXING_STREAM, epoch), self.r), index
 
@@ -87,7 +87,7 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
 
 
 class TraceData(L.LightningDataModule):
-    """Training batches by StepSampler; dev batches always exactly packed, each trace on one rank."""
+    """Training batches by StepSampler; dev batches never mixed, whatever training does, and each trace on one rank."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class TraceData(L.LightningDataModule):
     ):
         super().__init__()
         self.train = PackedTraces(train, packing, r=r, seed=seed)
-        self.dev = PackedTraces(dev, "exact", r=r, seed=seed)
+        self.dev = PackedTraces(dev, "prefix" if packing == "prefix" else "exact", r=r, seed=seed)
         self.sampler_options: dict[str, Any] = {
             "epochs": epochs,
             "batch_size": batch_size,

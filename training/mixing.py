@@ -1,7 +1,8 @@
-"""How traces become draft inputs: the paper's token mixing, and exact packing (equations §4).
+"""How traces become draft inputs: the paper's token mixing, exact packing, and the plain prefix (equations §4).
 
-The right input for the label of Y_i is (x, X₁..X_{i−1}, Y_i). Exact packing gives it for every i in one forward of 2N
-tokens; token mixing is the paper's approximation in N tokens.
+For a head that reads the state at Y_i, the right input for its label is (x, X₁..X_{i−1}, Y_i). Exact packing gives
+it for every i in one forward of 2N tokens; token mixing is the paper's approximation in N tokens. A head that reads
+the state before Y_i needs (x, X₁..X_{i−1}) only: the prefix packing, exact in N tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from accept_head.signals import SIGNALS
 
-Packing = Literal["mixing", "exact"]
+Packing = Literal["mixing", "exact", "prefix"]
 
 
 @dataclass
@@ -85,6 +86,17 @@ def pack_exact(trace: dict[str, Any]) -> Packed:
     labels, mask = _next_labels(trace, extra=count)
     labels[trunk:, 0], mask[trunk:, 0] = trace["acceptance"], True
     return Packed(ids, positions, allowed, labels, mask, _signals(trace, trunk, trunk + count))
+
+
+def pack_prefix(trace: dict[str, Any]) -> Packed:
+    """[x, X₁..X_N]: the label and the signals of Y_i stand at X_{i−1}, and those of Y₁ at the prompt's end."""
+    prompt, response = trace["prompt_ids"], trace["response_ids"]
+    ids = torch.cat([prompt, response])
+    length, start, count = len(ids), len(prompt) - 1, len(response)
+    labels, mask = _next_labels(trace, extra=0)
+    labels[start : start + count, 0], mask[start : start + count, 0] = trace["acceptance"], True
+    allowed = torch.ones(length, length, dtype=torch.bool).tril()
+    return Packed(ids, torch.arange(length), allowed, labels, mask, _signals(trace, start, length))
 
 
 def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:

@@ -12,10 +12,13 @@ from accept_head.training.mixing import Packing
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """depth: residual blocks. predicts: token, next or both. signals: whether the head also
-    reads the draft signals. w_acc, w_rej: loss weights of acceptance and rejection.
-    packing: exact, or mixing with share r of target tokens. epochs: passes over the traces. batch_size: traces an
-    optimizer step, over all processes. lr: Adam's peak, after warmup_share of all steps; then cosine to zero."""
+    """depth: residual blocks. predicts: token, next or both. signals: whether the head also reads the draft signals.
+
+    w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
+    a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
+    the traces. batch_size: traces an optimizer step, over all processes. lr: Adam's peak, after warmup_share of all
+    steps; then cosine to zero.
+    """
 
     depth: int = 3
     predicts: Predicts = "token"

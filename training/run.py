@@ -71,7 +71,8 @@ def train(
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
         w_acc: Loss weight of acceptance.
         w_rej: Loss weight of rejection.
-        packing: `exact`, or `mixing` (the paper's token mixing).
+        packing: `exact`, or `mixing` (the paper's token mixing), for a head that reads the state at the drawn token;
+            `prefix` for one that reads the state before it and so needs no draft forward on the token it judges.
         r: Share of target tokens in token mixing.
         epochs: Passes over the traces.
         batch_size: Traces an optimizer step, over all processes and accumulated micro-batches.
@@ -186,6 +187,7 @@ def _build(recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any],
             hidden_size=hidden_size(draft),
             depth=recipe.depth,
             predicts=recipe.predicts,
+            reads="before" if recipe.packing == "prefix" else "drawn",
             **(_signal_statistics(data.train.traces) if recipe.signals else {}),
         )
         head = AcceptanceHead(config)

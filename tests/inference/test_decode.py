@@ -67,14 +67,14 @@ def test_an_end_token_inside_a_round_cuts_the_row_there():
             assert 0 <= result.accepted <= result.drafted
 
 
-@pytest.mark.parametrize("signals", [False, True])
+@pytest.mark.parametrize(("signals", "reads"), [(False, "drawn"), (True, "drawn"), (True, "before")])
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(temperature=0)], ids=["sampled", "greedy"])
-def test_the_head_policy_follows_the_product_rule_one_token_late(signals, sampling):
-    """1 − Π P̂ over all drafted tokens but the last, against a plain loop over the draft's own hidden states."""
+def test_the_head_policy_follows_the_product_rule(signals, reads, sampling):
+    """1 − Π P̂, over all drafted tokens, or, read late, all but the last, against a loop over plain forwards."""
     target, draft = llama(0, layers=2, sharpness=6.0), llama(1, sharpness=6.0)
     torch.manual_seed(2)
     statistics = {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)} if signals else {}
-    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, **statistics))
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, reads=reads, **statistics))
     torch.nn.init.normal_(head.output.weight, std=1.0)
     k_max, seen = 9, set()
 
@@ -105,17 +105,20 @@ def test_the_head_policy_follows_the_product_rule_one_token_late(signals, sampli
 
 @torch.no_grad()
 def expected_length(head, draft, text, proposed, threshold, budget, sampling):
+    """After how many tokens the rule stops. The token judged is the last one, or, read late, the one before it."""
+    late = head.config.reads == "drawn"
     survival = 1.0
-    for depth in range(2, budget + 1):  # Y_depth is drawn; the head has seen Y_1 .. Y_{depth - 1}
-        fed = [*text, *proposed[: depth - 1]]
-        output = draft(torch.tensor([fed]), output_hidden_states=True)
-        before = output.logits[0, -2]  # what the last fed token was drawn from
-        q = before.softmax(-1) if sampling.greedy else sampling.probabilities(before)
-        token = fed[-1]
+    for length in range(1 + late, budget + 1):
+        judged = length - late
+        token, before = proposed[judged - 1], [*text, *proposed[: judged - 1]]
+        states = draft(torch.tensor([[*before, token]]), output_hidden_states=True)
+        logits = states.logits[0, -2]  # what the judged token was drawn from
+        q = logits.softmax(-1) if sampling.greedy else sampling.probabilities(logits)
         signals = torch.stack([q[token].log(), -(q * q.log()).sum(), q.max()])
-        survival *= float(head.probability(output.hidden_states[-1][0, -1], signals=signals))
+        state = states.hidden_states[-1][0, -1 if late else -2]
+        survival *= float(head.probability(state, signals=signals))
         if 1 - survival > threshold:
-            return depth
+            return length
     return budget
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.hub import load_head
 from accept_head.inference import make_policy

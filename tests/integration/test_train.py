@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accept_head.training.recipe import RECIPES
+
 TRACES = 24  # of which split_dev keeps some for evaluation
 
 
@@ -84,7 +86,8 @@ def test_head_folder_holds_weights_config_metrics_settings_and_a_card(head, rand
     assert config["signals"] == ["draft_logprob", "draft_entropy", "draft_max_prob"]
     assert (head / "trace_config.json").read_bytes() == (random_traces_folder / "trace_config.json").read_bytes()
     settings = json.loads((head / "training_config.json").read_text())
-    assert (settings["recipe"], settings["packing"], settings["lr"], settings["seed"]) == ("default", "exact", 0.01, 0)
+    assert (settings["recipe"], settings["lr"], settings["seed"]) == ("default", 0.01, 0)
+    assert settings["packing"] == RECIPES["default"].packing != "mixing"
     assert str(random_pair_folder / "draft") in (head / "README.md").read_text()
     measured = metrics(head)
     assert measured["train_traces"] + measured["dev_traces"] == TRACES

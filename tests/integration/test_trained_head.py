@@ -1,7 +1,7 @@
 """The point of it all: on a really trained pair, a trained head knows more about acceptance than its mean.
 
 Everything is computed anew here: the constant's KL from the parquet files, the head's from its safetensors file, in
-numpy, on the draft's hidden states and its probability of Y_i, of one ordinary forward for every (x, X_<i, Y_i).
+numpy, on the draft's hidden states and its distribution of Y_i, of one ordinary forward for every (x, X_<i, Y_i).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def dev_records(embedded_traces):
 def dev_positions(dev_records, embedded_pair_folder):
     """(draft states, labels (n,)) of every dev position."""
     draft = AutoModelForCausalLM.from_pretrained(embedded_pair_folder / "draft", dtype=torch.float32)
-    hidden, signals, labels = [], [], []
+    drawn, before, signals, labels = [], [], [], []
     for row in dev_records:
         prompt, response, proposals = row["prompt_ids"], row["response_ids"], row["draft_ids"]
         inputs = [[*prompt, *response[:i], proposal] for i, proposal in enumerate(proposals)]
@@ -59,16 +59,22 @@ def dev_positions(dev_records, embedded_pair_folder):
         with torch.no_grad():
             output = draft(input_ids=padded, output_hidden_states=True, use_cache=False)
         rows = torch.arange(len(inputs))
-        hidden.append(output.hidden_states[-1][rows, lengths - 1])
+        drawn.append(output.hidden_states[-1][rows, lengths - 1])
+        before.append(output.hidden_states[-1][rows, lengths - 2])
         signals += map(draft_signals, output.logits[rows, lengths - 2].double().numpy(), proposals)
         labels += row["acceptance"]
-    return States(torch.cat(hidden).double().numpy(), np.array(signals)), np.array(labels)
+    states = States(torch.cat(drawn).double().numpy(), torch.cat(before).double().numpy(), np.array(signals))
+    return states, np.array(labels)
 
 
 class States(NamedTuple):
-    """What a head reads at each Y_i. hidden: (n, hidden); signals: (n, 3)."""
+    """What a head may read of each Y_i: the state at it, the state it was drawn from, and the draft signals.
 
-    hidden: np.ndarray
+    drawn, before: (n, hidden); signals: (n, 3).
+    """
+
+    drawn: np.ndarray
+    before: np.ndarray
     signals: np.ndarray
 
 
@@ -80,11 +86,14 @@ def draft_signals(logits, proposal, top_k=50):
 
 
 def predict(head_folder, states):
-    """P̂ of a saved head with one prediction, in float64: residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), on
-    the hidden state, to which a linear map of the normalised draft signals is added if the head reads them."""
+    """P̂ of a saved head with one prediction, in float64.
+
+    Residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), on the hidden state, to which a linear map of the
+    normalised draft signals is added if the head reads them.
+    """
     weights = {name: tensor.astype(np.float64) for name, tensor in load_file(head_folder / "model.safetensors").items()}
     config = json.loads((head_folder / "config.json").read_text())
-    hidden = states.hidden
+    hidden = {"drawn": states.drawn, "before": states.before}[config["reads"]]
     if config["signals"]:
         assert config["signals"] == ["draft_logprob", "draft_entropy", "draft_max_prob"]
         normalised = (states.signals - config["signal_mean"]) / config["signal_std"]
@@ -147,7 +156,7 @@ def soft_auroc(predicted, labels):
 def test_an_untrained_head_fails_the_bar(dev_positions, tmp_path):
     states, labels = dev_positions
     torch.manual_seed(0)
-    AcceptanceHead(HeadConfig(hidden_size=states.hidden.shape[1], depth=3)).save_pretrained(tmp_path)
+    AcceptanceHead(HeadConfig(hidden_size=states.drawn.shape[1], depth=3)).save_pretrained(tmp_path)
     assert binary_kl(labels, predict(tmp_path, states)) > BAR * constant_kl(labels)
 
 

@@ -12,7 +12,7 @@ from accept_head.pair import attention_mask_for, base_model
 from accept_head.signals import SIGNALS
 from accept_head.trace import trace_features
 from accept_head.training.data import PackedTraces, StepSampler
-from accept_head.training.mixing import collate, mix_tokens, pack_exact, pack_mixed
+from accept_head.training.mixing import collate, mix_tokens, pack_exact, pack_mixed, pack_prefix
 
 LENGTHS = [(5, 7), (3, 11), (9, 4), (1, 1)]  # prompt and response tokens: unequal, so that a batch has padding
 
@@ -206,14 +206,39 @@ def test_exact_labels_stand_at_the_proposals_and_nowhere_else(traces):
         assert torch.equal(batch.input_ids[row, where], trace["draft_ids"])
 
 
-@pytest.mark.parametrize("packing", ["exact", "mixing"])
+# --- prefix packing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_prefix_packed_state_is_the_one_each_proposal_was_drawn_from(random_llama, traces, attention):
+    model = random_llama(4, attention=attention)
+    batch = collate([pack_prefix(trace) for trace in traces], [0] * len(traces))
+    hidden = hidden_states(model, batch, batch.allowed, batch.position_ids)
+    for row, trace in enumerate(traces):
+        prompt, response = trace["prompt_ids"].tolist(), trace["response_ids"].tolist()
+        where = batch.mask[row, :, 0].nonzero().flatten().tolist()
+        assert where == list(range(len(prompt) - 1, len(prompt) + len(response) - 1))
+        assert torch.equal(batch.mask[row, :, 0], batch.mask[row, :, 1])
+        assert torch.equal(batch.labels[row, where, 0], trace["acceptance"])
+        assert torch.equal(batch.labels[row, where, 1], trace["overlap"])
+        expected = torch.stack([separate_hidden_state(model, prompt + response[:i]) for i in range(len(response))])
+        torch.testing.assert_close(hidden[row, where], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("packing", ["exact", "mixing", "prefix"])
 def test_draft_signals_stand_where_the_token_label_counts(traces, packing):
-    uniforms = [torch.rand(len(t["draft_ids"]), generator=torch.Generator().manual_seed(0)) for t in traces]
-    packed = [pack_exact(t) if packing == "exact" else pack_mixed(t, u, 0.3) for t, u in zip(traces, uniforms)]
+    generator = torch.Generator().manual_seed(0)
+    pack = {
+        "exact": pack_exact,
+        "mixing": lambda trace: pack_mixed(trace, torch.rand(len(trace["draft_ids"]), generator=generator), 0.3),
+        "prefix": pack_prefix,
+    }[packing]
+    packed = [pack(trace) for trace in traces]
     batch = collate(packed, [0] * len(traces))
     assert SIGNALS == ("draft_logprob", "draft_entropy", "draft_max_prob")
     for row, trace in enumerate(traces):
-        start = len(trace["prompt_ids"]) + (len(trace["response_ids"]) if packing == "exact" else 0)
+        after_prompt = {"exact": len(trace["response_ids"]), "mixing": 0, "prefix": -1}[packing]
+        start = len(trace["prompt_ids"]) + after_prompt
         where = batch.mask[row, :, 0].nonzero().flatten().tolist()
         assert where
         for place in where:

@@ -40,12 +40,12 @@ def traces(make_traces):
 
 
 def new_head(predicts="both"):
-    """predicts: as in a HeadConfig, or `signals`: the token, with the draft signals read too."""
+    """predicts: as in a HeadConfig; or the token, with the draft `signals` read too, maybe from the state `before`."""
     torch.manual_seed(0)
     more = {}
-    if predicts == "signals":
-        predicts = "token"
-        more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25)}
+    if predicts in ("signals", "before"):
+        reads, predicts = "before" if predicts == "before" else "drawn", "token"
+        more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25), "reads": reads}
     head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, predicts=predicts, **more))
     for block in head.blocks:  # blocks start at zero; a trained one does not
         torch.nn.init.normal_(block.linear.weight, std=0.2)
@@ -83,7 +83,10 @@ def loss_terms(head, draft, trace):
     value, weight = 0.0, 0.0
     for i, proposal in enumerate(proposals):
         states = {
-            "token": (separate_hidden_state(draft, prompt + response[:i] + [proposal]), trace["acceptance"][i]),
+            "token": (
+                separate_hidden_state(draft, prompt + response[:i] + [proposal] * (head.config.reads == "drawn")),
+                trace["acceptance"][i],
+            ),
             "next": (separate_hidden_state(draft, prompt + response[:i]), trace["overlap"][i]),
         }
         for name in head.config.predictions:
@@ -104,12 +107,13 @@ def gradients_by_hand(head, draft, groups):
     return [parameter.grad for parameter in head.parameters()]
 
 
-@pytest.mark.parametrize("predicts", ["token", "next", "both", "signals"])
+@pytest.mark.parametrize("predicts", ["token", "next", "both", "signals", "before"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_gradients_of_a_step_are_those_of_one_ratio_over_all_its_traces(draft, traces, micro_batch_size, predicts):
     head = new_head(predicts)
     expected = gradients_by_hand(head, draft, [list(traces)])
-    seen = fit(head, draft, traces, micro_batch_size=micro_batch_size).seen
+    packing = "prefix" if predicts == "before" else "exact"
+    seen = fit(head, draft, traces, micro_batch_size=micro_batch_size, packing=packing).seen
     for got, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
 

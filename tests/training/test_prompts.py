@@ -99,9 +99,9 @@ def test_a_folder_is_read_as_a_data_set(tokenizer, tmp_path, monkeypatch):
     assert [(p.id, p.domain, list(p.ids)) for p in prompts] == [
         (r["id"], "d", tokenizer(r["question"])["input_ids"]) for r in records[:3]
     ]
-    with pytest.raises(InputError, match="set, record 0.*'prompt'"):
+    with pytest.raises(InputError, match=r"set, record 0.*'prompt'"):
         load_prompts(str(folder), tokenizer, split="test")
-    with pytest.raises(InputError, match="set.*nosuchsplit"):
+    with pytest.raises(InputError, match=r"set.*nosuchsplit"):
         load_prompts(str(folder), tokenizer, field="question", split="nosuchsplit")
 
 
@@ -167,7 +167,7 @@ def test_a_template_that_refuses_the_messages_is_an_input_error(byte_tokenizer, 
     """Llama's and Gemma's templates raise on a role or an order of roles that they do not know."""
     template = "{{ raise_exception('roles must alternate') }}"
     path = prompts_file({"prompt": MESSAGES})
-    with pytest.raises(InputError, match="line 1.*roles must alternate"):
+    with pytest.raises(InputError, match=r"line 1.*roles must alternate"):
         load_prompts(str(path), byte_tokenizer(chat_template=template))
 
 

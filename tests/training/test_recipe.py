@@ -22,9 +22,9 @@ def test_specdecpp_has_the_papers_settings():
     assert not recipe.signals, "the paper's head reads the hidden state only"
 
 
-def test_default_packs_exactly_and_weighs_both_outcomes_alike():
+def test_default_feeds_no_wrong_prefix_and_weighs_both_outcomes_alike():
     recipe = RECIPES["default"]
-    assert recipe.packing == "exact"
+    assert recipe.packing != "mixing"
     assert (recipe.w_acc, recipe.w_rej) == (1, 1)
 
 

@@ -234,8 +234,10 @@ def _p_value(counts, expected):
 
 
 def test_accepted_share_of_the_trained_pairs_traces_is_what_overlap_and_labels_promise(embedded_traces):
-    """Given all that went before it, accepted_i is Bernoulli(β_i), and Bernoulli(a(Y_i)) once Y_i is known: both sums of
-    differences are martingales, and right traces exceed the limit with p = 1e-4 each."""
+    """Given all that went before it, accepted_i is Bernoulli(β_i), and Bernoulli(a(Y_i)) once Y_i is known.
+
+    Both sums of differences are martingales, and right traces exceed the limit with p = 1e-4 each.
+    """
     config, traces = read_traces(embedded_traces[0])
     assert config.sampling == Sampling()
     flat = {
