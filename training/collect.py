@@ -113,6 +113,8 @@ def collect(
     )
     trainer.predict(Collector(pair, loaded, config, folder), return_predictions=False)
     trainer.strategy.barrier("collected")
+    if trainer.is_global_zero:
+        print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
 
 
 def _prepare(folder: Path, config: TraceConfig) -> Path:

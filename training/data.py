@@ -48,12 +48,13 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
     def __init__(
         self, traces: int, *, epochs: int, batch_size: int, micro_batch_size: int, seed: int, rank: int, world: int
     ):
-        self.traces, self.epochs, self.batch_size, self.micro_batch_size = traces, epochs, batch_size, micro_batch_size
+        self.traces, self.epochs, self.batch_size = traces, epochs, batch_size
+        self.micro_batch_size = max(1, min(micro_batch_size, batch_size // world))
         self.seed, self.rank, self.world = seed, rank, world
         self.first_step = 0
-        if batch_size % (world * micro_batch_size):
+        if batch_size % world or batch_size // world % self.micro_batch_size:
             raise InputError(
-                f"batch_size is {batch_size}, expected a multiple of {world} (processes) x {micro_batch_size} "
+                f"batch_size is {batch_size}, expected a multiple of {world} (processes) x {self.micro_batch_size} "
                 "(micro_batch_size)"
             )
         if traces < batch_size:

@@ -9,6 +9,8 @@ from accept_head.errors import InputError
 from accept_head.head import Predicts
 from accept_head.training.mixing import Packing
 
+LR_HIDDEN_SIZE = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -17,7 +19,7 @@ class Recipe:
     w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
     a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
     the traces. batch_size: traces an optimizer step, over all processes. lr: Adam's peak, after warmup_share of all
-    steps; then cosine to zero.
+    steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see `for_hidden_size`.
     """
 
     depth: int = 3
@@ -29,7 +31,7 @@ class Recipe:
     r: float = 0.15
     epochs: int = 3
     batch_size: int = 32
-    lr: float = 1e-3
+    lr: float = 3e-3
     warmup_share: float = 0.03
 
     def __post_init__(self) -> None:
@@ -43,6 +45,15 @@ class Recipe:
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1")
 
+    def for_hidden_size(self, hidden_size: int) -> Recipe:
+        """lr × LR_HIDDEN_SIZE / hidden_size: a step of Adam moves a pre-activation by about lr × channels."""
+        return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size)
+
+    def for_traces(self, traces: int, processes: int) -> Recipe:
+        """With the batch size cut to the traces there are, to a multiple of `processes`, at least one each."""
+        fitting = max(1, min(self.batch_size, traces) // processes) * processes
+        return replace(self, batch_size=fitting) if traces < self.batch_size else self
+
     def override(self, **given: Any) -> Recipe:
         """This recipe with every value that is not None replaced."""
         known = {field.name for field in fields(self)}
@@ -53,5 +64,5 @@ RECIPES = {
     # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
     "specdecpp": Recipe(w_rej=6.0),
     # The hidden state at a token does not say how likely the draft thought it; the signals do.
-    "default": Recipe(signals=True, packing="exact", epochs=10, batch_size=16, lr=3e-3),
+    "default": Recipe(signals=True, packing="exact", epochs=10, batch_size=16),
 }

@@ -65,7 +65,7 @@ def train(
         out: Folder for the head.
         dev_traces: Traces to evaluate on; a tenth of `traces` when left out.
         recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs), or
-            `default` (draft signals, exact packing).
+            `default` (ours).
         depth: Residual blocks of the head, 0 to 4.
         predicts: token, next or both.
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
@@ -75,9 +75,10 @@ def train(
             `prefix` for one that reads the state before it and so needs no draft forward on the token it judges.
         r: Share of target tokens in token mixing.
         epochs: Passes over the traces.
-        batch_size: Traces an optimizer step, over all processes and accumulated micro-batches.
+        batch_size: Traces an optimizer step, over all processes and accumulated micro-batches. The recipe's is cut
+            to the number of traces.
         micro_batch_size: Traces one process feeds to the draft at once.
-        lr: Peak learning rate of Adam.
+        lr: Peak learning rate of Adam; 0.384 / (the draft's hidden size) when left out.
         warmup_share: Share of all steps spent warming up; the rest is a cosine to zero.
         precision: fp32, or bf16 (mixed; the draft itself in bfloat16).
         seed: Seed of the head's first weights, of the order of traces and of the mixing masks.
@@ -87,7 +88,7 @@ def train(
     """
     chosen = RECIPES[recipe].override(
         depth=depth, predicts=predicts, signals=signals, w_acc=w_acc, w_rej=w_rej, packing=packing, r=r, epochs=epochs,
-        batch_size=batch_size, lr=lr, warmup_share=warmup_share,
+        batch_size=batch_size, warmup_share=warmup_share,
     )  # fmt: skip
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
         raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")
@@ -96,6 +97,9 @@ def train(
     dtype = "bfloat16" if precision == "bf16" else "auto"
     draft_model = load_model(draft, "--draft", dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
     trace_config, train_set, dev_set = _read_splits(Path(traces), dev_traces, checkpoint_fingerprint(draft), seed)
+    chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
+    if batch_size is None:
+        chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
     data = TraceData(
         train_set,
         dev_set,
@@ -138,6 +142,12 @@ def train(
             training={"accept_head": VERSION, "recipe": recipe, **asdict(chosen), "precision": precision, "seed": seed},
             traces=trace_config,
         )
+        for name, quality in module.dev_quality.items():
+            print(
+                f"{head_folder}: {name} head, dev binary KL {quality.binary_kl:.4f} nats "
+                f"({quality.constant_kl:.4f} for the best constant), AUROC {quality.auroc:.3f}, "
+                f"ECE {quality.ece:.3f}, predicted {quality.mean_predicted:.3f}, observed {quality.mean_observed:.3f}"
+            )
     trainer.strategy.barrier("saved")
 
 

@@ -227,6 +227,22 @@ def test_resume_test_would_see_a_run_that_starts_again_from_other_weights(interr
     assert (resumed / "model.safetensors").read_bytes() != (undisturbed / "model.safetensors").read_bytes()
 
 
+def test_a_run_killed_twice_gives_the_undisturbed_runs_very_bits(
+    interrupted, undisturbed, arguments, console_script, cli_environment, train
+):
+    """The second kill comes as soon as the continued run has written a checkpoint of its own."""
+    checkpoint = run_folder(interrupted) / "last.ckpt"
+    before = checkpoint.stat().st_mtime_ns
+    start_and_kill(
+        [console_script, *arguments(interrupted, *LONG)],
+        cli_environment,
+        lambda: checkpoint.stat().st_mtime_ns > before,
+    )
+    assert not interrupted.exists(), "it was killed too late to prove anything"
+    resumed = train(interrupted, *LONG)
+    assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
 def test_a_rerun_of_a_finished_run_gives_the_same_head(undisturbed, train, tmp_path):
     shutil.copytree(undisturbed, tmp_path / "head")
     shutil.copytree(run_folder(undisturbed), tmp_path / "head-run")

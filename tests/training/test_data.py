@@ -80,7 +80,7 @@ def test_a_resumed_run_gets_just_the_rest(first_step):
     ("options", "message"),
     [
         ({"batch_size": 10, "micro_batch_size": 4}, "batch_size is 10.*micro_batch_size"),
-        ({"batch_size": 8, "micro_batch_size": 4, "world": 4}, "batch_size is 8.*4.*processes"),
+        ({"batch_size": 8, "micro_batch_size": 4, "world": 3}, "batch_size is 8.*3.*processes"),
         ({"batch_size": 3, "micro_batch_size": 1, "world": 2}, "batch_size is 3.*2.*processes"),
         ({"traces": 7}, "batch_size is 8.*7 traces"),
     ],
