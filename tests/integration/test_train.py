@@ -228,19 +228,25 @@ def test_resume_test_would_see_a_run_that_starts_again_from_other_weights(interr
 
 
 def test_a_run_killed_twice_gives_the_undisturbed_runs_very_bits(
-    interrupted, undisturbed, arguments, console_script, cli_environment, train
+    undisturbed, arguments, console_script, cli_environment, train, tmp_path
 ):
     """The second kill comes as soon as the continued run has written a checkpoint of its own."""
-    checkpoint = run_folder(interrupted) / "last.ckpt"
+    out = tmp_path / "head"
+    checkpoint = run_folder(out) / "last.ckpt"
+    command = [console_script, *arguments(out, *LONG)]
+    start_and_kill(command, cli_environment, checkpoint.exists)
     before = checkpoint.stat().st_mtime_ns
-    start_and_kill(
-        [console_script, *arguments(interrupted, *LONG)],
-        cli_environment,
-        lambda: checkpoint.stat().st_mtime_ns > before,
-    )
-    assert not interrupted.exists(), "it was killed too late to prove anything"
-    resumed = train(interrupted, *LONG)
-    assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+    start_and_kill(command, cli_environment, lambda: checkpoint.stat().st_mtime_ns > before)
+    assert not out.exists(), "it was killed too late to prove anything"
+    assert (train(out, *LONG) / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+def test_a_continued_run_replaces_its_last_checkpoint_even_in_a_moved_folder(interrupted, undisturbed, train):
+    train(interrupted, *LONG)
+    for head in (undisturbed, interrupted):
+        assert [path.name for path in run_folder(head).glob("*.ckpt")] == ["last.ckpt"]
+    one, other = (step_of(run_folder(head) / "last.ckpt") for head in (undisturbed, interrupted))
+    assert one == other >= metrics(undisturbed)["steps"] - 7
 
 
 def test_a_rerun_of_a_finished_run_gives_the_same_head(undisturbed, train, tmp_path):

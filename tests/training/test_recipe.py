@@ -59,6 +59,20 @@ def test_an_impossible_value_is_refused_by_name(name, value):
         RECIPES["default"].override(**{name: value})
 
 
+def test_learning_rate_of_a_wider_draft_is_smaller_in_proportion():
+    for recipe in RECIPES.values():
+        assert recipe.for_hidden_size(128) == recipe
+        assert recipe.for_hidden_size(1024).lr == pytest.approx(recipe.lr / 8)
+        assert recipe.for_hidden_size(1024).override(lr=recipe.lr) == recipe
+
+
+@pytest.mark.parametrize(
+    ("traces", "processes", "fitting"), [(100, 1, 16), (16, 4, 16), (10, 1, 10), (10, 4, 8), (3, 2, 2), (1, 2, 2)]
+)
+def test_batch_is_cut_to_the_traces_in_equal_parts(traces, processes, fitting):
+    assert Recipe(batch_size=16).for_traces(traces, processes) == Recipe(batch_size=fitting)
+
+
 def test_every_recipe_is_a_possible_head():
     for recipe in RECIPES.values():
         HeadConfig(hidden_size=8, depth=recipe.depth, predicts=recipe.predicts)
