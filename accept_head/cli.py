@@ -59,9 +59,20 @@ def _call(verb: str, options: list[str]) -> None:
 
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-            raise InputError(" ".join(str(message).split()).removesuffix(".") + f" (see accept-head {verb} --help)")
+            words = " ".join(str(message).split()).removesuffix(".")
+            if "<unicode string>" in words:  # what yaml calls a text without saying which file it came from
+                words = f"{_config_name(options)}: {words}"
+            raise InputError(f"{words} (see accept-head {verb} --help)")
 
     auto_cli(function, args=options, parser_class=OneLineParser, prog=f"accept-head {verb}", as_positional=False)
+
+
+def _config_name(options: Sequence[str]) -> str:
+    """The file given by --config FILE or --config=FILE."""
+    for option, value in zip(options, [*options[1:], ""], strict=True):
+        if option == "--config" or option.startswith("--config="):
+            return option.partition("=")[2] or value
+    return "--config"
 
 
 def _wrong_input(message: str) -> int:
@@ -88,3 +99,5 @@ def _quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*Couldn't infer the batch indices.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Our sampler starts at the checkpoint's step by itself (training/data.py).
+    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")

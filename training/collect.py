@@ -179,7 +179,13 @@ def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> li
     # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
     seed = (config.seed * 1_000_003 + batch[0].index) % (1 << 63)
     responses = respond(
-        pair.target, pair.tokenizer, prompt_ids, config.sampling, max_new_tokens=config.max_new_tokens, seed=seed
+        pair.target,
+        pair.tokenizer,
+        prompt_ids,
+        config.sampling,
+        max_new_tokens=config.max_new_tokens,
+        seed=seed,
+        vocab_size=pair.vocab_size,
     )
     indices = [prompt.index for prompt in batch]
     scored = score(pair, prompt_ids, responses, config.sampling, seed=config.seed, indices=indices)

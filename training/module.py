@@ -109,6 +109,16 @@ class HeadTraining(L.LightningModule):
             for name, value in self.dev_quality[prediction].to_dict().items():
                 self.log(f"dev_{prediction}_{name}", float(value), prog_bar=name == "binary_kl", rank_zero_only=True)
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue at the start of an optimizer step, under however many micro-batches that step is divided into now.
+
+        Lightning counts micro-batches; the data starts at the step. After a resume it may also save in mid-step.
+        """
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        for part in ("total", "current"):
+            progress[part] |= dict.fromkeys(("ready", "started", "processed", "completed"), batches)
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.head.parameters(), lr=self.lr)
         warmup = math.ceil(self.warmup_share * self.total_steps)

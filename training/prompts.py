@@ -43,8 +43,6 @@ def load_prompts(
     """
     prompts: list[Prompt] = []
     for where, record in _records(source, split):
-        if max_prompts is not None and len(prompts) >= max_prompts:
-            break
         ids = _encode(record, field, where, tokenizer)
         if max_prompt_tokens is not None and len(ids) > max_prompt_tokens:
             raise InputError(
@@ -53,6 +51,8 @@ def load_prompts(
             )
         identifier = str(record.get("id", len(prompts)))
         prompts.append(Prompt(len(prompts), identifier, str(record.get("domain", "")), tuple(ids)))
+        if len(prompts) == max_prompts:
+            break
     if not prompts:
         raise InputError(f"{source}: there are no prompts in it")
     return prompts
@@ -75,7 +75,7 @@ def _records(source: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _jsonl_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: JSON may hold U+2028
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not readable as UTF-8 text ({error})") from None
     for number, line in enumerate(lines, start=1):
@@ -111,7 +111,10 @@ def _encode(record: dict[str, Any], field: str, where: str, tokenizer: PreTraine
     elif isinstance(value, list) and value and all(_is_message(message) for message in value):
         if tokenizer.chat_template is None:
             raise InputError(f"{where}: field {field!r} holds chat messages, but the tokenizer has no chat template")
-        text = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+        try:
+            text = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # jinja2 has many kinds, and templates raise their own
+            raise InputError(f"{where}: the tokenizer's chat template refuses field {field!r} ({error})") from None
         # The template writes the special tokens itself: adding them again would begin the prompt twice.
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:

@@ -86,6 +86,8 @@ def train(
         workers: Processes that prepare batches.
         trust_remote_code: Run model code that comes with the draft.
     """
+    if signals is None and predicts not in (None, "token"):
+        signals = False  # they describe a drawn token, which such a head does not judge, or not alone
     chosen = RECIPES[recipe].override(
         depth=depth, predicts=predicts, signals=signals, w_acc=w_acc, w_rej=w_rej, packing=packing, r=r, epochs=epochs,
         batch_size=batch_size, warmup_share=warmup_share,
@@ -112,10 +114,14 @@ def train(
         workers=workers,
     )
     head_folder = Path(out)
-    run_folder = _prepare_run(head_folder, chosen, trace_config, seed)
     module, sampler = _build(chosen, draft_model, data, options, seed)
-    loggers: list[Logger] = [CSVLogger(run_folder, name="csv", version="")]
+    run = {**asdict(chosen), "precision": precision, "seed": seed, "traces": _what_made(trace_config)}
+    run_folder = _prepare_run(head_folder, run)
+    loggers: list[Logger] = [CSVLogger(run_folder, name="csv")]  # a resumed run logs to a new version_N
     loggers.append(TensorBoardLogger(run_folder, name="tensorboard", version=""))
+    checkpoints = ModelCheckpoint(
+        run_folder, save_last=True, save_top_k=0, every_n_train_steps=checkpoint_every, enable_version_counter=False
+    )
     trainer = L.Trainer(
         **options,
         max_steps=sampler.total_steps,
@@ -123,7 +129,7 @@ def train(
         val_check_interval=sampler.steps_per_epoch * sampler.accumulate,
         logger=loggers,
         log_every_n_steps=10,
-        callbacks=[ModelCheckpoint(run_folder, save_last=True, save_top_k=0, every_n_train_steps=checkpoint_every)],
+        callbacks=[checkpoints],
         num_sanity_val_steps=0,
     )
     last = run_folder / "last.ckpt"
@@ -168,13 +174,17 @@ def _read_splits(
     return config, traces, dev
 
 
-def _prepare_run(head_folder: Path, recipe: Recipe, traces: TraceConfig, seed: int) -> Path:
+def _what_made(traces: TraceConfig) -> dict[str, Any]:
+    """What decides the content of traces: all of their config but the names, which change when folders move."""
+    return {key: value for key, value in asdict(traces).items() if key not in ("target", "draft")}
+
+
+def _prepare_run(head_folder: Path, run: dict[str, Any]) -> Path:
     """Folder of checkpoints and logs; refuses one that belongs to a run with other settings."""
     if head_folder.exists() and (not head_folder.is_dir() or not (head_folder / "model.safetensors").exists()):
         raise InputError(f"--out {head_folder}: exists and is not a head; choose another folder")
     writable_folder(head_folder.parent)
     run_folder = writable_folder(head_folder.parent / f"{head_folder.name}-run")
-    run: dict[str, Any] = {**asdict(recipe), "seed": seed, "prompts_fingerprint": traces.prompts_fingerprint}
     path = run_folder / RUN_NAME
     if path.exists() and (run_folder / "last.ckpt").exists():
         before = read_json(path)

@@ -60,12 +60,15 @@ def load_corpus(data: Path, seed: int = 0) -> Corpus:
     return corpus
 
 
-def write_prompts(held_out: list[Document], out: Path, seed: int = 0) -> None:
+def write_prompts(corpus: Corpus, out: Path, seed: int = 0) -> None:
     """Write train/dev/test.jsonl (id, domain, source, prompt): disjoint, as many from each domain."""
     out.mkdir(parents=True, exist_ok=True)
     by_domain: dict[str, list[Document]] = {}
-    for document in held_out:
-        by_domain.setdefault(document.domain, []).append(document)
+    seen = {document.prompt for document in corpus.train}  # different records can begin alike
+    for document in corpus.held_out:
+        if document.prompt not in seen:
+            seen.add(document.prompt)
+            by_domain.setdefault(document.domain, []).append(document)
     splits: dict[str, list[dict[str, str]]] = {split: [] for split in PROMPTS_PER_DOMAIN}
     for domain, documents in sorted(by_domain.items()):
         documents = [d for d in documents if len(d.prompt) <= 700]

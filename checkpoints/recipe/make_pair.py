@@ -38,7 +38,7 @@ def main() -> None:
 
     corpus = load_corpus(arguments.data, arguments.seed)
     target_folder, draft_folder = arguments.out / "target", arguments.out / "draft"
-    write_prompts(corpus.held_out, arguments.out / "prompts", arguments.seed)
+    write_prompts(corpus, arguments.out / "prompts", arguments.seed)
     if not (target_folder / "tokenizer.json").exists():
         save_tokenizer(train_tokenizer(corpus.train), target_folder, draft_folder)
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
