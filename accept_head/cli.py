@@ -55,7 +55,7 @@ def _call(verb: str, options: list[str]) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     module, name, _ = VERBS[verb]
     function = getattr(importlib.import_module(module), name)
-    _quiet_libraries()
+    quiet_libraries()
 
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
@@ -85,7 +85,7 @@ def _help() -> str:
     return f"usage: accept-head VERB [options]\n\nverbs:\n{verbs}\n\n`accept-head VERB --help` lists a verb's options."
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
     """Progress and results are ours to print; libraries keep their warnings."""
     import datasets
     from transformers.utils import logging as transformers_logging

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from accept_head.cli import quiet_libraries
 from accept_head.cost import DecodeCounts, ForwardCosts, oracle_counts, throughput
 from accept_head.errors import InputError
 from accept_head.files import writable_folder, write_json
@@ -69,7 +71,7 @@ def demo(
         seed: Seed of everything.
     """
     start = time.monotonic()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 100)  # as wide as the table, where nobody says
     folder = Path(pair) if pair else Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
     if not (folder / "target").is_dir():
         raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")
@@ -185,6 +187,7 @@ _decoder: tuple[DecodeJob, Pair] | None = None  # of this process
 def _start_decoder(job: DecodeJob) -> None:
     global _decoder
     torch.set_num_threads(1)
+    quiet_libraries()
     _decoder = job, load_pair(job.folder / "target", job.folder / "draft")
 
 
@@ -229,14 +232,17 @@ def _oracle(folder: Path) -> Measured:
 
 
 def _table(rows: list[dict[str, Any]], threshold: float) -> Table:
-    table = Table(title="held-out prompts; throughput by eq. 5.1 with the forward times measured above")
+    table = Table(
+        title="held-out prompts; throughput by eq. 5.1 with the forward times measured above",
+        caption="* threshold chosen on the dev prompts",
+    )
     for column in ("policy", "discard\nrate", "verification\nrate", "tokens/s", "speed-up", "gain over\nbest fixed K"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     table.add_column("oracle gap\nclosed", justify="right")
     for row in rows:
         chosen = row["params"].get("threshold") == threshold
         table.add_row(
-            f"{row['name']}{' (chosen on dev)' if chosen else ''}",
+            f"{row['name']}{' *' if chosen else ''}",
             f"{row['discard_rate']:.3f}",
             f"{row['verification_rate']:.3f}",
             f"{row['throughput']:.0f}",

@@ -116,7 +116,7 @@ def test_checkpoint_holds_the_head_and_not_the_draft(head, random_pair_folder):
 
 
 def test_csv_and_tensorboard_logs_exist(head):
-    with (run_folder(head) / "csv" / "metrics.csv").open() as file:
+    with (run_folder(head) / "csv" / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     kls = [row["dev_token_binary_kl"] for row in rows if row["dev_token_binary_kl"]]
     assert len(kls) >= 4, "dev quality is logged each epoch"
@@ -127,7 +127,7 @@ def test_csv_and_tensorboard_logs_exist(head):
 def test_training_loss_is_logged(train, tmp_path):
     """Every tenth step, so a run of more steps than that."""
     head = train(tmp_path / "head", "--batch_size", 4, "--micro_batch_size", 4, "--epochs", 8)
-    with (run_folder(head) / "csv" / "metrics.csv").open() as file:
+    with (run_folder(head) / "csv" / "version_0" / "metrics.csv").open() as file:
         losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
     assert len(losses) >= 3
     assert losses[-1] < losses[0]
