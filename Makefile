@@ -22,12 +22,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Makes checkpoints/tiny anew from the data in DATA: about an hour and a half on one core. Big freed blocks are kept, not given
-# back to the system: page faults are a fifth of the time otherwise.
+# Makes the embedded pair from the data in DATA, in OUT: over an hour and a half on one core. A stage whose result is there is
+# skipped. Big freed blocks are kept, not given back to the system: page faults are a fifth of the time otherwise.
 DATA ?= ../shared/data
+OUT ?= checkpoints/tiny
 pair: $(READY)
 	MALLOC_MMAP_THRESHOLD_=2000000000 MALLOC_TRIM_THRESHOLD_=2000000000 MALLOC_TOP_PAD_=268435456 \
-	$(BIN)/python checkpoints/recipe/make_pair.py --data $(DATA)
+	$(BIN)/python checkpoints/recipe/make_pair.py --data $(DATA) --out $(OUT)
 
 # torch first and alone: with it installed, nothing else asks the registry for another build.
 $(READY): pyproject.toml constraints.txt

@@ -27,12 +27,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=here.parents[3] / "shared" / "data")
     parser.add_argument("--out", type=Path, default=here.parents[1] / "tiny")
-    parser.add_argument("--work", type=Path, default=here.parents[2] / ".work" / "pair")
+    parser.add_argument("--work", type=Path, help="checkpoints and logs; OUT/work when left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--target_tokens", type=int, default=17_000_000, help="tokens of text the target is trained on")
     parser.add_argument("--draft_tokens", type=int, default=10_000_000, help="the same for the draft")
     arguments = parser.parse_args()
+    work = arguments.work or arguments.out / "work"
     torch.set_num_threads(arguments.threads)
     L.seed_everything(arguments.seed)
 
@@ -48,7 +49,7 @@ def main() -> None:
         L.seed_everything(arguments.seed)
         tokens = pack(corpus.train, tokenizer, arguments.seed)[: arguments.target_tokens]
         target = build_model(TARGET_SHAPE, tokenizer)
-        target = train_language_model(target, tokens, held_out, work=arguments.work / "target", lr=3e-3)
+        target = train_language_model(target, tokens, held_out, work=work / "target", lr=3e-3)
         target.half().save_pretrained(target_folder)
     if not (draft_folder / "model.safetensors").exists():
         L.seed_everything(arguments.seed + 1)
@@ -56,7 +57,7 @@ def main() -> None:
         tokens = pack(corpus.train, tokenizer, arguments.seed + 1)[: arguments.draft_tokens]
         teacher = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32, attn_implementation="eager")
         draft = build_model(DRAFT_SHAPE, tokenizer)
-        draft = train_language_model(draft, tokens, held_out, work=arguments.work / "draft", lr=5e-3, teacher=teacher)
+        draft = train_language_model(draft, tokens, held_out, work=work / "draft", lr=5e-3, teacher=teacher)
         draft.half().save_pretrained(draft_folder)
 
 

@@ -10,6 +10,7 @@ from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import decode
 from accept_head.inference.policies import FixedPolicy, HeadPolicy
 from accept_head.inference.verify import verify
+from accept_head.signals import SIGNALS
 from tests.inference.toy import TOKENS, exact_distribution, toy_pair
 
 FALSE_ALARM = 1e-4
@@ -38,9 +39,10 @@ def p_value(observed, expected_probability):
     return chisquare(observed[kept].numpy(), expected.numpy()).pvalue
 
 
-def random_head(threshold, **bounds):
+def random_head(threshold, reads="drawn", **bounds):
     torch.manual_seed(5)
-    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=1))
+    statistics = {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=1, reads=reads, **statistics))
     torch.nn.init.normal_(head.output.weight, std=2.0)
     return HeadPolicy(head, threshold, **bounds)
 
@@ -51,7 +53,9 @@ POLICIES = {
     "fixed:2": lambda: FixedPolicy(2),
     "fixed:8": lambda: FixedPolicy(8),
     "head:0.3": lambda: random_head(0.3),
-    "head:0.7 at once": lambda: random_head(0.7, k_min=1, k_max=4),
+    "head:0.7 short": lambda: random_head(0.7, k_max=2),
+    "head before:0.4": lambda: random_head(0.4, reads="before"),
+    "head before:0.8": lambda: random_head(0.8, reads="before", k_min=2),
 }
 
 
