@@ -89,7 +89,7 @@ def total_time(costs: ForwardCosts, *, draft_forwards: float, target_forwards: f
     return costs.t_draft * draft_forwards + costs.t_target * target_forwards
 
 
-def time_per_token(costs: ForwardCosts, *, discard_rate: float, verification_rate: float) -> float:
+def time_per_token(costs: ForwardCosts, *, discard_rate: Number, verification_rate: Number) -> Number:
     """T/N = t_draft + t_draft·(discard rate) + (t_target − t_draft)·(verification rate), seconds (eq. 5.1).
 
     It holds when each drafted token costs one draft forward: N_draft = N + N_discarded − N_target.

@@ -84,6 +84,10 @@ class TraceConfig:
     def shard_rows(self, shard: int) -> int:
         return min(self.shard_size, self.num_prompts - shard * self.shard_size)
 
+    def content(self) -> dict[str, Any]:
+        """What decides the records: everything but the models' names, which change when a folder moves."""
+        return {key: value for key, value in asdict(self).items() if key not in ("target", "draft")}
+
     def save(self, folder: Path) -> None:
         write_json(folder / CONFIG_NAME, asdict(self))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed
+from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, time_per_token
 from accept_head.errors import InputError
 
 RESAMPLES = 2000
@@ -75,7 +75,7 @@ def _row(count: DecodeCounts) -> tuple[float, float, float]:
 def _throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
     """totals: (..., policy, 3) → (..., policy) tokens/s: eq. 5.1, or t_autoregressive where nothing is drafted."""
     generated, discarded, verified = np.moveaxis(totals, -1, 0)
-    speculative = costs.t_draft * (1 + discarded / generated) + (costs.t_target - costs.t_draft) * verified / generated
+    speculative = time_per_token(costs, discard_rate=discarded / generated, verification_rate=verified / generated)
     alone = generated + discarded == verified  # N_draft = N + N_discarded − N_target = 0
     return 1 / np.where(alone, costs.t_autoregressive, speculative)
 

@@ -164,7 +164,10 @@ class Rows:
 
 
 def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed: int) -> Drafted:
-    """Let each live row draft until its policy or its budget says stop. One host sync a token: may the loop end?"""
+    """Let each live row draft until its policy or its budget says stop.
+
+    Two host syncs a token remain: may the loop end (here), and how many slots are in use (in the cache).
+    """
     # A round emits one token more than it accepts: the last token of a response needs no draft.
     budget = torch.minimum(policy.start_round(rows.live), rows.max_lengths - rows.lengths - 1) * rows.live
     count = torch.zeros_like(rows.lengths)
@@ -172,14 +175,16 @@ def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed
     ids: list[Tensor] = []
     probabilities: list[Tensor] = []
     signals: Tensor | None = None
-    if active.any():
-        # First feed what the draft has not seen: the last token, and any accepted one that it drew but was not fed.
-        width = int((rows.lengths - rows.draft_fed).max())
-        output = rows.draft.forward(rows.slice(rows.draft_fed, width), rows.draft_fed)
-        last = (rows.lengths - rows.draft_fed - 1)[:, None, None].clamp(min=0)
-        logits = output.logits.gather(1, last.expand(-1, 1, output.logits.shape[-1]))[:, 0]  # (batch, vocab)
-        hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[-1]))[:, 0]  # (batch, hidden)
-    while active.any():
+    if not active.any():
+        empty = rows.tokens[:, :0]
+        return Drafted(empty, torch.empty(*empty.shape, pair.vocab_size, device=empty.device), count)
+    # First feed what the draft has not seen: the last token, and any accepted one that it drew but was not fed.
+    width = int((rows.lengths - rows.draft_fed).max())
+    output = rows.draft.forward(rows.slice(rows.draft_fed, width), rows.draft_fed)
+    last = (rows.lengths - rows.draft_fed - 1)[:, None, None].clamp(min=0)
+    logits = output.logits.gather(1, last.expand(-1, 1, output.logits.shape[-1]))[:, 0]  # (batch, vocab)
+    hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[-1]))[:, 0]  # (batch, hidden)
+    while True:
         depth = len(ids) + 1
         q = sampling.probabilities(logits[:, : pair.vocab_size])
         ids.append(draw(q, uniforms(seed, rows.ids, rows.rounds, depth, DRAFT)))
@@ -201,9 +206,6 @@ def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed
             break
         output = rows.draft.forward(ids[-1][:, None], rows.lengths + depth - 1)
         logits, hidden = output.logits[:, -1], output.hidden[:, -1]
-    if not ids:
-        empty = rows.tokens[:, :0]
-        return Drafted(empty, torch.empty(*empty.shape, pair.vocab_size, device=empty.device), count)
     return Drafted(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1), count)
 
 

@@ -7,7 +7,6 @@ any number of processes, and any number of kills and reruns, leaves the same rec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +120,8 @@ def _prepare(folder: Path, config: TraceConfig) -> Path:
     """Make the folder and record its config, or check that it holds an unfinished run with the same one."""
     writable_folder(folder)
     if (folder / CONFIG_NAME).exists():
-        before, now = asdict(TraceConfig.load(folder)), asdict(config)
-        # Names may differ (a moved folder, another working directory); fingerprints may not.
-        changed = [key for key in now if before[key] != now[key] and key not in ("target", "draft")]
-        if changed:
+        before, now = TraceConfig.load(folder).content(), config.content()
+        if changed := [key for key in now if before[key] != now[key]]:
             raise InputError(
                 f"--out {folder}: holds traces made with another {changed[0]} ({before[changed[0]]}, now "
                 f"{now[changed[0]]}); choose another folder or remove it"

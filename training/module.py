@@ -44,7 +44,7 @@ class HeadTraining(L.LightningModule):
         self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the head only and DDP wraps only it
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.w_acc, self.w_rej = w_acc, w_rej
-        self.step_loss, self.step_weight = 0.0, torch.zeros(())
+        self.step_sums = torch.zeros(2)  # of this rank's micro-batches in this step: loss, weight
         self.dev_outputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.dev_quality: dict[str, Quality] = {}
 
@@ -77,20 +77,18 @@ class HeadTraining(L.LightningModule):
                 f"the loss is {value.item()} at step {self.global_step}, batch of traces {traces}; nothing was saved "
                 "since the last checkpoint; look at these traces, or lower --lr"
             )
-        self.step_loss += value.item()
-        self.step_weight = self.step_weight.to(weight.device) + weight.detach()
+        self.step_sums = self.step_sums.to(value.device) + torch.stack([value, weight]).detach()
         return value
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        totals = torch.stack([self.step_weight, torch.tensor(self.step_loss, device=self.step_weight.device)])
-        totals = self.trainer.strategy.reduce(totals, reduce_op="sum")
+        loss, weight = self.trainer.strategy.reduce(self.step_sums, reduce_op="sum").unbind()
         # Lightning divided by the number of micro-batches, DDP by the number of processes: multiply both back.
-        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / totals[0].clamp(min=1e-12)
+        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / weight.clamp(min=1e-12)
         for parameter in self.head.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
-        self.log("train_loss", totals[1] / totals[0].clamp(min=1e-12), prog_bar=True, rank_zero_only=True)
-        self.step_loss, self.step_weight = 0.0, torch.zeros_like(self.step_weight)
+        self.log("train_loss", loss / weight.clamp(min=1e-12), prog_bar=True, rank_zero_only=True)
+        self.step_sums = torch.zeros_like(self.step_sums)
 
     def validation_step(self, batch: DraftBatch, batch_index: int) -> None:
         logits = self.head_logits(batch).float()

@@ -115,7 +115,7 @@ def train(
     )
     head_folder = Path(out)
     module, sampler = _build(chosen, draft_model, data, options, seed)
-    run = {**asdict(chosen), "precision": precision, "seed": seed, "traces": _what_made(trace_config)}
+    run = {**asdict(chosen), "precision": precision, "seed": seed, "traces": trace_config.content()}
     run_folder = _prepare_run(head_folder, run)
     loggers: list[Logger] = [CSVLogger(run_folder, name="csv")]  # a resumed run logs to a new version_N
     loggers.append(TensorBoardLogger(run_folder, name="tensorboard", version=""))
@@ -167,16 +167,16 @@ def _read_splits(
         return config, *split_dev(traces, folder, seed=seed)
     dev_config, dev = read_traces(Path(dev_folder))
     check_made_by(dev_config, Path(dev_folder), draft_fingerprint=draft_fingerprint)
+    if dev_config.target_fingerprint != config.target_fingerprint:
+        raise InputError(
+            f"--dev_traces {dev_folder}: made by another pair (its target was {dev_config.target}, that of --traces "
+            f"{config.target})"
+        )
     if dev_config.sampling != config.sampling:
         raise InputError(
             f"--dev_traces {dev_folder}: sampled with {dev_config.sampling}, --traces with {config.sampling}"
         )
     return config, traces, dev
-
-
-def _what_made(traces: TraceConfig) -> dict[str, Any]:
-    """What decides the content of traces: all of their config but the names, which change when folders move."""
-    return {key: value for key, value in asdict(traces).items() if key not in ("target", "draft")}
 
 
 def _prepare_run(head_folder: Path, run: dict[str, Any]) -> Path:

@@ -207,6 +207,10 @@ TRAIN_CASES = {
         ),
         ["--dev_traces", "0.5"],
     ),
+    "dev traces of another target": lambda g: (
+        train(g, dev_traces=g.spoiled(lambda folder: edit_config(folder, target_fingerprint="another"))),
+        ["--dev_traces", "another pair"],
+    ),
     "a draft that does not exist": lambda g: (train(g, draft=g.nowhere), ["--draft", "nowhere"]),
     "an output that is another folder": lambda g: (
         train(g, out=g.folder("mine", "notes.txt")),
