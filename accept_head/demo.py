@@ -33,8 +33,8 @@ from accept_head.pair import Pair, load_pair
 from accept_head.sampling import Sampling
 from accept_head.trace import read_traces
 from accept_head.training.collect import collect
-from accept_head.training.prompts import Prompt, load_prompts
-from accept_head.training.respond import end_ids
+from accept_head.prompts import Prompt, load_prompts
+from accept_head.pair import end_ids
 from accept_head.training.run import train
 
 FIXED_K = (1, 2, 3, 4, 6, 8)

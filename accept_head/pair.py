@@ -205,6 +205,16 @@ def hidden_size(model: PreTrainedModel) -> int:
     return model.get_output_embeddings().weight.shape[1]
 
 
+def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Every id that ends a response: the generation config's, else the tokenizer's, else none."""
+    ends = target.generation_config.eos_token_id if target.generation_config is not None else None
+    if ends is None and tokenizer is not None:
+        ends = tokenizer.eos_token_id
+    if ends is None:
+        return []
+    return list(ends) if isinstance(ends, (list, tuple)) else [ends]
+
+
 def context_tokens(model: PreTrainedModel) -> int:
     """Longest sequence the model has positions for, in tokens."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)

@@ -1,4 +1,4 @@
-"""How a token is drawn: temperature, top-k, top-p. The same processing is applied to both models, always.
+"""How a token is drawn: temperature, top-k, top-p, min-p. The same processing is applied to both models, always.
 
 `p` (target) and `q` (draft) everywhere in this package are the distributions *after* this processing, because those
 are the ones sampled from. The warpers are transformers' own, so generation, scoring and decoding cannot drift apart.
@@ -22,11 +22,13 @@ class Sampling:
     temperature: 0 means greedy: the distribution is one-hot on the argmax.
     top_k: most likely tokens kept; 0 keeps all.
     top_p: smallest set of tokens whose probability reaches this; 1 keeps all.
+    min_p: tokens less likely than this share of the most likely one are dropped; 0 keeps all.
     """
 
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -35,6 +37,8 @@ class Sampling:
             raise InputError(f"top_k is {self.top_k}, expected an integer >= 0 (0 keeps all tokens)")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p is {self.top_p}, expected a number in (0, 1]")
+        if not 0 <= self.min_p <= 1:
+            raise InputError(f"min_p is {self.min_p}, expected a number in [0, 1] (0 keeps all tokens)")
 
     @property
     def greedy(self) -> bool:
@@ -46,15 +50,21 @@ class Sampling:
     def generation_kwargs(self) -> dict[str, Any]:
         """The same settings as keyword arguments of transformers' `generate`."""
         if self.greedy:
-            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p or None,
+        }
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Processed distribution. logits: (..., vocab), any float dtype → float32 probabilities (..., vocab)."""
         if self.greedy:
             one_hot = torch.zeros_like(logits, dtype=torch.float32)
             return one_hot.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         scores = logits.float().reshape(-1, logits.shape[-1])  # (rows, vocab), the shape that warpers expect
         no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
@@ -64,6 +74,8 @@ class Sampling:
             scores = TopKLogitsWarper(self.top_k)(no_ids, scores)
         if self.top_p < 1:
             scores = TopPLogitsWarper(self.top_p)(no_ids, scores)
+        if self.min_p:
+            scores = MinPLogitsWarper(self.min_p)(no_ids, scores)
         return scores.softmax(-1).view(logits.shape)
 
     def signal_probabilities(self, logits: Tensor, probabilities: Tensor) -> Tensor:

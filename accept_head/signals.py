@@ -2,6 +2,8 @@
 
 The hidden state at Y_i has seen the token, but not how likely the draft thought it; these numbers say just that. They
 are functions of q and Y_i that the loop has at hand anyway.
+
+When decoding is greedy, q is one-hot and says nothing: pass the plain softmax (`Sampling.signal_probabilities`).
 """
 
 from __future__ import annotations
@@ -14,10 +16,21 @@ SIGNALS = ("draft_logprob", "draft_entropy", "draft_max_prob")
 
 
 def draft_signals(q: Tensor, y: Tensor) -> Tensor:
-    """log q(Y), entropy in nats, max q. q: (..., vocab); y: (...) → (..., 3) float32.
+    """All of SIGNALS. q: (..., vocab); y: (...) → (..., 3) float32."""
+    return torch.stack([draft_logprob(q, y), draft_entropy(q), draft_max_prob(q)], dim=-1)
 
-    When decoding is greedy, q is one-hot and says nothing: pass the plain softmax (`Sampling.signal_probabilities`).
-    """
+
+def draft_logprob(q: Tensor, y: Tensor) -> Tensor:
+    """log q(Y). q: (..., vocab); y: (...) → (...)."""
     chosen = q.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-    log_probability = chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()
-    return torch.stack([log_probability, torch.special.entr(q).sum(-1), q.max(-1).values], dim=-1)
+    return chosen.clamp(min=torch.finfo(chosen.dtype).tiny).log()
+
+
+def draft_entropy(q: Tensor) -> Tensor:
+    """Entropy in nats. q: (..., vocab) → (...)."""
+    return torch.special.entr(q).sum(-1)
+
+
+def draft_max_prob(q: Tensor) -> Tensor:
+    """max q. q: (..., vocab) → (...)."""
+    return q.max(-1).values

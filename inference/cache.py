@@ -2,94 +2,246 @@
 
 Keys and values are written at each row's own positions, and the attention mask lets a query at position i see the slots
 0..i. A slot beyond a row's length holds nothing or a rejected token, and is overwritten before anyone may look at it.
-Rolling back is therefore: start the next write earlier.
+Rolling back is therefore: start the next write earlier. Feeding a token again at its own position changes nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from accept_head.pair import Forward, attention_mask_for, base_model, forward_with_hidden
+from accept_head.inference.attention import AttentionKinds
+from accept_head.pair import Forward, base_model
+
+Compile = Literal["none", "default", "max-autotune"]
+
+# Most tokens of one forward that only fills the cache: bounds the memory of long prompts, and is wide enough to be fast.
+FILL_TOKENS = 2048
+# Widths that a compiled forward is made for: 0, 1, 2, 4, … drafts and the token before them.
+WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
+
+
+@dataclass
+class Place:
+    """Where the next forward writes; one for all layers of a model.
+
+    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use.
+    """
+
+    slots: Tensor
+    rows: Tensor | None = None
+    extent: int = 0
 
 
 class RaggedLayer(CacheLayerMixin):
-    """One layer's keys and values, (batch, heads, capacity, head_dim); the cache tells it where to write."""
+    """One layer's keys and values, (batch, heads, capacity, head_dim), written at `place`."""
 
-    def __init__(self, capacity: int):
+    is_compileable = True
+
+    def __init__(self, batch: int, capacity: int, place: Place):
         super().__init__()
-        self.capacity = capacity
-        self.slots: Tensor | None = None  # (batch, new tokens)
-        self.extent = 0
+        self.batch, self.capacity, self.place = batch, capacity, place
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        batch, heads, _, _ = key_states.shape
-        self.keys = key_states.new_zeros(batch, heads, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(batch, heads, self.capacity, value_states.shape[-1])
+        _, heads, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(self.batch, heads, self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(self.batch, heads, self.capacity, value_states.shape[-1])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write (batch, heads, new, head_dim) at `slots`; return all slots below `extent`."""
+        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None and self.slots is not None
-        index = self.slots[:, None, :, None]
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys[:, :, : self.extent], self.values[:, :, : self.extent]
+        assert self.keys is not None and self.values is not None
+        slots = self.place.slots.to(key_states.device)  # with a device map, layers live on several
+        if self.place.rows is None:
+            index = slots[:, None, :, None]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand(value_states.shape), value_states)
+            return self.keys[:, :, : self.place.extent], self.values[:, :, : self.place.extent]
+        rows = self.place.rows.to(key_states.device)
+        self.keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
+        self.values[rows[:, None], :, slots] = value_states.transpose(1, 2)
+        return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was; the batch may shrink."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))
+        self.batch = len(rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.extent, 0
+        return self.place.extent, 0
 
     def get_seq_length(self) -> int:
-        return self.extent
+        return self.place.extent
 
     def get_max_length(self) -> int:
         return self.capacity
 
 
 class CachedModel:
-    """A model with a ragged cache for a fixed batch. Positions are the caller's business; there is no hidden state.
+    """A model with a ragged cache for a batch of rows. Positions are the caller's business; there is no hidden state.
 
-    Raises InputError through `attention_mask_for` if the model's attention takes no explicit mask.
+    compile: `none`: each forward has the width it needs and looks at the slots in use. Otherwise torch.compile, over
+    static shapes: all slots, and widths from a short list; `default` is inductor's, `max-autotune` also tunes kernels
+    (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
+
+    Raises InputError through `AttentionKinds` for a model whose layers this cache cannot serve.
     """
 
-    def __init__(self, model: PreTrainedModel, max_length: int):
-        """max_length: longest row, in tokens."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        max_length: int,
+        *,
+        with_hidden: bool = False,
+        compile: Compile = "none",
+    ):
+        """max_length: longest row, in tokens. with_hidden: also return the last hidden state."""
         self.model = model
         self.max_length = max_length
-        layers = model.config.get_text_config().num_hidden_layers
+        self.kinds = AttentionKinds.of(model)
+        self.place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
         # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
-        self.layers = [RaggedLayer(max_length + 1) for _ in range(layers)]
+        self.layers = [RaggedLayer(batch, max_length + 1, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
+        self.hidden = _hidden_of(model) if with_hidden else None
+        self.static = compile != "none"
+        self._run = _compiled(self._call, compile, model.device) if self.static else self._call
 
-    def prefill(self, input_ids: Tensor, lengths: Tensor) -> None:
-        """Fill the cache with the first `lengths` tokens of each row. input_ids: (batch, seq); lengths: (batch,)."""
-        width = int(lengths.max())
-        if width > 0:
-            base_model(self.model)(**self._inputs(input_ids[:, :width], torch.zeros_like(lengths)))
+    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Forward:
+        """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
 
-    def forward(self, input_ids: Tensor, starts: Tensor) -> Forward:
-        """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states."""
-        return forward_with_hidden(self.model, **self._inputs(input_ids, starts))
-
-    def _inputs(self, input_ids: Tensor, starts: Tensor) -> dict[str, Any]:
+        longest_start: the largest of `starts`, which the caller knows: no host sync is needed to look at no more slots
+        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`.
+        """
         width = input_ids.shape[1]
-        positions = starts[:, None] + torch.arange(width, device=input_ids.device)  # (batch, new)
-        # One host sync a forward, to look at no more slots than are in use; static shapes need none (and more compute).
-        extent = min(int(starts.max()) + width, self.max_length)
-        for layer in self.layers:
-            layer.slots = positions.clamp(max=self.max_length)
-            layer.extent = extent
-        keys = torch.arange(extent, device=input_ids.device)
+        if self.static:
+            padded = next((w for w in WIDTHS if w >= width), width)
+            input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
+        positions = self._write_at(starts, input_ids.shape[1], longest_start)
+        masks = self.kinds.masks(positions, self.place.extent)
+        logits, hidden = self._run(input_ids, positions, masks)
+        return Forward(logits[:, :width], hidden[:, :width])
+
+    def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
+
+        All but `tokens` are numbers that the host knows. At most FILL_TOKENS tokens, or one row, go in one forward.
+        """
+        todo = sorted(zip(rows, starts, ends, strict=True), key=lambda item: item[1] - item[2])  # longest first
+        todo = [item for item in todo if item[2] > item[1]]
+        while todo:
+            width = min(todo[0][2] - todo[0][1], FILL_TOKENS)
+            group = todo[: max(1, FILL_TOKENS // width)]
+            self._fill(tokens, torch.tensor(group, device=tokens.device), width, max(start for _, start, _ in group))
+            rest = [(row, start + width, end) for row, start, end in group if start + width < end]
+            todo = rest + todo[len(group) :]
+
+    def _fill(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> None:
+        """group: (rows, 3), row, start and end of each."""
+        rows, starts = group[:, 0], group[:, 1]
+        positions = self._write_at(starts, width, longest_start, rows)
+        ids = tokens[rows].gather(1, positions.clamp(max=tokens.shape[1] - 1))
+        base_model(self.model)(**self._inputs(ids, positions, self.kinds.masks(positions, self.place.extent)))
+
+    def _write_at(self, starts: Tensor, width: int, longest_start: int, rows: Tensor | None = None) -> Tensor:
+        """Point the cache at the next tokens; returns their positions (rows, width)."""
+        positions = starts[:, None] + torch.arange(width, device=starts.device)
+        whole = self.static and rows is None
+        self.place.extent = self.max_length if whole else min(longest_start + width, self.max_length)
+        self.place.slots = positions.clamp(max=self.max_length)
+        self.place.rows = rows
+        return positions
+
+    def _call(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
+        inputs = self._inputs(input_ids, positions, masks)
+        if self.hidden is None:
+            logits = self.model(**inputs).logits
+            return logits, logits[..., :0]
+        self.hidden.wanted = True
+        logits = self.model(**inputs).logits
+        self.hidden.wanted = False
+        last = self.hidden.last
+        del self.hidden.last
+        return logits, last
+
+    def _inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
         return {
             "input_ids": input_ids,
             "position_ids": positions.clamp(max=self.max_length - 1),
-            "attention_mask": attention_mask_for(self.model, (keys <= positions[..., None])[:, None]),
+            "attention_mask": masks,
             "past_key_values": self.cache,
             "use_cache": True,
         }
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was; the batch may shrink."""
+        for layer in self.layers:
+            layer.select(rows)
+
+    def restore(self, batch: int) -> None:
+        """Make room for `batch` rows again, if there is less. What rows hold is of no interest any more."""
+        for layer in self.layers:
+            if layer.batch != batch:
+                layer.batch, layer.is_initialized = batch, False
+
+    @property
+    def bytes(self) -> int:
+        """Memory of keys and values."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Hidden:
+    """A model's last hidden state after the final norm: what its base model returned in the forward that wants it."""
+
+    wanted = False
+    last: Tensor
+
+
+_hidden: WeakKeyDictionary[PreTrainedModel, _Hidden] = WeakKeyDictionary()
+
+
+def _hidden_of(model: PreTrainedModel) -> _Hidden:
+    """One hook for the life of a model, idle unless wanted: hooks that come and go would be compiled anew each time."""
+    if model not in _hidden:
+        hidden = _hidden[model] = _Hidden()
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            if hidden.wanted:
+                hidden.last = output[0]
+
+        base_model(model).register_forward_hook(keep)
+    return _hidden[model]
+
+
+def _compiled(call: Any, mode: Compile, device: torch.device) -> Any:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    # Each decoder compiles the same function for its own cache, once for each model and width.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+    tuned = mode == "max-autotune"
+    if not tuned or device.type != "cpu":
+        return torch.compile(call, dynamic=False, fullgraph=True, mode=mode if tuned else None)
+    compiled = torch.compile(call, dynamic=False, fullgraph=True)
+    # Freezing packs copies of the weights as small matrix products on a CPU want them: 2.5 x on the embedded target.
+    # Not an option of torch.compile, because the tracer has to know of it too.
+    settings = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+
+    def run(*arguments: Any) -> Any:
+        with inductor.patch(settings):
+            return compiled(*arguments)
+
+    return run

@@ -1,220 +1,221 @@
 """The decode loop: draft → verify → accept → rewind, for a batch of rows that each keep their own pace.
 
 Losslessness: whatever a policy decides, each drawn token is verified, and every random number is used once (it belongs
-to a row, a round and a slot). Tokens are counted per row; prompts are not.
+to a row, a round, a slot and a purpose). Rewinding is forgetting: a row's next token is written where its accepted ones
+end. Rows come and go; a row's tokens do not depend on the rows around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from accept_head.cost import DecodeCounts
-from accept_head.errors import InputError
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
-from accept_head.inference.verify import Verified, verify
-from accept_head.pair import Pair, context_tokens
+from accept_head.inference.cache import CachedModel, Compile
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
+from accept_head.inference.processing import Processing
+from accept_head.inference.rows import Finished, Request, Rows
+from accept_head.inference.stopping import Stopping
+from accept_head.inference.verify import Verified, verify, verify_greedy
+from accept_head.pair import Forward
 from accept_head.randomness import uniforms
-from accept_head.sampling import Sampling, draw
-from accept_head.signals import draft_signals
+from accept_head.sampling import draw
+from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
-DRAFT, ACCEPT, REDRAW = 0, 1, 2  # streams of random numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """One row's result. token_ids: new tokens, the end token included. The rest are counts over the row's rounds."""
-
-    token_ids: list[int]
-    drafted: int
-    accepted: int
-    rounds: int
-
-    @property
-    def counts(self) -> DecodeCounts:
-        return DecodeCounts(
-            generated=len(self.token_ids),
-            discarded=self.drafted - self.accepted,
-            target_forwards=self.rounds,
-            draft_forwards=self.drafted,
-        )
+DRAFT, ACCEPT, REDRAW = range(3)  # what a random number is for
 
 
 class Drafted(NamedTuple):
-    """ids: (batch, k); probabilities: (batch, k, vocab); lengths: (batch,), how many of them are each row's."""
+    """ids: (batch, k); probabilities: (batch, k, vocab), None when greedy; lengths: (batch,), each row's share of k."""
 
     ids: Tensor
-    probabilities: Tensor
+    probabilities: Tensor | None
     lengths: Tensor
 
 
-@torch.no_grad()
-def generate(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    *,
-    policy: DraftPolicy,
-    sampling: Sampling,
-    max_new_tokens: int,
-    end_ids: Sequence[int] = (),
-    seed: int = 0,
-    row_ids: Sequence[int] | None = None,
-) -> list[Generation]:
-    """Decode a batch of prompts (token ids) speculatively; the output is distributed as the target's own.
+@dataclass(frozen=True)
+class Round:
+    """What a watcher of the loop sees after each round."""
 
-    end_ids: tokens that end a row. row_ids: a number per row, mixed with `seed`: a row's random numbers depend on these
-    two alone, not on the batch around it. Raises InputError when a row cannot fit the models' context.
-    """
-    rows = Rows(pair, prompts, max_new_tokens, policy, row_ids)
-    while rows.live.any():  # the sync that ends a round
-        drafted = _draft(rows, pair, policy, sampling, seed)
-        verified = _verify(rows, pair, drafted, sampling, seed)
-        outcome = rows.accept(drafted, verified, end_ids)
-        policy.observe(outcome)
-    return rows.results()
+    rows: Rows
+    drafted: Drafted
+    verified: Verified
+    scores: Tensor  # the target's processed logits, (batch, k + 1, vocab)
+    outcome: VerifyOutcome
 
 
-class Rows:
-    """The batch: tokens so far, each row's length, and how much of a row the draft has been fed.
-
-    Between rounds the target has been fed all tokens of a row but the last, the draft `draft_fed` of them.
-    """
+class Decoder:
+    """Two cached models that decode batches of up to `batch` rows of up to `max_length` tokens."""
 
     def __init__(
         self,
-        pair: Pair,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        policy: DraftPolicy,
-        row_ids: Sequence[int] | None,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        *,
+        batch: int,
+        max_length: int,
+        with_hidden: bool = True,
+        compile: Compile = "none",
     ):
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
-        if not prompts or not all(prompts):
-            raise InputError("there is an empty prompt: each needs at least one token")
-        device = pair.target.device
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        self.prompt_lengths = self.lengths.clone()
-        self.max_lengths = self.lengths + max_new_tokens
-        longest = int(self.max_lengths.max())
-        if longest > (room := min(context_tokens(pair.target), context_tokens(pair.draft))):
-            raise InputError(f"prompt and response need {longest} tokens, but the models' context has {room}")
-        # One spare column: where the scatter of a shorter row's missing tokens goes.
-        self.tokens = torch.zeros(len(prompts), longest + 1, dtype=torch.long, device=device)
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self.live = torch.ones_like(self.lengths, dtype=torch.bool)
-        self.ids = torch.tensor(row_ids if row_ids is not None else range(len(prompts)), device=device)
-        self.rounds, self.drafted, self.accepted = (torch.zeros_like(self.lengths) for _ in range(3))
-        self.target = CachedModel(pair.target, longest)
-        self.draft = CachedModel(pair.draft, longest)
-        self.target.prefill(self.tokens, self.lengths - 1)
-        self.draft_fed = torch.zeros_like(self.lengths)
-        if policy.max_draft_tokens > 0:
-            self.draft.prefill(self.tokens, self.lengths - 1)
-            self.draft_fed = self.lengths - 1
+        self.batch, self.max_length = batch, max_length
+        self.target = CachedModel(target, batch, max_length, compile=compile)
+        self.draft = CachedModel(draft, batch, max_length, with_hidden=with_hidden, compile=compile)
 
-    def slice(self, starts: Tensor, width: int) -> Tensor:
-        """Tokens (batch, width) of each row from its own start; what lies beyond a row's length is arbitrary."""
-        index = starts[:, None] + torch.arange(width, device=starts.device)
-        return self.tokens.gather(1, index.clamp(max=self.tokens.shape[1] - 1))
+    @torch.no_grad()
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        policy: DraftPolicy,
+        processing: Processing,
+        stopping: Stopping,
+        seed: int = 0,
+        watch: Callable[[Round], None] | None = None,
+    ) -> Iterator[Finished]:
+        """Continue every request; each is handed out as it finishes, and a waiting one takes its place."""
+        device = self.target.model.device
+        self.policy, self.processing, self.seed = policy, processing, seed
+        self.rows = Rows(self.batch, self.max_length, policy.max_draft_tokens + 1, device)
+        for model in (self.target, self.draft):
+            model.restore(self.batch)
+        policy.start(self.batch, device)
+        waiting = iter(requests)
+        self._admit(waiting)
+        while self.rows.live_rows:
+            drafted = self._draft()
+            verified, scores = self._verify(drafted)
+            outcome = self.rows.accept(drafted.lengths, verified, stopping, drafted.ids.shape[1])
+            policy.observe(outcome)
+            if watch:
+                watch(Round(self.rows, drafted, verified, scores, outcome))
+            finished = self.rows.sync(stopping)
+            yield from finished
+            if finished:
+                self._admit(waiting)
+                self._compact()
 
-    def accept(self, drafted: Drafted, verified: Verified, end_ids: Sequence[int]) -> VerifyOutcome:
-        """Append the accepted tokens and the next one, cut after an end token; set back what the draft has been fed."""
-        width = drafted.ids.shape[1] + 1
-        slot = torch.arange(width, device=self.lengths.device)
-        ids = torch.cat([drafted.ids, verified.next_ids[:, None]], dim=1)
-        ids = torch.where(slot == verified.accepted[:, None], verified.next_ids[:, None], ids)  # (batch, width)
-        emitted = (verified.accepted + 1) * self.live
-        if end_ids:
-            is_end = torch.isin(ids, torch.tensor(end_ids, device=ids.device)) & (slot < emitted[:, None])
-            ended = is_end.any(-1)
-            emitted = torch.where(ended, is_end.int().argmax(-1) + 1, emitted)
-        else:
-            ended = torch.zeros_like(self.live)
-        kept = slot < emitted[:, None]
-        place = torch.where(kept, self.lengths[:, None] + slot, self.tokens.shape[1] - 1)
-        self.tokens.scatter_(1, place, ids)
+    def _draft(self) -> Drafted:
+        """Let each live row draft until its policy or its budget says stop.
 
-        count = drafted.lengths * self.live
-        accepted = torch.minimum(verified.accepted, emitted) * self.live
-        fed = self.lengths + torch.minimum(verified.accepted, count - 1)  # the last drafted token was not fed
-        self.draft_fed = torch.where(count > 0, fed, self.draft_fed)
-        self.lengths = self.lengths + emitted
-        self.rounds += self.live
-        self.drafted += count
-        self.accepted += accepted
-        outcome = VerifyOutcome(drafted=count, accepted=accepted, live=self.live)
-        self.live = self.live & ~ended & (self.lengths < self.max_lengths)
-        return outcome
+        Host syncs: one for the round's largest budget, and, only if the policy can stop early, one a drafted token:
+        whether any row goes on decides whether there is another forward, and only the host can launch one.
+        """
+        rows, policy = self.rows, self.policy
+        # A round emits one token more than it accepts: the last token of a response needs no draft.
+        budget = checked(policy, "start_round", policy.start_round(rows.live), len(rows.live))
+        budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * rows.live
+        most = int(budget.max())
+        lengths = torch.zeros_like(budget)
+        if most == 0:
+            return Drafted(rows.tokens[:, :0], None, lengths)
+        self.uniforms = self._uniforms(most)
+        greedy, look_ahead = self.processing.sampling.greedy, Signal.DRAWN_HIDDEN in policy.needs
+        active, ids, probabilities = budget > 0, [], []
+        logits, hidden = self._feed_unfed()
+        for depth in range(1, most + 1):
+            scores = self.processing.scores(logits[:, None], rows, depth - 1)[:, 0]  # (batch, vocab)
+            q = None if greedy else self.processing.probabilities(scores)
+            ids.append(scores.argmax(-1) if q is None else draw(q, self.uniforms[:, DRAFT, depth - 1]))
+            probabilities.append(q)
+            rows.write_draft(depth, ids[-1])
+            lengths, drew = lengths + active, active
+            rows.draft_forwards += drew
+            fed_hidden = hidden
+            if look_ahead and depth < most:
+                logits, hidden = self._feed(ids[-1], depth)
+            if policy.stops_early and not (look_ahead and depth == most):
+                step = self._step(depth, ids[-1], active, scores, q, fed_hidden, hidden)
+                active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
+            active = active & (lengths < budget)
+            if look_ahead and depth < most:
+                rows.draft_forwards += drew & ~active  # fed, and nothing drawn from it
+            if depth == most or (policy.stops_early and not active.any()):
+                break
+            if not look_ahead:
+                logits, hidden = self._feed(ids[-1], depth)
+        return Drafted(torch.stack(ids, dim=1), None if greedy else torch.stack(probabilities, dim=1), lengths)
 
-    def results(self) -> list[Generation]:
-        columns = [self.prompt_lengths, self.lengths, self.drafted, self.accepted, self.rounds]
-        table = torch.stack(columns, dim=-1).tolist()
-        tokens = self.tokens.tolist()
-        return [
-            Generation(token_ids=row[start:end], drafted=drafted, accepted=accepted, rounds=rounds)
-            for row, (start, end, drafted, accepted, rounds) in zip(tokens, table, strict=True)
-        ]
+    def _verify(self, drafted: Drafted) -> tuple[Verified, Tensor]:
+        """One target forward on the last token and the draft, then the ratio test."""
+        rows, k = self.rows, drafted.ids.shape[1]
+        window = rows.window(rows.lengths - 1, k + 1)
+        logits = self.target.forward(window, rows.lengths - 1, rows.longest - 1).logits
+        scores = self.processing.scores(logits, rows)
+        if self.processing.sampling.greedy:
+            return verify_greedy(scores.argmax(-1), drafted.ids, drafted.lengths), scores
+        u = self.uniforms if k else self._uniforms(1)
+        p = self.processing.probabilities(scores)
+        q = drafted.probabilities if k else p[:, :0]
+        assert q is not None
+        return verify(p, q, drafted.ids, drafted.lengths, u[:, ACCEPT, :k], u[:, REDRAW, 0]), scores
 
+    def _feed_unfed(self) -> tuple[Tensor, Tensor]:
+        """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed."""
+        rows = self.rows
+        if rows.unfed > 2:  # rounds without drafting leave more
+            live = rows.live_rows
+            ends = [rows.host_lengths[row] - 1 for row in live]
+            self.draft.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
+            rows.mark_fed(live)
+        width = rows.unfed
+        starts = (rows.lengths - width).clamp(min=0)
+        output = self.draft.forward(rows.window(starts, width), starts, max(0, rows.longest - width))
+        last = rows.lengths - 1 - starts  # (batch,)
+        return tuple(part[torch.arange(len(last), device=last.device), last] for part in output)
 
-def _draft(rows: Rows, pair: Pair, policy: DraftPolicy, sampling: Sampling, seed: int) -> Drafted:
-    """Let each live row draft until its policy or its budget says stop.
+    def _feed(self, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """Feed (batch,) tokens drawn at `depth` → logits and hidden state, (batch, …) each."""
+        output = self.draft.forward(token_ids[:, None], self.rows.lengths + depth - 1, self.rows.longest + depth - 1)
+        return output.logits[:, 0], output.hidden[:, 0]
 
-    Two host syncs a token remain: may the loop end (here), and how many slots are in use (in the cache).
-    """
-    # A round emits one token more than it accepts: the last token of a response needs no draft.
-    budget = torch.minimum(policy.start_round(rows.live), rows.max_lengths - rows.lengths - 1) * rows.live
-    count = torch.zeros_like(rows.lengths)
-    active = budget > 0
-    ids: list[Tensor] = []
-    probabilities: list[Tensor] = []
-    signals: Tensor | None = None
-    if not active.any():
-        empty = rows.tokens[:, :0]
-        return Drafted(empty, torch.empty(*empty.shape, pair.vocab_size, device=empty.device), count)
-    # First feed what the draft has not seen: the last token, and any accepted one that it drew but was not fed.
-    width = int((rows.lengths - rows.draft_fed).max())
-    output = rows.draft.forward(rows.slice(rows.draft_fed, width), rows.draft_fed)
-    last = (rows.lengths - rows.draft_fed - 1)[:, None, None].clamp(min=0)
-    logits = output.logits.gather(1, last.expand(-1, 1, output.logits.shape[-1]))[:, 0]  # (batch, vocab)
-    hidden = output.hidden.gather(1, last.expand(-1, 1, output.hidden.shape[-1]))[:, 0]  # (batch, hidden)
-    while True:
-        depth = len(ids) + 1
-        q = sampling.probabilities(logits[:, : pair.vocab_size])
-        ids.append(draw(q, uniforms(seed, rows.ids, rows.rounds, depth, DRAFT)))
-        probabilities.append(q)
-        count = count + active
-        fed_signals = signals
-        if Signal.DRAFT_SIGNALS in policy.needs:
-            signals = draft_signals(sampling.signal_probabilities(logits[:, : pair.vocab_size], q), ids[-1])
-        step = DraftStep(
+    def _step(
+        self, depth: int, ids: Tensor, active: Tensor, scores: Tensor, q: Tensor | None, fed: Tensor, drawn: Tensor
+    ) -> DraftStep:
+        """What the policy asked to see of this step, and no more."""
+        needs = self.policy.needs
+        of_q = needs & {Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB}
+        signal_q = self.processing.signal_probabilities(scores, q) if of_q else scores
+        return DraftStep(
             depth=depth,
-            token_ids=ids[-1],
+            token_ids=ids,
             active=active,
-            fed_hidden=hidden if Signal.HIDDEN in policy.needs else None,
-            fed_signals=fed_signals,
-            signals=signals,
+            fed_hidden=fed if Signal.FED_HIDDEN in needs else None,
+            drawn_hidden=drawn if Signal.DRAWN_HIDDEN in needs else None,
+            logprob=draft_logprob(signal_q, ids) if Signal.LOGPROB in needs else None,
+            entropy=draft_entropy(signal_q) if Signal.ENTROPY in needs else None,
+            max_prob=draft_max_prob(signal_q) if Signal.MAX_PROB in needs else None,
         )
-        active = active & (count < budget) & policy.keep_drafting(step)
-        if not active.any():
-            break
-        output = rows.draft.forward(ids[-1][:, None], rows.lengths + depth - 1)
-        logits, hidden = output.logits[:, -1], output.hidden[:, -1]
-    return Drafted(torch.stack(ids, dim=1), torch.stack(probabilities, dim=1), count)
 
+    def _uniforms(self, slots: int) -> Tensor:
+        """This round's random numbers, (batch, 3, slots)."""
+        rows = self.rows
+        slot, purpose = torch.arange(slots, device=rows.keys.device), torch.arange(3, device=rows.keys.device)
+        return uniforms(self.seed, rows.keys[:, None, None], rows.rounds[:, None, None], slot, purpose[:, None])
 
-def _verify(rows: Rows, pair: Pair, drafted: Drafted, sampling: Sampling, seed: int) -> Verified:
-    """One target forward on the last token and the draft, then the ratio test."""
-    last = rows.slice(rows.lengths - 1, 1)
-    logits = rows.target.forward(torch.cat([last, drafted.ids], dim=1), rows.lengths - 1).logits
-    p = sampling.probabilities(logits[..., : pair.vocab_size])  # (batch, k + 1, vocab)
-    slots = torch.arange(drafted.ids.shape[1], device=p.device)
-    accept_uniform = uniforms(seed, rows.ids[:, None], rows.rounds[:, None], slots, ACCEPT)
-    redraw_uniform = uniforms(seed, rows.ids, rows.rounds, 0, REDRAW)
-    return verify(p, drafted.probabilities, drafted.ids, drafted.lengths, accept_uniform, redraw_uniform)
+    def _admit(self, waiting: Iterator[Request]) -> None:
+        """Give idle rows to waiting requests and feed both models their prompts, but for the last token."""
+        idle = self.rows.requests.count(None)
+        requests = list(islice(waiting, idle))
+        if not requests:
+            return
+        taken = self.rows.admit(requests)
+        ends = [len(request.prompt) - 1 for request in requests]
+        self.target.fill(self.rows.tokens, taken, [0] * len(taken), ends)
+        if self.policy.max_draft_tokens:
+            self.draft.fill(self.rows.tokens, taken, [0] * len(taken), ends)
+            self.rows.mark_fed(taken)
+        self.policy.admit(torch.tensor(taken, device=self.rows.keys.device))
+
+    def _compact(self) -> None:
+        """Drop idle rows when nobody waits for them and they are a quarter of the batch. Compiled shapes stay."""
+        live = self.rows.live_rows
+        if live and not self.target.static and 4 * len(live) <= 3 * len(self.rows.requests):
+            index = torch.tensor(live, device=self.rows.keys.device)
+            for part in (self.target, self.draft, self.policy):
+                part.select(index)
+            self.rows.select(index, live)

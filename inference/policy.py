@@ -10,32 +10,39 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
+
+from accept_head.errors import InputError
 
 
 class Signal(Enum):
-    """What a policy reads of a draft step; the loop hands over nothing that is not asked for."""
+    """What a policy reads of a draft step. The host computes what is asked for and nothing else."""
 
-    HIDDEN = auto()  # the draft's last hidden state
-    DRAFT_SIGNALS = auto()  # log q(Y), entropy and max q
+    FED_HIDDEN = auto()  # the draft's last hidden state at the token before Y: what Y was drawn from, so it is free
+    DRAWN_HIDDEN = auto()  # the same at Y itself: known only after one more draft forward
+    LOGPROB = auto()  # log q(Y)
+    ENTROPY = auto()  # of q, nats
+    MAX_PROB = auto()  # max q
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """The state after drawing Y_depth.
+    """The state after drawing Y_depth. Fields that the policy did not ask for are None.
 
-    depth: 1 for the first token of the round. token_ids: (batch,) Y_depth. active: (batch,) bool, rows still drafting.
-    fed_hidden: (batch, hidden) or None: the draft's state at the token fed to draw Y_depth, which is Y_{depth−1}, or
-    the last verified token when depth is 1. It comes for free; the state at Y_depth would cost one more forward.
-    fed_signals: (batch, 3) or None: draft signals of the same token; None when depth is 1. signals: those of Y_depth.
+    depth: 1 for the first token of the round. token_ids: (batch,) Y_depth. active: (batch,) bool, rows still drafting;
+    what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden). logprob, entropy, max_prob: (batch,),
+    of the distribution Y_depth was drawn from; when decoding is greedy, of the draft's plain softmax.
     """
 
     depth: int
     token_ids: Tensor
     active: Tensor
-    fed_hidden: Tensor | None
-    fed_signals: Tensor | None
-    signals: Tensor | None
+    fed_hidden: Tensor | None = None
+    drawn_hidden: Tensor | None = None
+    logprob: Tensor | None = None
+    entropy: Tensor | None = None
+    max_prob: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -48,22 +55,72 @@ class VerifyOutcome:
 
 
 class DraftPolicy(Protocol):
-    """Decides, per sequence, whether to draft one more token."""
+    """Decides, per row, whether to draft one more token."""
 
     needs: frozenset[Signal]
     # `prefix`: scores depend on the prefix alone, so drawn tokens may even be dropped without bias; `proposal`: they
     # depend on the drawn token, which must then be kept.
     scores: Literal["prefix", "proposal"]
     max_draft_tokens: int
+    # False: each row drafts exactly its budget, and the host need not ask after each token whether all have stopped.
+    stops_early: bool
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """A batch of this many rows begins; nothing is known of any."""
+        ...
+
+    def admit(self, rows: Tensor) -> None:
+        """These rows, (n,) int, hold new sequences from now on: forget what was known of the old ones."""
+        ...
+
+    def select(self, rows: Tensor) -> None:
+        """From now on row i is what row rows[i], (m,) int, was; the batch may shrink."""
+        ...
 
     def start_round(self, live: Tensor) -> Tensor:
         """(batch,) int: most tokens each row may draft now; 0 = do not speculate. live: (batch,) bool."""
         ...
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        """(batch,) bool, after each drawn token."""
+        """(batch,) bool, after each drawn token. Not asked when nothing depends on it."""
         ...
 
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from a verified round."""
         ...
+
+
+class RowPolicy:
+    """A policy's defaults: nothing needed, no state that outlives a round, drafts up to `max_draft_tokens`."""
+
+    needs: frozenset[Signal] = frozenset()
+    scores: Literal["prefix", "proposal"] = "prefix"
+    stops_early = True
+    max_draft_tokens: int
+
+    def start(self, batch: int, device: torch.device) -> None:
+        pass
+
+    def admit(self, rows: Tensor) -> None:
+        pass
+
+    def select(self, rows: Tensor) -> None:
+        pass
+
+    def start_round(self, live: Tensor) -> Tensor:
+        return torch.full_like(live, self.max_draft_tokens, dtype=torch.long)
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        return step.active
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        pass
+
+
+def checked(policy: DraftPolicy, method: str, answer: object, batch: int) -> Tensor:
+    """`answer` itself, if it is a tensor as the interface asks for. Raises InputError naming policy and method."""
+    dtype, kind = (torch.bool, "bool") if method == "keep_drafting" else (torch.long, "int64")
+    if isinstance(answer, Tensor) and answer.shape == (batch,) and answer.dtype == dtype:
+        return answer
+    got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
+    raise InputError(f"policy {type(policy).__name__}: {method} returned {got}, expected a {kind} tensor ({batch},)")

@@ -27,14 +27,27 @@ def verify(
     p: (batch, k + 1, vocab), the target at each draft position and after the last. q: (batch, k, vocab) and draft_ids:
     (batch, k), of which row r uses the first drafted[r]. accept_uniform: (batch, k); redraw_uniform: (batch,).
     """
-    rows, k = draft_ids.shape
+    k = draft_ids.shape[1]
     if k == 0:
         return Verified(torch.zeros_like(drafted), draw(p[:, 0], redraw_uniform))
-    within = torch.arange(k, device=p.device) < drafted[:, None]  # (batch, k)
-    passed = (accept_uniform < acceptance_probability(p[:, :k], q, draft_ids)) & within
-    accepted = passed.long().cumprod(-1).sum(-1)
-    row = torch.arange(rows, device=p.device)
+    accepted = _leading(accept_uniform < acceptance_probability(p[:, :k], q, draft_ids), drafted)
+    row = torch.arange(len(p), device=p.device)
     p_next = p[row, accepted]  # (batch, vocab)
     q_next = q[row, accepted.clamp(max=k - 1)]
     rejected = (accepted < drafted)[:, None]
     return Verified(accepted, draw(torch.where(rejected, residual(p_next, q_next), p_next), redraw_uniform))
+
+
+def verify_greedy(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
+    """The limit of one-hot p and q: a draft token is accepted if it is the target's own choice.
+
+    target_ids: (batch, k + 1), the target's argmax at each draft position and after the last; the rest as in `verify`.
+    """
+    accepted = _leading(target_ids[:, :-1] == draft_ids, drafted)
+    return Verified(accepted, target_ids.gather(1, accepted[:, None])[:, 0])
+
+
+def _leading(passed: Tensor, drafted: Tensor) -> Tensor:
+    """How many of each row's own drafts passed before the first that did not. passed: (batch, k) → (batch,)."""
+    within = torch.arange(passed.shape[1], device=passed.device) < drafted[:, None]
+    return (passed & within).long().cumprod(-1).sum(-1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from accept_head.pair import output_size
+from accept_head.pair import end_ids, output_size
 from accept_head.sampling import Sampling
 
 
@@ -54,15 +54,6 @@ def respond(
     finally:
         target.generation_config = saved
     return [_until_end(row, ends) for row in output[:, width:].tolist()]
-
-
-def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every id that ends a response: the generation config's, else the tokenizer's."""
-    ends = target.generation_config.eos_token_id if target.generation_config is not None else None
-    ends = tokenizer.eos_token_id if ends is None else ends
-    if ends is None:
-        return []
-    return list(ends) if isinstance(ends, (list, tuple)) else [ends]
 
 
 def _until_end(row: list[int], ends: list[int]) -> list[int]:

@@ -21,7 +21,7 @@ from corpus import load_corpus
 
 from accept_head import Sampling, load_pair
 from accept_head.files import write_json
-from accept_head.training.prompts import load_prompts
+from accept_head.prompts import load_prompts
 from accept_head.training.respond import respond
 from accept_head.training.score import score
 

@@ -1,32 +1,140 @@
-"""Policies by name: `none`, `fixed:K`, `head:PATH:THRESHOLD`."""
+"""Policies by name. A SPEC is `name`, `name:ARGUMENT` or `name:ARGUMENT,option=value,…`."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
 from accept_head.errors import InputError
+from accept_head.files import read_json
 from accept_head.hub import load_head
+from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size
 
-__all__ = ["FixedPolicy", "HeadPolicy", "make_policy"]
+__all__ = ["POLICIES", "ConfidencePolicy", "FixedPolicy", "HeadPolicy", "make_policy"]
+
+Options = dict[str, Any]
 
 
-def make_policy(spec: str, pair: Pair) -> DraftPolicy:
-    """Build a policy from its SPEC. Raises InputError naming the part that is wrong."""
-    name, _, rest = spec.partition(":")
-    if name == "none" and not rest:
-        return FixedPolicy(0)
-    if name == "fixed" and rest.isdecimal():
-        return FixedPolicy(int(rest))
-    if name == "head" and rest:
-        path, _, threshold = rest.rpartition(":")
-        try:
-            value = float(threshold)
-        except ValueError:
-            path = ""
-        if not path:
-            raise InputError(f"policy {spec!r}: expected head:PATH:THRESHOLD, with a threshold from 0 to 1")
-        head = load_head(path, hidden_size=hidden_size(pair.draft), device=pair.draft.device)
-        return HeadPolicy(head, value)
-    raise InputError(f"policy {spec!r}: expected none, fixed:K or head:PATH:THRESHOLD")
+class Entry(NamedTuple):
+    """form: the SPEC. line: what it does. options: a callable whose keyword arguments the SPEC may name."""
+
+    form: str
+    line: str
+    build: Callable[[str, PreTrainedModel, Options], DraftPolicy]
+    options: Callable[..., DraftPolicy]
+
+
+def make_policy(spec: str, draft: Pair | PreTrainedModel) -> DraftPolicy:
+    """Build a policy for a draft (or its pair) from its SPEC. Raises InputError naming the part that is wrong."""
+    model = draft.draft if isinstance(draft, Pair) else draft
+    text, *pairs = spec.split(",")
+    name, _, argument = text.partition(":")
+    if name not in POLICIES:
+        raise InputError(f"policy {spec!r}: unknown, expected one of {', '.join(e.form for e in POLICIES.values())}")
+    entry = POLICIES[name]
+    options = _parse_options(spec, pairs, entry)
+    try:
+        return entry.build(argument, model, options)
+    except _Malformed:
+        raise InputError(f"policy {spec!r}: expected {entry.form}") from None
+
+
+def _parse_options(spec: str, pairs: list[str], entry: Entry) -> Options:
+    known = {p.name for p in inspect.signature(entry.options).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    options: Options = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in known:
+            raise InputError(f"policy {spec!r}: unknown option {key!r}, expected one of {sorted(known) or 'none'}")
+        if not value.isdecimal():
+            raise InputError(f"policy {spec!r}: option {key} is {value!r}, expected an integer")
+        options[key] = int(value)
+    return options
+
+
+class _Malformed(Exception):
+    """The argument is not of the entry's form."""
+
+
+def _none(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+    if argument:
+        raise _Malformed
+    return FixedPolicy(0)
+
+
+def _fixed(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+    if not argument.isdecimal():
+        raise _Malformed
+    return FixedPolicy(int(argument))
+
+
+def _confidence(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+    return ConfidencePolicy(_number(argument) if argument else 0.4, **options)
+
+
+def _head(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+    """PATH:THRESHOLD, or PATH alone: threshold, bounds and lag are then those of its decoding.json."""
+    path, _, last = argument.rpartition(":")
+    if path and _is_number(last):
+        threshold: float = _number(last)
+    elif argument:
+        path = argument
+        decoding = _decoding(Path(path))
+        threshold = decoding.pop("threshold")
+        options = decoding | options
+    else:
+        raise _Malformed
+    head = load_head(path, hidden_size=hidden_size(draft), device=draft.device)
+    return HeadPolicy(head, threshold, **options)
+
+
+def _decoding(folder: Path) -> Options:
+    """What `accept-head tune` chose for this head."""
+    path = folder / "decoding.json"
+    if not path.is_file():
+        raise InputError(f"{folder} has no decoding.json (accept-head tune writes it): give a threshold, head:PATH:0.5")
+    values = read_json(path)
+    if not isinstance(values.get("threshold"), float | int):
+        raise InputError(f"{path}: field 'threshold' is {values.get('threshold')!r}, expected a number")
+    chosen = {key: values[key] for key in ("threshold", "k_min", "k_max", "lag") if values.get(key) is not None}
+    for key, value in chosen.items():
+        if key != "threshold" and not isinstance(value, int):
+            raise InputError(f"{path}: field {key!r} is {value!r}, expected an integer")
+    return chosen
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _number(text: str) -> float:
+    if not _is_number(text):
+        raise _Malformed
+    return float(text)
+
+
+POLICIES = {
+    "none": Entry("none", "no drafting: the target alone", _none, lambda: FixedPolicy(0)),
+    "fixed": Entry("fixed:K", "K draft tokens every round", _fixed, lambda k: FixedPolicy(k)),
+    "confidence": Entry(
+        "confidence[:THRESHOLD]", "stop after a token that the draft gave less than this", _confidence, ConfidencePolicy
+    ),
+    "head": Entry(
+        "head:PATH[:THRESHOLD]",
+        "SpecDec++: stop when the predicted chance of a rejection so far passes the threshold",
+        _head,
+        HeadPolicy,
+    ),
+}

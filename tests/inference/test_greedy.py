@@ -9,7 +9,7 @@ from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import generate
 from accept_head.inference.policies import FixedPolicy, HeadPolicy
 from accept_head.pair import hidden_size, load_pair
-from accept_head.training.prompts import load_prompts
+from accept_head.prompts import load_prompts
 from tests.inference.toy import architectures, pair_of
 
 GREEDY = Sampling(temperature=0)

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from accept_head import InputError
-from accept_head.training.prompts import load_prompts, prompts_fingerprint
+from accept_head.prompts import load_prompts, prompts_fingerprint
 
 MESSAGES = [
     {"role": "user", "content": "Hi"},

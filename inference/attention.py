@@ -1,0 +1,71 @@
+"""Which positions a query may see, for each kind of attention layer, and which models the ragged cache can serve.
+
+A model that it cannot serve is refused by name when it is loaded into a decoder; none is ever silently wrong: what
+transformers says of the layers decides first, and then a comparison of a few ragged forwards with a plain one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from accept_head.errors import InputError
+from accept_head.pair import attention_mask_for
+
+
+@dataclass(frozen=True)
+class AttentionKinds:
+    """The kinds of a model's layers. full: some see everything; window: tokens that the others see, None if none does."""
+
+    model: PreTrainedModel
+    layers: int
+    full: bool
+    window: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttentionKinds:
+        """Raises InputError, naming model and reason, for state that cannot be rolled back by arithmetic."""
+        name = f"{type(model).__name__} ({model.config.model_type})"
+        text = model.config.get_text_config(decoder=True)
+        if model.config.is_encoder_decoder:
+            raise InputError(f"{name} is an encoder-decoder, expected a decoder-only model")
+        if getattr(model, "_is_stateful", False):
+            raise InputError(f"{name} has a recurrent state, which cannot forget a rejected token; it is not supported")
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            raise InputError(f"{name} takes no position ids, which rows of different lengths need; it is not supported")
+        if getattr(text, "attention_chunk_size", None) is not None or "chunked_attention" in _layer_types(text):
+            raise InputError(f"{name} has chunked attention layers, which are not supported")
+        layers = DynamicCache(config=model.config).layers  # transformers' own view of the layers
+        for layer in layers:
+            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                raise InputError(f"{name} has layers with a {type(layer).__name__}, which are not supported")
+        windows = {layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)}
+        if len(windows) > 1:
+            raise InputError(f"{name} has sliding windows of several sizes {sorted(windows)}, which are not supported")
+        full = any(type(layer) is DynamicLayer for layer in layers)
+        return cls(model, len(layers), full, next(iter(windows), None))
+
+    def masks(self, positions: Tensor, extent: int) -> Tensor | dict[str, Tensor]:
+        """What queries at `positions` (batch, new) may see of the slots below `extent`, as the model takes it: one
+        mask (batch, 1, new, extent), or one for each kind of layer."""
+        keys = torch.arange(extent, device=positions.device)
+        queries = positions[..., None]
+        seen = keys <= queries
+        masks = {}
+        if self.full:
+            masks["full_attention"] = attention_mask_for(self.model, seen[:, None])
+        if self.window is not None:
+            near = keys > queries - self.window
+            masks["sliding_attention"] = attention_mask_for(self.model, (seen & near)[:, None])
+        # Models with one kind take a 4-D mask as it is; those with two take one of each, by these names.
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config, "layer_types", None) or [])

@@ -1,0 +1,122 @@
+"""How much memory a batch needs, before any of it is taken: weights + caches + logits.
+
+    weights  every parameter and buffer, once (they are there already)
+    caches   rows × (longest row + 1) tokens × bytes a token, of both models
+    logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+import torch
+from transformers import PreTrainedModel
+
+from accept_head.errors import InputError
+from accept_head.inference.support import check_served
+
+# Alive at the same time in a round. Greedy: logits alone. Sampling, float32: logits, the filtered scores, p and what a
+# filter sorts at each verified slot; q and its copy in the stack at each drafted slot; and, float64, the sums and
+# thresholds of the one draw of a row.
+FLOAT, DOUBLE = 4, 8
+VERIFIED_COPIES, DRAFTED_COPIES, DRAW_COPIES = 3, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes. batch: rows; max_length: tokens of the longest; max_draft_tokens: k; cache_per_token: of both models."""
+
+    weights: int
+    batch: int
+    max_length: int
+    cache_per_token: int
+    vocab_size: int
+    max_draft_tokens: int
+    logit_bytes: int
+    greedy: bool
+
+    @property
+    def caches(self) -> int:
+        return self.batch * (self.max_length + 1) * self.cache_per_token
+
+    @property
+    def logits(self) -> int:
+        slot = self.logit_bytes
+        if self.greedy:
+            return self.batch * self.vocab_size * slot * (self.max_draft_tokens + 1)
+        verified = (slot + VERIFIED_COPIES * FLOAT) * (self.max_draft_tokens + 1)
+        drafted = DRAFTED_COPIES * FLOAT * self.max_draft_tokens
+        return self.batch * self.vocab_size * (verified + drafted + DRAW_COPIES * DOUBLE)
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.caches + self.logits
+
+    def __str__(self) -> str:
+        return (
+            f"memory {_size(self.total)} = weights {_size(self.weights)}"
+            f" + caches {_size(self.caches)} ({self.batch} rows x {self.max_length + 1} tokens x"
+            f" {_size(self.cache_per_token)})"
+            f" + logits {_size(self.logits)} ({self.batch} rows x {self.vocab_size} ids, k = {self.max_draft_tokens})"
+        )
+
+    def check_fits(self, device: torch.device) -> None:
+        """Raises InputError saying what is needed and what there is."""
+        needed, available = self.total - self.weights, available_bytes(device)
+        if needed > available:
+            raise InputError(
+                f"this generation needs {_size(needed)} on {device} next to the weights, but {_size(available)} are "
+                f"available ({self}); use a smaller batch size, or shorter prompts and responses"
+            )
+
+
+def plan_memory(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    *,
+    batch: int,
+    max_length: int,
+    max_draft_tokens: int,
+    vocab_size: int,
+    greedy: bool,
+) -> MemoryPlan:
+    """The plan of a batch. Without drafting the draft needs no cache."""
+    served = [check_served(target), *([check_served(draft)] if max_draft_tokens else [])]
+    return MemoryPlan(
+        weights=weight_bytes([target, draft]),
+        batch=batch,
+        max_length=max_length,
+        cache_per_token=sum(model.bytes_per_token for model in served),
+        vocab_size=vocab_size,
+        max_draft_tokens=max_draft_tokens,
+        logit_bytes=target.dtype.itemsize,
+        greedy=greedy,
+    )
+
+
+def weight_bytes(models: Iterable[PreTrainedModel]) -> int:
+    """Bytes of all parameters and buffers; what is shared counts once."""
+    storages = {}
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of the device, what torch holds in reserve included."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -1,0 +1,32 @@
+"""Stop when the draft itself was unsure of the token it drew."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal
+
+
+class ConfidencePolicy(RowPolicy):
+    """Stop after Y_k ⇔ q(Y_k) < threshold; Y_k is kept. transformers' `assistant_confidence_threshold`, per row.
+
+    Greedy decoding reads the draft's plain softmax, as transformers does. k_max: transformers' `num_assistant_tokens`.
+    """
+
+    needs = frozenset({Signal.LOGPROB})
+    scores: Literal["prefix", "proposal"] = "proposal"
+
+    def __init__(self, threshold: float = 0.4, *, k_min: int = 1, k_max: int = 20):
+        if not 0 <= threshold <= 1:
+            raise InputError(f"confidence threshold is {threshold}, expected a probability from 0 to 1")
+        check_bounds("confidence", k_min, k_max)
+        self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        assert step.logprob is not None
+        stop = (step.logprob.exp() < self.threshold) & (step.depth >= self.k_min)
+        return step.active & ~stop

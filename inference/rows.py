@@ -1,0 +1,222 @@
+"""The batch: rows that each hold one request at its own length, come and go, and are told apart by nothing but data.
+
+Device tensors say where each row is; the host keeps a copy of the few numbers that decide shapes, refreshed by the one
+transfer that ends a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accept_head.cost import DecodeCounts
+from accept_head.inference.policy import VerifyOutcome
+from accept_head.inference.stopping import Stopping
+from accept_head.inference.verify import Verified
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to continue. index: its place in the caller's list. key: names its random numbers. left: (n,) ids that
+    logits processors and stopping criteria see before the prompt, but the models do not: transformers' left padding."""
+
+    index: int
+    prompt: Sequence[int]
+    max_new_tokens: int
+    key: int
+    left: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeStats:
+    """What one response cost. drafted, accepted, discarded: tokens. rounds: target forwards. draft_forwards: those that
+    this row took part in, one a drafted token (more with a head read at lag 0). seconds: from admission to the end, so
+    they overlap with those of the rows around."""
+
+    generated: int
+    drafted: int
+    accepted: int
+    rounds: int
+    draft_forwards: int
+    seconds: float
+
+    @property
+    def discarded(self) -> int:
+        return self.drafted - self.accepted
+
+    @property
+    def forwards(self) -> int:
+        """Of both models; the prefill is not counted."""
+        return self.draft_forwards + self.rounds
+
+    @property
+    def counts(self) -> DecodeCounts:
+        return DecodeCounts(
+            generated=self.generated,
+            discarded=self.discarded,
+            target_forwards=self.rounds,
+            draft_forwards=self.draft_forwards,
+        )
+
+
+class Finished(NamedTuple):
+    request: Request
+    token_ids: list[int]
+    stats: DecodeStats
+
+
+class Rows:
+    """Tokens so far, each row's length, and how much of a row the draft has been fed.
+
+    Between rounds the target has been fed all tokens of a row but the last, the draft the first `fed` of them.
+    """
+
+    def __init__(self, batch: int, max_length: int, spare: int, device: torch.device):
+        """max_length: longest row. spare: columns beyond it, for drafts that outrun a row's end."""
+        self.tokens = torch.zeros(batch, max_length + spare, dtype=torch.long, device=device)
+        self.lengths = torch.ones(batch, dtype=torch.long, device=device)
+        zero = torch.zeros_like(self.lengths)
+        self.max_lengths, self.fed, self.keys = zero.clone(), zero.clone(), zero.clone()
+        self.rounds, self.drafted, self.accepted, self.draft_forwards = (zero.clone() for _ in range(4))
+        self.round_accepted = zero
+        self.live = torch.zeros_like(self.lengths, dtype=torch.bool)
+        self.requests: list[Request | None] = [None] * batch
+        self.started = [0.0] * batch
+        self.host_lengths, self.host_fed = [1] * batch, [0] * batch
+
+    @property
+    def live_rows(self) -> list[int]:
+        return [row for row, request in enumerate(self.requests) if request is not None]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest live row."""
+        return max(self.host_lengths[row] for row in self.live_rows)
+
+    @property
+    def unfed(self) -> int:
+        """Most tokens of a live row that the draft has not been fed."""
+        return max(self.host_lengths[row] - self.host_fed[row] for row in self.live_rows)
+
+    def context(self, row: int, length: int) -> Tensor:
+        """The first `length` tokens of a row as transformers would see them, left padding included."""
+        request = self.requests[row]
+        own = self.tokens[row, :length]
+        return own if request is None or request.left is None else torch.cat([request.left, own])
+
+    def admit(self, requests: Sequence[Request]) -> list[int]:
+        """Give idle rows to new requests; returns the rows."""
+        idle = [row for row, request in enumerate(self.requests) if request is None]
+        taken = idle[: len(requests)]
+        for row, request in zip(taken, requests, strict=True):
+            self.requests[row], self.started[row] = request, time.perf_counter()
+            self.host_lengths[row], self.host_fed[row] = len(request.prompt), 0
+            self.tokens[row, : len(request.prompt)] = torch.tensor(request.prompt, device=self.tokens.device)
+        rows = torch.tensor(taken, device=self.lengths.device)
+        values = [[len(r.prompt), len(r.prompt) + r.max_new_tokens, r.key] for r in requests]
+        new = torch.tensor(values, device=rows.device).unbind(-1)
+        for tensor, value in zip((self.lengths, self.max_lengths, self.keys), new, strict=True):
+            tensor[rows] = value
+        for tensor in (self.fed, self.rounds, self.drafted, self.accepted, self.draft_forwards):
+            tensor[rows] = 0
+        self.live[rows] = True
+        return taken
+
+    def mark_fed(self, rows: Sequence[int]) -> None:
+        """The draft has been fed all tokens of these rows but the last."""
+        index = torch.tensor(rows, device=self.fed.device)
+        self.fed[index] = self.lengths[index] - 1
+        for row in rows:
+            self.host_fed[row] = self.host_lengths[row] - 1
+
+    def window(self, starts: Tensor, width: int) -> Tensor:
+        """Tokens (batch, width) of each row from its own start; what lies beyond a row's length is arbitrary."""
+        index = starts[:, None] + torch.arange(width, device=starts.device)
+        return self.tokens.gather(1, index.clamp(max=self.tokens.shape[1] - 1))
+
+    def write_draft(self, depth: int, token_ids: Tensor) -> None:
+        """Put (batch,) drafted tokens behind the accepted ones. Nobody counts them until they are accepted."""
+        place = (self.lengths + depth - 1).clamp(max=self.tokens.shape[1] - 1)
+        self.tokens.scatter_(1, place[:, None], token_ids[:, None])
+
+    def accept(self, drafted: Tensor, verified: Verified, stopping: Stopping, width: int) -> VerifyOutcome:
+        """Keep the accepted tokens and the next one, cut after an end token. drafted: (batch,); width: most of them."""
+        place = (self.lengths + verified.accepted).clamp(max=self.tokens.shape[1] - 1)
+        self.tokens.scatter_(1, place[:, None], verified.next_ids[:, None])
+        emitted = (verified.accepted + 1) * self.live
+        ends = stopping.is_end(self.window(self.lengths, width + 1))
+        ends &= torch.arange(width + 1, device=ends.device) < emitted[:, None]
+        ended = ends.any(-1)
+        emitted = torch.where(ended, ends.int().argmax(-1) + 1, emitted)
+        accepted = torch.minimum(verified.accepted, emitted) * self.live
+        if width:  # the draft has been fed everything up to the last token it drew
+            self.fed = self.lengths + torch.minimum(verified.accepted, drafted - 1)
+        self.lengths = self.lengths + emitted
+        self.rounds += self.live
+        self.drafted += drafted
+        self.accepted += accepted
+        self.round_accepted = accepted
+        outcome = VerifyOutcome(drafted=drafted, accepted=accepted, live=self.live)
+        self.live = self.live & ~ended & (self.lengths < self.max_lengths)
+        return outcome
+
+    def sync(self, stopping: Stopping) -> list[Finished]:
+        """Tell the host where the rows are, the sync that ends a round, and hand out those that are finished."""
+        before = list(self.host_lengths)
+        state = torch.stack([self.lengths, self.fed, self.live.long()]).tolist()
+        self.host_lengths, self.host_fed = state[0], state[1]
+        done = [row for row in self.live_rows if not state[2][row]]
+        if stopping.criteria:
+            done = self._apply_criteria(stopping, before, done)
+        return self._take(done) if done else []
+
+    def _apply_criteria(self, stopping: Stopping, before: list[int], done: list[int]) -> list[int]:
+        """Cut each row after the first new token at which a criterion holds; returns the rows that are done now."""
+        done = list(done)
+        for row in self.live_rows:  # criteria are Python on one sequence; only those who give any pay for it
+            for length in range(before[row] + 1, self.host_lengths[row] + 1):
+                if stopping.holds(self.context(row, length)):
+                    self.host_lengths[row] = length
+                    self.accepted[row] -= (self.round_accepted[row] - (length - before[row])).clamp(min=0)
+                    done = done if row in done else [*done, row]
+                    break
+        return done
+
+    def _take(self, done: list[int]) -> list[Finished]:
+        index = torch.tensor(done, device=self.lengths.device)
+        self.live[index] = False
+        counts = torch.stack([self.drafted, self.accepted, self.rounds, self.draft_forwards], dim=-1)[index].tolist()
+        tokens, now = self.tokens[index].tolist(), time.perf_counter()
+        finished = []
+        for row, ids, (drafted, accepted, rounds, forwards) in zip(done, tokens, counts, strict=True):
+            request = self.requests[row]
+            assert request is not None
+            generated = ids[len(request.prompt) : self.host_lengths[row]]
+            stats = DecodeStats(
+                generated=len(generated),
+                drafted=drafted,
+                accepted=accepted,
+                rounds=rounds,
+                draft_forwards=forwards,
+                seconds=now - self.started[row],
+            )
+            finished.append(Finished(request, generated, stats))
+            self.requests[row] = None
+            self.host_lengths[row], self.host_fed[row] = 1, 0
+        self.lengths[index], self.fed[index] = 1, 0
+        return finished
+
+    def select(self, rows: Tensor, host_rows: Sequence[int]) -> None:
+        """Row i becomes what row rows[i] was; host_rows are the same numbers."""
+        for name in ("tokens", "lengths", "max_lengths", "fed", "keys", "live"):
+            setattr(self, name, getattr(self, name)[rows])
+        for name in ("rounds", "drafted", "accepted", "draft_forwards"):
+            setattr(self, name, getattr(self, name)[rows])
+        self.requests, self.started = ([column[row] for row in host_rows] for column in (self.requests, self.started))
+        self.host_lengths = [self.host_lengths[row] for row in host_rows]
+        self.host_fed = [self.host_fed[row] for row in host_rows]

@@ -1,0 +1,43 @@
+"""When a response is over: an end token, a stop string, or any of transformers' stopping criteria.
+
+Several tokens can arrive in one round; each is looked at as if it had come alone, so a response ends where
+autoregressive decoding would have ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
+
+from accept_head.errors import InputError
+
+
+class Stopping:
+    """end_ids: tokens that end a response. criteria: transformers' own, called with (1, length) ids and no scores."""
+
+    def __init__(self, end_ids: Sequence[int], criteria: Sequence[StoppingCriteria], device: torch.device):
+        self.end_ids = torch.tensor(list(end_ids), dtype=torch.long, device=device)
+        self.criteria: list[Any] = list(criteria)
+
+    def is_end(self, token_ids: Tensor) -> Tensor:
+        """Which of (...) ids are end tokens."""
+        return torch.isin(token_ids, self.end_ids)
+
+    def holds(self, context: Tensor) -> bool:
+        """Does any criterion stop after these tokens, (length,)?"""
+        return any(bool(criterion(context[None], None).all()) for criterion in self.criteria)
+
+
+def stop_strings_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:
+    """transformers' criterion for stop strings. Raises InputError when one is empty or there is no tokenizer."""
+    if not strings:
+        return []
+    if tokenizer is None:
+        raise InputError("stop strings need a tokenizer: pass tokenizer=...")
+    if not all(isinstance(string, str) and string for string in strings):
+        raise InputError(f"stop strings are {list(strings)}, expected texts that are not empty")
+    return [StopStringCriteria(tokenizer, list(strings))]
