@@ -19,6 +19,8 @@ from accept_head.version import VERSION
 VERBS = {
     "collect": ("accept_head.training.collect", "collect", "prompts, draft and target -> coupled traces"),
     "train": ("accept_head.training.run", "train", "traces and draft -> a head"),
+    "profile": ("accept_head.inference.profile", "profile", "draft and target -> what a forward costs here"),
+    "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
 
@@ -35,6 +37,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments[0] == "--version":
         print(VERSION)
+        return 0
+    if "--list-policies" in arguments:
+        print(_policies())
         return 0
     verb, options = arguments[0], list(arguments[1:])
     if verb not in VERBS:
@@ -82,7 +87,18 @@ def _wrong_input(message: str) -> int:
 
 def _help() -> str:
     verbs = "\n".join(f"  {verb:10} {line}" for verb, (_, _, line) in VERBS.items())
-    return f"usage: accept-head VERB [options]\n\nverbs:\n{verbs}\n\n`accept-head VERB --help` lists a verb's options."
+    return (
+        f"usage: accept-head VERB [options]\n\nverbs:\n{verbs}\n\n`accept-head VERB --help` lists a verb's options; "
+        "`accept-head --list-policies` prints the policies."
+    )
+
+
+def _policies() -> str:
+    """Every policy with its SPEC. What is drawn is always verified, so all of them are lossless."""
+    from accept_head.inference.policies import POLICIES
+
+    lines = [f"  {entry.form:26} {entry.line}" for entry in POLICIES.values()]
+    return "\n".join(["--policy SPEC; all are lossless, greedy and sampled:", *lines])
 
 
 def quiet_libraries() -> None:

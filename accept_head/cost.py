@@ -43,6 +43,22 @@ class ForwardCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchForwardCost:
+    """One model's forward: t = α·(context tokens) + β·(batch tokens) + γ (AdaSpec eq. 2), both summed over the rows.
+
+    alpha, beta: seconds a token. gamma: seconds. r_squared: of the fit.
+    """
+
+    alpha: float
+    beta: float
+    gamma: float
+    r_squared: float
+
+    def seconds(self, *, context_tokens: float, batch_tokens: float) -> float:
+        return self.alpha * context_tokens + self.beta * batch_tokens + self.gamma
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeCounts:
     """Sums over one or many responses; rates are taken last, so counts of several responses can be added.
 
@@ -84,7 +100,7 @@ class DecodeCounts:
         return self.generated / self.target_forwards
 
 
-def total_time(costs: ForwardCosts, *, draft_forwards: float, target_forwards: float) -> float:
+def total_time(costs: ForwardCosts, *, draft_forwards: Number, target_forwards: Number) -> Number:
     """T = t_draft·N_draft + t_target·N_target, seconds (eq. 3.1)."""
     return costs.t_draft * draft_forwards + costs.t_target * target_forwards
 

@@ -28,19 +28,19 @@ from accept_head.errors import InputError
 from accept_head.files import writable_folder, write_json
 from accept_head.inference import generate, make_policy
 from accept_head.inference.comparison import Measured, compare
-from accept_head.inference.profile import measure_costs
+from accept_head.inference.profile import regress_rounds
 from accept_head.pair import Pair, load_pair
+from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
 from accept_head.trace import read_traces
 from accept_head.training.collect import collect
-from accept_head.prompts import Prompt, load_prompts
-from accept_head.pair import end_ids
 from accept_head.training.run import train
 
 FIXED_K = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SPLITS = ("train", "dev", "test")
 COLLECT_BATCH, DECODE_BATCH = 40, 16
+COST_PROMPTS = 8
 
 
 def demo(
@@ -109,7 +109,7 @@ def demo(
         for split in ("dev", "test")
     )
     console.rule("3/4  profile and tune: what a forward costs here, and the head's threshold on the dev prompts")
-    costs = measure_costs(loaded, [prompt.ids for prompt in test])
+    costs = regress_rounds(loaded, [prompt.ids for prompt in dev[:COST_PROMPTS]]).costs
     console.print(
         f"draft {1e3 * costs.t_draft:.2f} ms, target {1e3 * costs.t_target:.2f} ms to verify and "
         f"{1e3 * costs.t_autoregressive:.2f} ms alone (c = {costs.ratio:.2f})"
@@ -194,17 +194,17 @@ def _start_decoder(job: DecodeJob) -> None:
 def _decode(spec: str, batch: Sequence[Prompt]) -> list[DecodeCounts]:
     assert _decoder is not None
     job, pair = _decoder
-    generations = generate(
-        pair,
+    _, stats = generate(
+        pair.target,
+        pair.draft,
         [prompt.ids for prompt in batch],
         policy=make_policy(spec, pair),
         sampling=job.sampling,
         max_new_tokens=job.max_new_tokens,
-        end_ids=end_ids(pair.target, pair.tokenizer),
         seed=job.seed,
         row_ids=[prompt.index for prompt in batch],
     )
-    return [generation.counts for generation in generations]
+    return [row.counts for row in stats]
 
 
 def _params(name: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _params(name: str) -> dict[str, Any]:
 
 
 def _best_threshold(measured: Sequence[Measured], costs: ForwardCosts) -> float:
-    """The threshold with the highest throughput by eq. 5.1."""
+    """The threshold with the highest throughput by eq. 3.1."""
 
     def speed(policy: Measured) -> float:
         total = DecodeCounts.total(policy.counts)
@@ -233,7 +233,7 @@ def _oracle(folder: Path) -> Measured:
 
 def _table(rows: list[dict[str, Any]], threshold: float) -> Table:
     table = Table(
-        title="held-out prompts; throughput by eq. 5.1 with the forward times measured above",
+        title="held-out prompts; throughput by eq. 3.1 with the forward times measured above",
         caption="* threshold chosen on the dev prompts",
     )
     for column in ("policy", "discard\nrate", "verification\nrate", "tokens/s", "speed-up", "gain over\nbest fixed K"):

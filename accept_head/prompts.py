@@ -16,12 +16,14 @@ from accept_head.files import sha256
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. index: its place among the prompts used; id, domain: from the record, "" when it has none."""
+    """One prompt. index: its place among the prompts used. id, domain: from the record, "" when it has none. value:
+    what the record's field holds, text or messages."""
 
     index: int
     id: str
     domain: str
     ids: tuple[int, ...]
+    value: Any = None
 
 
 def load_prompts(
@@ -50,7 +52,7 @@ def load_prompts(
                 f"{max_prompt_tokens} before the response; shorten it or lower --max_new_tokens"
             )
         identifier = str(record.get("id", len(prompts)))
-        prompts.append(Prompt(len(prompts), identifier, str(record.get("domain", "")), tuple(ids)))
+        prompts.append(Prompt(len(prompts), identifier, str(record.get("domain", "")), tuple(ids), record[field]))
         if len(prompts) == max_prompts:
             break
     if not prompts:

@@ -64,10 +64,14 @@ class Sampling:
         if self.greedy:
             one_hot = torch.zeros_like(logits, dtype=torch.float32)
             return one_hot.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return self.filter(logits).softmax(-1)
+
+    def filter(self, logits: Tensor) -> Tensor:
+        """float32 logits whose softmax is sampled from, −inf where a token is dropped. For temperatures above 0."""
         from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        scores = logits.float().reshape(-1, logits.shape[-1])  # (rows, vocab), the shape that warpers expect
-        no_ids = torch.empty(0, dtype=torch.long, device=logits.device)
+        scores: Any = logits.float().reshape(-1, logits.shape[-1])  # (rows, vocab), the shape that warpers expect
+        no_ids: Any = torch.empty(0, dtype=torch.long, device=logits.device)
         if self.temperature != 1:
             scores = TemperatureLogitsWarper(self.temperature)(no_ids, scores)
         if self.top_k:
@@ -76,7 +80,7 @@ class Sampling:
             scores = TopPLogitsWarper(self.top_p)(no_ids, scores)
         if self.min_p:
             scores = MinPLogitsWarper(self.min_p)(no_ids, scores)
-        return scores.softmax(-1).view(logits.shape)
+        return scores.view(logits.shape)
 
     def signal_probabilities(self, logits: Tensor, probabilities: Tensor) -> Tensor:
         """The distribution that draft signals are read from: the processed one, or, greedy, the plain softmax."""

@@ -21,7 +21,7 @@ from accept_head.pair import attention_mask_for
 
 @dataclass(frozen=True)
 class AttentionKinds:
-    """The kinds of a model's layers. full: some see everything; window: tokens that the others see, None if none does."""
+    """The kinds of a model's layers. full: some see everything. window: tokens that others see, if any."""
 
     model: PreTrainedModel
     layers: int

@@ -22,7 +22,7 @@ from accept_head.pair import Forward, base_model
 
 Compile = Literal["none", "default", "max-autotune"]
 
-# Most tokens of one forward that only fills the cache: bounds the memory of long prompts, and is wide enough to be fast.
+# Most tokens of one forward that only fills the cache: bounds the memory of long prompts, and is wide enough.
 FILL_TOKENS = 2048
 # Widths that a compiled forward is made for: 0, 1, 2, 4, … drafts and the token before them.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)

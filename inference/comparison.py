@@ -1,4 +1,4 @@
-"""Policies side by side: rates, throughput by eq. 5.1, gain over the best fixed K, share of the oracle gap closed."""
+"""Policies side by side: rates, throughput by eq. 3.1, gain over the best fixed K, share of the oracle gap closed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, time_per_token
+from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, total_time
 from accept_head.errors import InputError
 
 RESAMPLES = 2000
@@ -69,15 +69,14 @@ def compare(measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0)
 
 
 def _row(count: DecodeCounts) -> tuple[float, float, float]:
-    return count.generated, count.discarded, count.target_forwards
+    return count.generated, count.draft_forwards, count.target_forwards
 
 
 def _throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
-    """totals: (..., policy, 3) → (..., policy) tokens/s: eq. 5.1, or t_autoregressive where nothing is drafted."""
-    generated, discarded, verified = np.moveaxis(totals, -1, 0)
-    speculative = time_per_token(costs, discard_rate=discarded / generated, verification_rate=verified / generated)
-    alone = generated + discarded == verified  # N_draft = N + N_discarded − N_target = 0
-    return 1 / np.where(alone, costs.t_autoregressive, speculative)
+    """totals: (..., policy, 3) → (..., policy) tokens/s: eq. 3.1, or t_autoregressive where nothing is drafted."""
+    generated, drafts, verified = np.moveaxis(totals, -1, 0)
+    speculative = total_time(costs, draft_forwards=drafts, target_forwards=verified) / generated
+    return 1 / np.where(drafts == 0, costs.t_autoregressive, speculative)
 
 
 def _against_fixed(speeds: np.ndarray, fixed: list[int], oracle: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,32 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.inference.cache import CachedModel, Compile
-from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
+from accept_head.inference.memory import MemoryPlan
+from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import Finished, Request, Rows
 from accept_head.inference.stopping import Stopping
 from accept_head.inference.verify import Verified, verify, verify_greedy
-from accept_head.pair import Forward
 from accept_head.randomness import uniforms
 from accept_head.sampling import draw
-from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
 DRAFT, ACCEPT, REDRAW = range(3)  # what a random number is for
 
 
-class Drafted(NamedTuple):
-    """ids: (batch, k); probabilities: (batch, k, vocab), None when greedy; lengths: (batch,), each row's share of k."""
+@dataclass
+class Drafted:
+    """One round's proposals, slot by slot. ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when
+    greedy; lengths: (batch,), how many of the slots are each row's."""
 
-    ids: Tensor
-    probabilities: Tensor | None
+    ids: list[Tensor]
+    probabilities: list[Tensor]
     lengths: Tensor
+
+    def append(self, ids: Tensor, q: Tensor | None, active: Tensor) -> None:
+        self.ids.append(ids)
+        self.probabilities += [] if q is None else [q]
+        self.lengths = self.lengths + active
 
 
 @dataclass(frozen=True)
@@ -45,26 +50,20 @@ class Round:
     rows: Rows
     drafted: Drafted
     verified: Verified
-    scores: Tensor  # the target's processed logits, (batch, k + 1, vocab)
+    logits: Tensor  # the target's, (batch, k + 1, vocab)
+    scores: Tensor  # the same after the processors
     outcome: VerifyOutcome
 
 
 class Decoder:
-    """Two cached models that decode batches of up to `batch` rows of up to `max_length` tokens."""
+    """Two cached models that decode as many rows, of as many tokens, as the memory was planned for."""
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: PreTrainedModel,
-        *,
-        batch: int,
-        max_length: int,
-        with_hidden: bool = True,
-        compile: Compile = "none",
+        self, target: PreTrainedModel, draft: PreTrainedModel, memory: MemoryPlan, *, compile: Compile = "none"
     ):
-        self.batch, self.max_length = batch, max_length
-        self.target = CachedModel(target, batch, max_length, compile=compile)
-        self.draft = CachedModel(draft, batch, max_length, with_hidden=with_hidden, compile=compile)
+        self.memory, self.batch, self.max_length = memory, memory.batch, memory.max_length
+        self.target = CachedModel(target, self.batch, self.max_length, compile=compile)
+        self.draft = CachedModel(draft, self.batch, self.max_length, with_hidden=True, compile=compile)
 
     @torch.no_grad()
     def run(
@@ -88,11 +87,11 @@ class Decoder:
         self._admit(waiting)
         while self.rows.live_rows:
             drafted = self._draft()
-            verified, scores = self._verify(drafted)
-            outcome = self.rows.accept(drafted.lengths, verified, stopping, drafted.ids.shape[1])
+            verified, logits, scores = self._verify(drafted)
+            outcome = self.rows.accept(drafted.lengths, verified, stopping, len(drafted.ids))
             policy.observe(outcome)
             if watch:
-                watch(Round(self.rows, drafted, verified, scores, outcome))
+                watch(Round(self.rows, drafted, verified, logits, scores, outcome))
             finished = self.rows.sync(stopping)
             yield from finished
             if finished:
@@ -105,54 +104,55 @@ class Decoder:
         Host syncs: one for the round's largest budget, and, only if the policy can stop early, one a drafted token:
         whether any row goes on decides whether there is another forward, and only the host can launch one.
         """
-        rows, policy = self.rows, self.policy
+        rows, policy, processing = self.rows, self.policy, self.processing
         # A round emits one token more than it accepts: the last token of a response needs no draft.
         budget = checked(policy, "start_round", policy.start_round(rows.live), len(rows.live))
         budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * rows.live
         most = int(budget.max())
-        lengths = torch.zeros_like(budget)
+        drafted = Drafted(ids=[], probabilities=[], lengths=torch.zeros_like(budget))
         if most == 0:
-            return Drafted(rows.tokens[:, :0], None, lengths)
+            return drafted
         self.uniforms = self._uniforms(most)
-        greedy, look_ahead = self.processing.sampling.greedy, Signal.DRAWN_HIDDEN in policy.needs
-        active, ids, probabilities = budget > 0, [], []
+        active, in_vain = budget > 0, torch.zeros_like(budget)
         logits, hidden = self._feed_unfed()
         for depth in range(1, most + 1):
-            scores = self.processing.scores(logits[:, None], rows, depth - 1)[:, 0]  # (batch, vocab)
-            q = None if greedy else self.processing.probabilities(scores)
-            ids.append(scores.argmax(-1) if q is None else draw(q, self.uniforms[:, DRAFT, depth - 1]))
-            probabilities.append(q)
-            rows.write_draft(depth, ids[-1])
-            lengths, drew = lengths + active, active
-            rows.draft_forwards += drew
-            fed_hidden = hidden
-            if look_ahead and depth < most:
-                logits, hidden = self._feed(ids[-1], depth)
-            if policy.stops_early and not (look_ahead and depth == most):
-                step = self._step(depth, ids[-1], active, scores, q, fed_hidden, hidden)
+            scores = processing.scores(logits[:, None], rows, depth - 1)[:, 0]  # (batch, vocab)
+            q = None if processing.greedy else processing.probabilities(scores)
+            ids = scores.argmax(-1) if q is None else draw(q, self.uniforms[:, DRAFT, depth - 1])
+            rows.write_draft(depth, ids)
+            drafted.append(ids, q, active)
+            fed_hidden, drew = hidden, active
+            # A policy that judges the state at the drawn token itself has it fed before it is asked.
+            looks_ahead = Signal.DRAWN_HIDDEN in policy.needs and depth < most
+            if looks_ahead:
+                logits, hidden = self._feed(ids, depth)
+            if policy.stops_early and (looks_ahead or Signal.DRAWN_HIDDEN not in policy.needs):
+                signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
+                step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed_hidden, hidden)
                 active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
-            active = active & (lengths < budget)
-            if look_ahead and depth < most:
-                rows.draft_forwards += drew & ~active  # fed, and nothing drawn from it
+            active = active & (drafted.lengths < budget)
+            if looks_ahead:
+                in_vain += drew & ~active
             if depth == most or (policy.stops_early and not active.any()):
                 break
-            if not look_ahead:
-                logits, hidden = self._feed(ids[-1], depth)
-        return Drafted(torch.stack(ids, dim=1), None if greedy else torch.stack(probabilities, dim=1), lengths)
+            if not looks_ahead:
+                logits, hidden = self._feed(ids, depth)
+        rows.draft_forwards += drafted.lengths + in_vain
+        return drafted
 
-    def _verify(self, drafted: Drafted) -> tuple[Verified, Tensor]:
+    def _verify(self, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
         """One target forward on the last token and the draft, then the ratio test."""
-        rows, k = self.rows, drafted.ids.shape[1]
+        rows, k = self.rows, len(drafted.ids)
         window = rows.window(rows.lengths - 1, k + 1)
         logits = self.target.forward(window, rows.lengths - 1, rows.longest - 1).logits
-        scores = self.processing.scores(logits, rows)
-        if self.processing.sampling.greedy:
-            return verify_greedy(scores.argmax(-1), drafted.ids, drafted.lengths), scores
-        u = self.uniforms if k else self._uniforms(1)
+        scores = self.processing.scores(logits, rows)  # (batch, k + 1, vocab)
+        if self.processing.greedy:
+            return verify_greedy(scores.argmax(-1), window[:, 1:], drafted.lengths), logits, scores
         p = self.processing.probabilities(scores)
-        q = drafted.probabilities if k else p[:, :0]
-        assert q is not None
-        return verify(p, q, drafted.ids, drafted.lengths, u[:, ACCEPT, :k], u[:, REDRAW, 0]), scores
+        q = torch.stack(drafted.probabilities, dim=1) if k else p[:, :0]
+        u = self.uniforms if k else self._uniforms(1)
+        verified = verify(p, q, window[:, 1:], drafted.lengths, u[:, ACCEPT, :k], u[:, REDRAW, 0])
+        return verified, logits, scores
 
     def _feed_unfed(self) -> tuple[Tensor, Tensor]:
         """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed."""
@@ -165,31 +165,13 @@ class Decoder:
         width = rows.unfed
         starts = (rows.lengths - width).clamp(min=0)
         output = self.draft.forward(rows.window(starts, width), starts, max(0, rows.longest - width))
-        last = rows.lengths - 1 - starts  # (batch,)
-        return tuple(part[torch.arange(len(last), device=last.device), last] for part in output)
+        row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
+        return output.logits[row, last], output.hidden[row, last]
 
     def _feed(self, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Feed (batch,) tokens drawn at `depth` → logits and hidden state, (batch, …) each."""
         output = self.draft.forward(token_ids[:, None], self.rows.lengths + depth - 1, self.rows.longest + depth - 1)
         return output.logits[:, 0], output.hidden[:, 0]
-
-    def _step(
-        self, depth: int, ids: Tensor, active: Tensor, scores: Tensor, q: Tensor | None, fed: Tensor, drawn: Tensor
-    ) -> DraftStep:
-        """What the policy asked to see of this step, and no more."""
-        needs = self.policy.needs
-        of_q = needs & {Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB}
-        signal_q = self.processing.signal_probabilities(scores, q) if of_q else scores
-        return DraftStep(
-            depth=depth,
-            token_ids=ids,
-            active=active,
-            fed_hidden=fed if Signal.FED_HIDDEN in needs else None,
-            drawn_hidden=drawn if Signal.DRAWN_HIDDEN in needs else None,
-            logprob=draft_logprob(signal_q, ids) if Signal.LOGPROB in needs else None,
-            entropy=draft_entropy(signal_q) if Signal.ENTROPY in needs else None,
-            max_prob=draft_max_prob(signal_q) if Signal.MAX_PROB in needs else None,
-        )
 
     def _uniforms(self, slots: int) -> Tensor:
         """This round's random numbers, (batch, 3, slots)."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
@@ -58,14 +57,14 @@ def generate(
 ) -> Generated:
     """Decode prompts speculatively; each response is distributed as the target's own, and greedy ones equal it.
 
-    input_ids: a list of prompts (token ids) of any lengths, or (batch, seq) with an attention_mask that is 0 at padding.
-    policy: a DraftPolicy or its SPEC (`fixed:4`, `head:PATH:0.5`, …). batch_size: rows decoded together; further prompts
-    take the place of finished ones; all at once when left out. end_token_ids: the target's own when left out.
-    stop_strings: need `tokenizer`. compile: see CachedModel. watch: called after every round.
+    input_ids: a list of prompts (token ids) of any lengths, or (batch, seq) with an attention_mask that is 0 at
+    padding. policy: a DraftPolicy or its SPEC (`fixed:4`, `head:PATH:0.5`, …). batch_size: rows decoded together;
+    further prompts take the place of finished ones; all at once when left out. end_token_ids: the target's own when
+    left out. stop_strings: need `tokenizer`. compile: see CachedModel. watch: called after every round.
 
-    seed, row_ids: a row's random numbers depend on the seed and on its id, and on nothing around it. Without row_ids the
-    id is made of the prompt itself (and of how many equal ones came before), so that a prompt gives the same tokens
-    alone, in a batch and in another order.
+    seed, row_ids: a row's random numbers depend on the seed and on its id, and on nothing around it. Without row_ids
+    the id is made of the prompt itself (and of how many equal ones came before), so that a prompt gives the same
+    tokens alone, in a batch and in another order.
 
     Raises InputError when a value makes no sense, when prompt and response do not fit the models' context, when the
     batch does not fit in memory, or when the decode loop cannot serve a model.
@@ -86,9 +85,7 @@ def generate(
     tokens: list[list[int]] = [[] for _ in requests]
     stats: dict[int, DecodeStats] = {}
     stopping = Stopping(ends, criteria, target.device)
-    for done in decoder.run(
-        requests, policy=policy, processing=processing, stopping=stopping, seed=seed, watch=watch
-    ):
+    for done in decoder.run(requests, policy=policy, processing=processing, stopping=stopping, seed=seed, watch=watch):
         tokens[done.request.index] = done.token_ids
         stats[done.request.index] = done.stats
     return Generated(tokens, [stats[index] for index in range(len(requests))])
@@ -114,7 +111,7 @@ def make_decoder(
             check_served(model)
             _check_context(model, role, requests)
     max_length = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    plan_memory(
+    plan = plan_memory(
         target,
         draft,
         batch=batch,
@@ -122,8 +119,9 @@ def make_decoder(
         max_draft_tokens=policy.max_draft_tokens,
         vocab_size=min(output_size(target), output_size(draft)),
         greedy=greedy,
-    ).check_fits(target.device)
-    return Decoder(target, draft, batch=batch, max_length=max_length, compile=compile)
+    )
+    plan.check_fits(target.device)
+    return Decoder(target, draft, plan, compile=compile)
 
 
 def _check_context(model: PreTrainedModel, role: str, requests: Sequence[Request]) -> None:
@@ -131,8 +129,8 @@ def _check_context(model: PreTrainedModel, role: str, requests: Sequence[Request
     for request in requests:
         if (needed := len(request.prompt) + request.max_new_tokens) > room:
             raise InputError(
-                f"prompt {request.index} has {len(request.prompt)} tokens, {needed} with its response, but the {role}'s "
-                f"context has {room}"
+                f"prompt {request.index} has {len(request.prompt)} tokens, {needed} with its response, but the "
+                f"{role}'s context has {room}"
             )
 
 
@@ -184,11 +182,11 @@ def make_requests(
 
 
 def content_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Ids that depend on a prompt's tokens and on how many equal prompts came before it. 63 bits each."""
+    """Ids that depend on a prompt's tokens and on how many equal prompts came before it; they fit an int64."""
     seen: Counter[bytes] = Counter()
     ids = []
     for prompt in prompts:
         digest = hashlib.sha256(b"".join(int(token).to_bytes(4, "little") for token in prompt)).digest()
-        ids.append((int.from_bytes(digest[:8], "little") + seen[digest]) >> 1)
+        ids.append((int.from_bytes(digest[:8], "little") >> 2) + seen[digest])
         seen[digest] += 1
     return ids

@@ -1,8 +1,8 @@
 """How much memory a batch needs, before any of it is taken: weights + caches + logits.
 
-    weights  every parameter and buffer, once (they are there already)
-    caches   rows × (longest row + 1) tokens × bytes a token, of both models
-    logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
+weights  every parameter and buffer, once (they are there already)
+caches   rows × (longest row + 1) tokens × bytes a token, of both models
+logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
 
 class Signal(Enum):
@@ -24,6 +25,9 @@ class Signal(Enum):
     LOGPROB = auto()  # log q(Y)
     ENTROPY = auto()  # of q, nats
     MAX_PROB = auto()  # max q
+
+
+OF_Q = frozenset({Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB})  # read from the draft's distribution
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,29 @@ class DraftStep:
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     max_prob: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        needs: frozenset[Signal],
+        depth: int,
+        token_ids: Tensor,
+        active: Tensor,
+        q: Tensor,
+        fed_hidden: Tensor,
+        drawn_hidden: Tensor,
+    ) -> DraftStep:
+        """What `needs` asks for, and no more. q: (batch, vocab), looked at only if a signal of it is needed."""
+        return cls(
+            depth=depth,
+            token_ids=token_ids,
+            active=active,
+            fed_hidden=fed_hidden if Signal.FED_HIDDEN in needs else None,
+            drawn_hidden=drawn_hidden if Signal.DRAWN_HIDDEN in needs else None,
+            logprob=draft_logprob(q, token_ids) if Signal.LOGPROB in needs else None,
+            entropy=draft_entropy(q) if Signal.ENTROPY in needs else None,
+            max_prob=draft_max_prob(q) if Signal.MAX_PROB in needs else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,10 @@ class Processing:
         self.sampling, self.vocab_size = sampling, vocab_size
         self.repetition_penalty, self.processors = repetition_penalty, list(logits_processor)
 
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.greedy
+
     def scores(self, logits: Tensor, rows: Rows, offset: int = 0) -> Tensor:
         """Processed logits, but for the sampling settings. logits: (batch, slots, ≥ vocab), in which slot j of a row
         follows its first lengths + offset + j tokens → (batch, slots, vocab)."""

@@ -1,46 +1,200 @@
-"""Measures what one forward costs on this machine, at batch 1, over the cache that decoding uses."""
+"""`accept-head profile`: what a forward costs on this machine, by the paper's regression and by the batch model.
+
+Three measurements, of one pair, over the cache and the loop that decoding uses:
+rounds   T = t_draft·N_draft + t_target·N_target (eq. 3.1), least squares over real rounds of different draft lengths:
+         wall clock, so each forward carries its share of the loop
+forward  medians of bare forwards: what a loop without any overhead would take
+batch    t = α·(context tokens) + β·(batch tokens) + γ for each model (AdaSpec eq. 2), over batch × context × width
+"""
 
 from __future__ import annotations
 
+import datetime
+import platform
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
-from accept_head.cost import ForwardCosts
+from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.errors import InputError
+from accept_head.files import writable_folder, write_json
 from accept_head.inference.cache import CachedModel
-from accept_head.pair import Pair, context_tokens
+from accept_head.inference.decode import Round
+from accept_head.inference.generation import GREEDY, make_decoder, make_requests
+from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.processing import Processing
+from accept_head.inference.stopping import Stopping
+from accept_head.pair import Pair, context_tokens, load_pair
+from accept_head.prompts import load_prompts
+from accept_head.sampling import Sampling
 
 WARM_UP, REPEATS = 5, 40
+DRAFT_LENGTHS = (1, 2, 4, 8)  # that the regression is over
+SLOWEST = 0.05  # share of rounds of one length that are left out: somebody else had the processor
+BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
+
+# Used when no prompts are given: costs depend on lengths, hardly on words.
+TEXT = (
+    "Speculative decoding lets a small draft model propose several tokens, which a large target model verifies in one "
+    "forward pass. Accepted tokens are kept, the first rejected one is drawn again, and the output keeps exactly the "
+    "distribution of the target. How many tokens to propose is a guess, and the best guess changes from word to word."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression:
+    """costs: by least squares of eq. 3.1. r_squared: of the fit over `rounds` rounds."""
+
+    costs: ForwardCosts
+    r_squared: float
+    rounds: int
+
+
+def profile(
+    target: str,
+    draft: str,
+    out: str = "costs.json",
+    prompts: str | None = None,
+    field: str = "prompt",
+    max_prompts: int = 16,
+    max_new_tokens: int = 48,
+    temperature: float = 0.0,
+    top_k: int = 50,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Measure what draft and target forwards cost on this machine, and write them as JSON.
+
+    Args:
+        target: Target model: a folder or a name on the Hub.
+        draft: Draft model, with the target's tokenizer.
+        out: JSON file to write.
+        prompts: JSONL file or data set to decode; a built-in text when left out.
+        field: Field of a prompt record.
+        max_prompts: Prompts to decode at each draft length.
+        max_new_tokens: Longest response, in tokens.
+        temperature: Sampling temperature; 0 is greedy.
+        top_k: Most likely tokens kept when sampling.
+        dtype: float32, bfloat16, float16, or auto.
+        trust_remote_code: Run model code that comes with the checkpoint.
+    """
+    path = Path(out)
+    writable_folder(path.parent)
+    pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
+    if prompts:
+        ids = [prompt.ids for prompt in load_prompts(prompts, pair.tokenizer, field=field, max_prompts=max_prompts)]
+    else:
+        ids = [tuple(pair.tokenizer(TEXT)["input_ids"])]
+    sampling = Sampling(temperature=temperature, top_k=top_k)
+    fit = regress_rounds(pair, ids, sampling=sampling, max_new_tokens=max_new_tokens)
+    forward = measure_forwards(pair, ids)
+    batch = {"draft": fit_batch_cost(pair.draft), "target": fit_batch_cost(pair.target)}
+    write_json(
+        path,
+        {
+            **asdict(fit.costs),
+            "r_squared": fit.r_squared,
+            "rounds": fit.rounds,
+            "forward": asdict(forward),
+            "batch": {name: asdict(cost) for name, cost in batch.items()},
+            "target": target,
+            "draft": draft,
+            "dtype": str(pair.target.dtype).removeprefix("torch."),
+            "device": device_name(pair.target.device),
+            "threads": torch.get_num_threads(),
+            "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
+            "date": datetime.date.today().isoformat(),
+        },
+    )
+    costs = fit.costs
+    print(
+        f"t_draft {1e3 * costs.t_draft:.2f} ms, t_target {1e3 * costs.t_target:.2f} ms, target alone "
+        f"{1e3 * costs.t_autoregressive:.2f} ms (c = {costs.ratio:.3f}); R² {fit.r_squared:.3f} of {fit.rounds} rounds"
+    )
+    for name, cost in batch.items():
+        print(
+            f"{name}: {1e9 * cost.alpha:.1f} ns a context token, {1e6 * cost.beta:.1f} µs a batch token, "
+            f"{1e3 * cost.gamma:.2f} ms a forward (R² {cost.r_squared:.3f})"
+        )
+    print(f"wrote {path}")
+
+
+def regress_rounds(
+    pair: Pair, prompts: Sequence[Sequence[int]], *, sampling: Sampling = GREEDY, max_new_tokens: int = 48
+) -> Regression:
+    """Decode prompts one at a time with several fixed draft lengths, in turns, and fit eq. 3.1 to the rounds.
+
+    Raises InputError when no prompt leaves room for a response of max_new_tokens.
+    """
+    usable = _usable(pair, prompts, max_new_tokens)
+    seconds: dict[int, list[float]] = {}  # of rounds, by tokens drafted
+    for index, prompt in enumerate([usable[0], *usable]):  # the first is a warm-up
+        for k in (0, *DRAFT_LENGTHS):
+            for drafted, elapsed in _timed_rounds(pair, prompt, FixedPolicy(k), sampling, max_new_tokens):
+                if index:
+                    seconds.setdefault(drafted, []).append(elapsed)
+    alone = statistics.median(seconds.pop(0))
+    # A response's last rounds draft less than K: every length has rounds.
+    kept = {k: sorted(times)[: max(1, int(len(times) * (1 - SLOWEST)))] for k, times in seconds.items()}
+    lengths = np.array([k for k, times in kept.items() for _ in times], dtype=float)
+    measured = np.array([elapsed for times in kept.values() for elapsed in times])
+    (t_draft, t_target), r_squared = _least_squares(np.stack([lengths, np.ones_like(lengths)], axis=1), measured)
+    costs = ForwardCosts(t_draft=t_draft, t_target=t_target, t_autoregressive=alone)
+    return Regression(costs=costs, r_squared=r_squared, rounds=len(measured))
+
+
+def _timed_rounds(
+    pair: Pair, prompt: Sequence[int], policy: FixedPolicy, sampling: Sampling, max_new_tokens: int
+) -> list[tuple[int, float]]:
+    """(tokens drafted, seconds) of each round but the first, which has the prefill in it."""
+    clock: list[float] = []
+    drafted: list[int] = []
+
+    def watch(round_: Round) -> None:
+        drafted.append(int(round_.outcome.drafted.sum()))
+        _finish(pair.target.device)
+        clock.append(time.perf_counter())
+
+    requests = make_requests([prompt], max_new_tokens)
+    decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=1, greedy=sampling.greedy)
+    processing = Processing(sampling, pair.vocab_size)
+    never = Stopping([], [], pair.target.device)
+    for _ in decoder.run(requests, policy=policy, processing=processing, stopping=never, watch=watch):
+        pass
+    spans = np.diff(clock).tolist()
+    return list(zip(drafted[1:], spans, strict=True))
 
 
 @torch.no_grad()
-def measure_costs(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4) -> ForwardCosts:
-    """Median seconds, after real prompts, of a draft step (1 token), of a verification (verify_tokens + 1 tokens) and
-    of a step of the target alone (1 token).
+def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4) -> ForwardCosts:
+    """Median seconds, after real prompts at batch 1, of bare forwards: a draft step (1 token), a verification
+    (verify_tokens + 1 tokens) and a step of the target alone (1 token).
 
     They are timed in turns, so that a slower or faster moment of the machine touches all alike. Raises InputError
     when the context is too short for a verification.
     """
     width = verify_tokens + 1
-    usable = [p for p in prompts if len(p) + width <= min(context_tokens(pair.target), context_tokens(pair.draft))]
-    if not usable:
-        raise InputError(f"no prompt leaves room for {width} more tokens in the models' context")
+    usable = _usable(pair, prompts, width)
+    longest = max(len(prompt) for prompt in usable)
+    device = pair.target.device
+    draft, target = (CachedModel(model, 1, longest + width) for model in (pair.draft, pair.target))
     seconds: dict[str, list[float]] = {"t_draft": [], "t_target": [], "t_autoregressive": []}
     for step in range(WARM_UP + REPEATS):
-        prompt = torch.tensor([usable[step % len(usable)]], device=pair.target.device)
-        length = torch.tensor([prompt.shape[1]], device=prompt.device)
-        draft, target = (CachedModel(model, prompt.shape[1] + width) for model in (pair.draft, pair.target))
+        prompt = torch.tensor([usable[step % len(usable)]], device=device)
         for model in (draft, target):
-            model.prefill(prompt, length)
+            model.fill(prompt, [0], [0], [prompt.shape[1]])
         new = prompt[:, -1:].expand(1, width)
         timed = {
-            "t_draft": _seconds(draft, new[:, :1], length),
-            "t_target": _seconds(target, new, length),
-            "t_autoregressive": _seconds(target, new[:, :1], length),
+            "t_draft": _seconds(draft, new[:, :1], prompt.shape[1]),
+            "t_target": _seconds(target, new, prompt.shape[1]),
+            "t_autoregressive": _seconds(target, new[:, :1], prompt.shape[1]),
         }
         if step >= WARM_UP:
             for name, value in timed.items():
@@ -48,12 +202,58 @@ def measure_costs(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens
     return ForwardCosts(**{name: statistics.median(values) for name, values in seconds.items()})
 
 
-def _seconds(model: CachedModel, new: Tensor, starts: Tensor) -> float:
+@torch.no_grad()
+def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5) -> BatchForwardCost:
+    """α, β, γ of AdaSpec's eq. 2, least squares over medians of forwards at every batch × context × width that fits."""
+    room = context_tokens(model) - max(WIDTHS)
+    contexts = [context for context in CONTEXTS if context <= room] or [max(1, room)]
+    features, measured = [], []
+    for batch in BATCHES:
+        cached = CachedModel(model, batch, max(contexts) + max(WIDTHS))
+        ids = torch.ones(batch, max(contexts), dtype=torch.long, device=model.device)
+        cached.fill(ids, range(batch), [0] * batch, [max(contexts)] * batch)
+        for context in contexts:
+            for width in WIDTHS:
+                times = [_seconds(cached, ids[:, :1].expand(batch, width), context) for _ in range(repeats + 1)][1:]
+                features.append((batch * context, batch * width, 1))
+                measured.append(statistics.median(times))
+    (alpha, beta, gamma), r_squared = _least_squares(np.array(features, dtype=float), np.array(measured))
+    return BatchForwardCost(alpha=alpha, beta=beta, gamma=gamma, r_squared=r_squared)
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    information = Path("/proc/cpuinfo")  # where Linux tells it
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _least_squares(features: np.ndarray, measured: np.ndarray) -> tuple[list[float], float]:
+    """Coefficients and R². features: (n, coefficients); measured: (n,)."""
+    coefficients, *_ = np.linalg.lstsq(features, measured, rcond=None)
+    unexplained = np.square(measured - features @ coefficients).sum()
+    total = np.square(measured - measured.mean()).sum()
+    return [float(value) for value in coefficients], float(1 - unexplained / total) if total > 0 else 1.0
+
+
+def _usable(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Sequence[int]]:
+    room = min(context_tokens(pair.target), context_tokens(pair.draft)) - new_tokens
+    usable = [prompt for prompt in prompts if len(prompt) <= room]
+    if not usable:
+        raise InputError(f"no prompt leaves room for {new_tokens} more tokens in the models' context")
+    return usable
+
+
+def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
+    starts = torch.full((len(new),), start, device=new.device)
     _finish(new.device)
-    start = time.perf_counter()
-    model.forward(new, starts)
+    begin = time.perf_counter()
+    model.forward(new, starts, start)
     _finish(new.device)
-    return time.perf_counter() - start
+    return time.perf_counter() - begin
 
 
 def _finish(device: torch.device) -> None:

@@ -217,6 +217,7 @@ class Rows:
             setattr(self, name, getattr(self, name)[rows])
         for name in ("rounds", "drafted", "accepted", "draft_forwards"):
             setattr(self, name, getattr(self, name)[rows])
-        self.requests, self.started = ([column[row] for row in host_rows] for column in (self.requests, self.started))
+        self.requests = [self.requests[row] for row in host_rows]
+        self.started = [self.started[row] for row in host_rows]
         self.host_lengths = [self.host_lengths[row] for row in host_rows]
         self.host_fed = [self.host_fed[row] for row in host_rows]

@@ -17,12 +17,11 @@ from tqdm import tqdm
 
 from accept_head.errors import InputError
 from accept_head.files import writable_folder
-from accept_head.pair import Pair, checkpoint_fingerprint, context_tokens, load_pair, vocabulary_fingerprint
+from accept_head.pair import Pair, checkpoint_fingerprint, context_tokens, end_ids, load_pair, vocabulary_fingerprint
+from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards, write_shard
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
-from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
-from accept_head.pair import end_ids
 from accept_head.training.respond import respond
 from accept_head.training.score import score
 

@@ -10,9 +10,7 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead
 from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policy import DraftStep, RowPolicy, Signal
-
-DRAFT_SIGNALS = frozenset({Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB})
+from accept_head.inference.policy import OF_Q, DraftStep, RowPolicy, Signal
 
 
 class HeadPolicy(RowPolicy):
@@ -41,13 +39,15 @@ class HeadPolicy(RowPolicy):
         head.index_of("token")  # refuses a head that does not predict it
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
-            raise InputError(f"head lag is {lag}, expected {'0: it reads the state before a token' if before else '0 or 1'}")
+            raise InputError(
+                f"head lag is {lag}, expected {'0: it reads the state before a token' if before else '0 or 1'}"
+            )
         self.head, self.threshold, self.k_min, self.max_draft_tokens = head, threshold, k_min, k_max
         self.lag = lag if lag is not None else 0 if before else 1
         self.reads_drawn = self.lag == 0 and not before
         self.needs = frozenset({Signal.DRAWN_HIDDEN if self.reads_drawn else Signal.FED_HIDDEN})
         if head.config.signals:
-            self.needs |= DRAFT_SIGNALS
+            self.needs |= OF_Q
         # Of this round: the predicted chance that all judged tokens are accepted, and the last token's signals.
         self.survival = torch.empty(0)
         self.signals: Tensor | None = None

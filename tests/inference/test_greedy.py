@@ -5,90 +5,123 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import generate
-from accept_head.inference.policies import FixedPolicy, HeadPolicy
+from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.rows import Rows
 from accept_head.pair import hidden_size, load_pair
 from accept_head.prompts import load_prompts
-from tests.inference.toy import architectures, pair_of
+from tests.inference.toy import architectures, ragged_prompts, random_head, transformers_greedy
 
-GREEDY = Sampling(temperature=0)
 ARCHITECTURES = architectures()
+BATCHES = (1, 3, 8, 16)
+NEW_TOKENS = 18
+END = 3
+
+# name → a policy for a draft of this hidden size
+POLICIES = {
+    "fixed:0": lambda hidden: FixedPolicy(0),
+    "fixed:1": lambda hidden: FixedPolicy(1),
+    "fixed:4": lambda hidden: FixedPolicy(4),
+    "fixed:8": lambda hidden: FixedPolicy(8),
+    "head drawn lag 0": lambda hidden: HeadPolicy(random_head(hidden), 0.6, k_max=6, lag=0),
+    "head drawn lag 1": lambda hidden: HeadPolicy(random_head(hidden, signals=True), 0.6, k_max=6),
+    "head before": lambda hidden: HeadPolicy(random_head(hidden, reads="before", signals=True), 0.8, k_max=6),
+    "confidence": lambda hidden: ConfidencePolicy(0.5, k_max=6),
+}
 
 
-def transformers_greedy(model, prompt, max_new_tokens, end_ids=()):
-    """transformers' own loop on one prompt: no padding, no cache of ours."""
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=list(end_ids) or None,
-        pad_token_id=0,
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def toy(request):
+    """A target, its draft, more prompts than the largest batch, and what transformers makes of them."""
+    target, draft = ARCHITECTURES[request.param]
+    prompts = ragged_prompts(max(BATCHES) + 3)
+    expected = [transformers_greedy(target, prompt, NEW_TOKENS, eos_token_id=[END]) for prompt in prompts]
+    return target, draft, prompts, expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_architecture_decodes_ragged_prompts_exactly(toy, batch, policy):
+    """There are three prompts more than rows: some take the place of others while the rest go on."""
+    target, draft, prompts, expected = toy
+    policy, prompts, expected = POLICIES[policy](hidden_size(draft)), prompts[: batch + 3], expected[: batch + 3]
+    result = generate(
+        target, draft, prompts, policy=policy, max_new_tokens=NEW_TOKENS, batch_size=batch, end_token_ids=[END]
     )
-    return output[0, len(prompt) :].tolist()
+    assert result.tokens == expected
 
 
-def policies(hidden):
-    torch.manual_seed(0)
-    head = AcceptanceHead(HeadConfig(hidden_size=hidden, depth=1))
-    return [FixedPolicy(0), FixedPolicy(1), FixedPolicy(4), FixedPolicy(8), HeadPolicy(head, 0.6, k_max=6)]
+def test_the_toy_responses_differ_in_tokens_and_lengths_and_have_no_near_ties(toy):
+    """Otherwise the comparison above would show little, or depend on the last bit."""
+    target, _, prompts, expected = toy
+    assert len({tuple(row) for row in expected}) == len(prompts)
+    assert len({len(row) for row in expected}) > 2
+    for prompt, response in zip(prompts, expected, strict=True):
+        best = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > 1e-3
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_every_architecture_decodes_ragged_prompts_exactly(name, batch):
-    target, draft = ARCHITECTURES[name]
-    generator = torch.Generator().manual_seed(batch)
-    prompts = [torch.randint(0, 32, (1 + 3 * row,), generator=generator).tolist() for row in range(batch)]
-    expected = [transformers_greedy(target, prompt, 20) for prompt in prompts]
-    assert len({tuple(row) for row in expected}) == batch or batch == 1  # different prompts, different answers
-    for policy in policies(hidden_size(draft)):
-        results = generate(pair_of(target, draft), prompts, policy=policy, sampling=GREEDY, max_new_tokens=20)
-        assert [result.token_ids for result in results] == expected
+def test_drafts_are_accepted_often_but_not_always(toy):
+    target, draft, prompts, _ = toy
+    stats = generate(target, draft, prompts, policy="fixed:4", max_new_tokens=NEW_TOKENS).stats
+    assert 0.3 < sum(row.accepted for row in stats) / sum(row.drafted for row in stats) < 0.9
+
+
+class Embedded:
+    """The trained pair in float32, its test prompts, and transformers' greedy responses, each computed once."""
+
+    new_tokens = 40
+
+    def __init__(self, folder):
+        self.pair = load_pair(folder / "target", folder / "draft", dtype="float32", device="cpu")
+        prompts = load_prompts(str(folder / "prompts" / "test.jsonl"), self.pair.tokenizer)
+        self.prompts = [list(prompt.ids) for prompt in prompts]
+        self.responses = []
+
+    def expected(self, count):
+        for prompt in self.prompts[len(self.responses) : count]:
+            eos = self.pair.tokenizer.eos_token_id
+            self.responses.append(transformers_greedy(self.pair.target, prompt, self.new_tokens, eos_token_id=eos))
+        return self.responses[:count]
+
+    def generate(self, count, policy, batch):
+        policy = POLICIES[policy](hidden_size(self.pair.draft))
+        prompts, options = self.prompts[:count], {"max_new_tokens": self.new_tokens, "batch_size": batch}
+        return generate(self.pair.target, self.pair.draft, prompts, policy=policy, **options)
 
 
 @pytest.fixture(scope="module")
 def embedded(embedded_pair_folder):
-    pair = load_pair(embedded_pair_folder / "target", embedded_pair_folder / "draft", dtype="float32")
-    prompts = load_prompts(str(embedded_pair_folder / "prompts" / "test.jsonl"), pair.tokenizer, max_prompts=24)
-    prompts = [list(prompt.ids) for prompt in prompts]
-    ends = [pair.tokenizer.eos_token_id]
-    return pair, prompts, ends, [transformers_greedy(pair.target, prompt, 40, ends) for prompt in prompts]
+    return Embedded(embedded_pair_folder)
 
 
-@pytest.mark.parametrize("batch", [5, 24])
-def test_the_embedded_pair_decodes_exactly_end_tokens_included(embedded, batch):
-    pair, prompts, ends, expected = embedded
-    for policy in policies(hidden_size(pair.draft)):
-        results = []
-        for start in range(0, len(prompts), batch):
-            results += generate(
-                pair,
-                prompts[start : start + batch],
-                policy=policy,
-                sampling=GREEDY,
-                max_new_tokens=40,
-                end_ids=ends,
-            )
-        assert [result.token_ids for result in results] == expected
+@pytest.mark.parametrize(
+    ("count", "batch", "policy"),
+    [(16, 16, policy) for policy in POLICIES] + [(16, 5, "fixed:4"), (16, 5, "head drawn lag 0"), (3, 1, "fixed:8")],
+)
+def test_the_embedded_pair_decodes_exactly_end_tokens_included(embedded, count, batch, policy):
+    assert embedded.generate(count, policy, batch).tokens == embedded.expected(count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_embedded_pair_decodes_200_prompts_exactly(embedded, batch, policy):
+    assert len(embedded.prompts) >= 200
+    assert embedded.generate(200, policy, batch).tokens == embedded.expected(200)
 
 
 def test_a_hole_in_the_drafts_cache_costs_acceptance_but_not_correctness(embedded, monkeypatch):
     """After a fully accepted round the last drafted token still has to be fed; skip it, and drafts get worse."""
-    from accept_head.inference import decode
+    good = embedded.generate(16, "fixed:4", 16)
+    accept = Rows.accept
 
-    pair, prompts, ends, expected = embedded
-    good = generate(pair, prompts, policy=FixedPolicy(4), sampling=GREEDY, max_new_tokens=40, end_ids=ends)
-    accept = decode.Rows.accept
-
-    def skips(rows, drafted, verified, end_ids):
-        outcome = accept(rows, drafted, verified, end_ids)
-        rows.draft_fed = rows.lengths - 1
+    def skips(rows, *arguments):
+        outcome = accept(rows, *arguments)
+        rows.fed = rows.lengths - 1
         return outcome
 
-    monkeypatch.setattr(decode.Rows, "accept", skips)
-    bad = generate(pair, prompts, policy=FixedPolicy(4), sampling=GREEDY, max_new_tokens=40, end_ids=ends)
-    assert [result.token_ids for result in bad] == expected  # still lossless: the draft is never trusted
-    assert sum(result.accepted for result in bad) < sum(result.accepted for result in good)
+    monkeypatch.setattr(Rows, "accept", skips)
+    bad = embedded.generate(16, "fixed:4", 16)
+    assert bad.tokens == embedded.expected(16)  # still lossless: the draft is never trusted
+    assert sum(row.accepted for row in bad.stats) < sum(row.accepted for row in good.stats)

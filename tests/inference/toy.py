@@ -1,8 +1,10 @@
-"""A toy pair on a handful of tokens, small enough to enumerate every response exactly."""
+"""Toy models, small enough to enumerate every response exactly, and transformers' own greedy decoding to compare with."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from typing import Any
 
 import torch
 from transformers import (
@@ -20,9 +22,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from accept_head import Pair, Sampling
+from accept_head import AcceptanceHead, HeadConfig, Pair, Sampling
+from accept_head.signals import SIGNALS
 
 TOKENS = 5
+VOCAB = 32
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+
+Models = tuple[PreTrainedModel, PreTrainedModel]
 
 
 def llama(seed: int, vocab: int = TOKENS, layers: int = 1, sharpness: float = 1.0) -> PreTrainedModel:
@@ -40,42 +47,77 @@ def llama(seed: int, vocab: int = TOKENS, layers: int = 1, sharpness: float = 1.
     return _sharpen(LlamaForCausalLM(config), sharpness)
 
 
-def architectures(vocab: int = 32) -> dict[str, tuple[PreTrainedModel, PreTrainedModel]]:
-    """name → (target, draft): random weights, but logits far enough apart that greedy decoding has no ties."""
-    common = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "intermediate_size": 48,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-    }
-
-    def two(model: type, config: type, **extra: object) -> tuple[PreTrainedModel, PreTrainedModel]:
-        models = []
-        for seed, layers in ((0, 3), (1, 1)):
-            torch.manual_seed(seed)
-            models.append(_sharpen(model(config(**{**common, "num_hidden_layers": layers, **extra})), 20.0))
-        return models[0], models[1]
-
-    grouped = {"num_key_value_heads": 2, "head_dim": 8}
-    return {
-        "llama": two(LlamaForCausalLM, LlamaConfig, num_key_value_heads=2),
-        "qwen3": two(Qwen3ForCausalLM, Qwen3Config, **grouped),
-        "gemma2": two(Gemma2ForCausalLM, Gemma2Config, layer_types=None, sliding_window=64, **grouped),
-        "gpt2": two(GPT2LMHeadModel, GPT2Config),
-        "gpt_neox": two(GPTNeoXForCausalLM, GPTNeoXConfig),
-    }
-
-
 def pair_of(target: PreTrainedModel, draft: PreTrainedModel) -> Pair:
     return Pair(target, draft, PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast), target.config.vocab_size)
 
 
 def toy_pair() -> Pair:
     return pair_of(llama(0, layers=2, sharpness=6.0), llama(1, sharpness=6.0))
+
+
+def random_head(
+    hidden: int, *, depth: int = 1, signals: bool = False, std: float = 1.0, **config: Any
+) -> AcceptanceHead:
+    """An untrained head whose predictions vary."""
+    if signals:
+        config |= {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
+    torch.manual_seed(2)
+    head = AcceptanceHead(HeadConfig(hidden_size=hidden, depth=depth, **config))
+    torch.nn.init.normal_(head.output.weight, std=std)
+    return head.eval()
+
+
+def tiny(model: type, config: type, *, layers: int, seed: int = 0, **extra: Any) -> PreTrainedModel:
+    """A random model of any architecture: attention that matters, and logits far enough apart not to tie."""
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 64,
+        "intermediate_size": 48,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(seed)
+    return _sharpen(model(config(**{**common, **extra})), 20.0)
+
+
+def two(model: type, config: type, *, noise: float = 0.04, **extra: Any) -> Models:
+    """(target, draft) of one architecture: the draft is the target with noise on its weights, so that some is right."""
+    target = tiny(model, config, layers=3, **extra)
+    draft = copy.deepcopy(target)
+    torch.manual_seed(1)
+    for weight in draft.parameters():
+        weight += noise * weight.std() * torch.randn(weight.shape)
+    return target, draft
+
+
+def architectures() -> dict[str, Models]:
+    return {
+        "llama": two(LlamaForCausalLM, LlamaConfig, num_key_value_heads=2),
+        "qwen3": two(Qwen3ForCausalLM, Qwen3Config, **GROUPED),
+        "gemma2": two(Gemma2ForCausalLM, Gemma2Config, layer_types=None, sliding_window=64, **GROUPED),
+        "gpt2": two(GPT2LMHeadModel, GPT2Config),
+        "gpt_neox": two(GPTNeoXForCausalLM, GPTNeoXConfig),
+    }
+
+
+def ragged_prompts(count: int, *, vocab: int = VOCAB, longest: int = 24, seed: int = 0) -> list[list[int]]:
+    """Random prompts of 1 to `longest` tokens; lengths follow no order."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1 + (7 * row) % longest for row in range(count)]
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], max_new_tokens: int, **options: Any) -> list[int]:
+    """transformers' own loop on one prompt: no padding, and nothing of ours. options: of its `generate`."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **options}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, **options)
+    return output[0, len(prompt) :].tolist()
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from scipy.stats import chisquare
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from accept_head import Pair, Sampling
+from accept_head.prompts import Prompt
 from accept_head.trace import read_traces
 from accept_head.training.collect import make_records
-from accept_head.prompts import Prompt
 from accept_head.training.score import score
 
 SAMPLINGS = [

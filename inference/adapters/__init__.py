@@ -1,0 +1,1 @@
+"""Our decode loop inside other engines: each adapter translates, then calls the same policy."""

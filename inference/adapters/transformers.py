@@ -1,0 +1,215 @@
+"""transformers' `generate` with our decode loop:
+
+    model.generate(**inputs, custom_generate=accept_head.inference.adapters.transformers.generate,
+                   draft=draft_model, policy="head:PATH:0.5")
+
+The generation config, logits processors and stopping criteria are those that `generate` prepares, and what it returns
+is what `generate` returns; any batch size (transformers' own assisted generation stops at 1). Random numbers come from
+torch's generator, so `torch.manual_seed` makes a sampled call repeatable.
+
+transformers 5.19 does not hand `streamer=`, `tokenizer=` (which `stop_strings=` needs) and `assistant_model=` on to a
+function: pass stop strings as stopping_criteria=[StopStringCriteria(tokenizer, [...])].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from accept_head.errors import InputError
+from accept_head.inference.decode import Round
+from accept_head.inference.generation import as_prompts, check_models, content_ids, make_decoder
+from accept_head.inference.policies import make_policy
+from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.processing import Processing
+from accept_head.inference.rows import DecodeStats, Request
+from accept_head.inference.stopping import Stopping
+from accept_head.pair import output_size
+from accept_head.sampling import Sampling
+
+SAMPLING_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+# Options that would need another decoding method, and the value at which they change nothing.
+REFUSED = {"inputs_embeds": None, "num_beams": 1, "penalty_alpha": None, "dola_layers": None}
+
+
+class SpeculativeOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with return_dict_in_generate=True, and one DecodeStats a row.
+
+    scores, logits: as asked for by output_scores and output_logits, one (batch, vocab) a new token; rows that have
+    ended hold zeros.
+    """
+
+    stats: list[DecodeStats] | None = None
+
+
+def generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    draft: PreTrainedModel | None = None,
+    policy: DraftPolicy | str = "fixed:4",
+    batch_size: int | None = None,
+    **model_kwargs: Any,
+) -> Tensor | SpeculativeOutput:
+    """The function to pass as `custom_generate`. input_ids: (batch, seq), padded on the left.
+
+    draft: the draft model; `assistant_model=` cannot be used, transformers drops it before this is called. policy: a
+    DraftPolicy or its SPEC. batch_size: rows decoded together; all of them when left out.
+
+    Returns (batch, seq + new tokens) ids, padded after each row's end, or a SpeculativeOutput.
+    Raises InputError (a ValueError) for what speculative decoding cannot do, naming the option.
+    """
+    if draft is None:
+        raise InputError(
+            "no draft model: pass draft=... next to custom_generate=... (transformers drops assistant_model= when "
+            "custom_generate is a function)"
+        )
+    config = generation_config
+    _refuse(config, model_kwargs)
+    check_models(model, draft)
+    chosen = make_policy(policy, draft) if isinstance(policy, str) else policy
+    sampling, processors = _split(config, logits_processor)
+    requests = _requests(input_ids, model_kwargs.get("attention_mask"), config)
+    decoder = make_decoder(model, draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy)
+    record = _Recorder(len(requests), bool(config.output_scores), bool(config.output_logits), sampling)
+    stopping = Stopping(_end_ids(config), _own_criteria(stopping_criteria), input_ids.device)
+    processing = Processing(sampling, min(output_size(model), output_size(draft)), logits_processor=processors)
+    finished = decoder.run(
+        requests,
+        policy=chosen,
+        processing=processing,
+        stopping=stopping,
+        seed=int(torch.randint(1 << 62, ())) if not sampling.greedy else 0,
+        watch=record.watch if record.wanted else None,
+    )
+    rows = {done.request.index: done for done in finished}
+    tokens = [rows[index].token_ids for index in range(len(requests))]
+    sequences = _sequences(input_ids, tokens, config)
+    if not config.return_dict_in_generate:
+        return sequences
+    results: dict[str, Any] = {"sequences": sequences, **record.results(tokens)}
+    output = SpeculativeOutput(**results)
+    output.stats = [rows[index].stats for index in range(len(requests))]
+    return output
+
+
+def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Raises InputError for what another decoding method would have to do."""
+    for name, neutral in REFUSED.items():
+        value = model_kwargs.get(name, getattr(config, name, None))
+        if value is not None and value != neutral:
+            raise InputError(f"{name} is {value!r}: speculative decoding does not support it")
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, False):
+            raise InputError(f"{name} is not supported: a round's forwards hold rejected tokens too")
+    past = model_kwargs.get("past_key_values")
+    if past is not None and past.get_seq_length():
+        raise InputError(
+            "past_key_values holds tokens already: pass the whole prompt, the decode loop has its own cache"
+        )
+
+
+def _split(config: GenerationConfig, processors: LogitsProcessorList) -> tuple[Sampling, list[Any]]:
+    """Sampling settings that our loop knows, and what is left of the processors.
+
+    The four warpers are taken out of the list only when they end it, in the order in which `Sampling` applies them.
+    """
+    if not config.do_sample:
+        return Sampling(temperature=0), list(processors)
+    kept, settings, last = list(processors), {}, len(SAMPLING_WARPERS)
+    while kept and type(kept[-1]) in SAMPLING_WARPERS[:last] and getattr(kept[-1], "min_tokens_to_keep", 1) == 1:
+        warper = kept.pop()
+        last = SAMPLING_WARPERS.index(type(warper))
+        name = ("temperature", "top_k", "top_p", "min_p")[last]
+        settings[name] = getattr(warper, name)
+    return Sampling(**{"temperature": 1.0, "top_k": 0, **settings}), kept
+
+
+def _requests(input_ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> list[Request]:
+    prompts = as_prompts(input_ids, mask)
+    width = input_ids.shape[1]
+    new_tokens = config.max_length - width
+    if new_tokens < 1:
+        raise InputError(f"max_length is {config.max_length}, but the input has {width} tokens; set max_new_tokens")
+    ends = enumerate(zip(prompts, content_ids(prompts), strict=True))
+    left = [input_ids[index, : width - len(prompt)] for index, prompt in enumerate(prompts)]
+    return [Request(index, prompt, new_tokens, key, left[index]) for index, (prompt, key) in ends]
+
+
+def _end_ids(config: GenerationConfig) -> list[int]:
+    ends = config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def _own_criteria(criteria: StoppingCriteriaList) -> list[Any]:
+    """All but the two that the loop looks after itself."""
+    return [criterion for criterion in criteria if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)]
+
+
+def _sequences(input_ids: Tensor, tokens: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:
+    longest = max(len(row) for row in tokens)
+    pad = config.pad_token_id if config.pad_token_id is not None else next(iter(_end_ids(config)), 0)
+    new = torch.full((len(tokens), longest), int(pad), dtype=input_ids.dtype)
+    for index, row in enumerate(tokens):
+        new[index, : len(row)] = torch.tensor(row)
+    return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+
+
+class _Recorder:
+    """Keeps the target's logits or scores of each emitted token, when they are asked for."""
+
+    def __init__(self, rows: int, scores: bool, logits: bool, sampling: Sampling):
+        self.want_scores, self.want_logits, self.sampling = scores, logits, sampling
+        self.scores: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.logits: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    @property
+    def wanted(self) -> bool:
+        return self.want_scores or self.want_logits
+
+    def watch(self, round_: Round) -> None:
+        emitted = (round_.verified.accepted + 1).tolist()
+        for row in round_.rows.live_rows:  # only when scores are asked for
+            request = round_.rows.requests[row]
+            assert request is not None
+            slots = slice(None, emitted[row])
+            if self.want_scores:
+                scores = round_.scores[row, slots].float()
+                warped = scores if self.sampling.greedy else self.sampling.filter(scores)
+                self.scores[request.index] += warped.unbind(0)
+            if self.want_logits:
+                self.logits[request.index] += round_.logits[row, slots].float().unbind(0)
+
+    def results(self, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
+        longest = max(len(row) for row in tokens)
+        wanted = (("scores", self.want_scores, self.scores), ("logits", self.want_logits, self.logits))
+        # A round's last tokens may have been cut by an end token.
+        cut = {
+            name: [column[: len(row)] for column, row in zip(columns, tokens, strict=True)]
+            for name, is_wanted, columns in wanted
+            if is_wanted
+        }
+        return {name: _steps(columns, longest) for name, columns in cut.items()}
+
+
+def _steps(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
+    """(batch, vocab) of each step."""
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(longest))

@@ -1,0 +1,83 @@
+"""What a person at a terminal sees while responses are made: the text itself, or progress, with the rates so far."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import PreTrainedTokenizerBase
+
+from accept_head.inference.decode import Round
+from accept_head.inference.rows import Finished
+
+ACCEPTED_STYLE = "green"  # what the draft proposed and the target accepted; the target's own tokens are plain
+
+
+class Terminal:
+    """Streams the text when rows are decoded one by one, else shows a progress bar. Off: does nothing.
+
+    wanted: None means only when stdout is a terminal.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, total: int, *, one_row: bool, wanted: bool | None):
+        self.on = sys.stdout.isatty() if wanted is None else wanted
+        self.tokenizer, self.text = tokenizer, one_row
+        self.console = Console(highlight=False)
+        self.printed = ""
+        self.generated = self.drafted = self.accepted = 0
+        columns = (
+            TextColumn("decode"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[rates]}"),
+        )
+        self.progress = Progress(*columns, console=self.console)
+        self.task = self.progress.add_task("decode", total=total, rates="")
+
+    def __enter__(self) -> Terminal:
+        self.begin = time.perf_counter()
+        if self.on and not self.text:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.on and not self.text:
+            self.progress.stop()
+
+    def watch(self, round_: Round) -> None:
+        """Called after every round."""
+        if not (self.on and self.text):
+            return
+        rows = round_.rows
+        request = rows.requests[0]
+        assert request is not None
+        new = rows.tokens[0, len(request.prompt) : int(rows.lengths[0])].tolist()
+        accepted = int(round_.outcome.accepted[0])
+        self._print(new[: rows.host_lengths[0] - len(request.prompt) + accepted], ACCEPTED_STYLE)
+        self._print(new, None)
+
+    def _print(self, token_ids: list[int], style: str | None) -> None:
+        """Print what these tokens add to the text so far."""
+        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        if text.startswith(self.printed) and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits
+            self.console.print(text[len(self.printed) :], style=style, end="", markup=False, soft_wrap=True)
+            self.printed = text
+
+    def finished(self, done: Finished) -> None:
+        """Called after every response."""
+        self.generated += done.stats.generated
+        self.drafted += done.stats.drafted
+        self.accepted += done.stats.accepted
+        rates = f"{self.generated / (time.perf_counter() - self.begin):.0f} tokens/s"
+        if self.drafted:
+            rates += f", {self.accepted} of {self.drafted} drafted tokens accepted"
+        if not self.on:
+            return
+        if self.text:
+            self.printed = ""
+            self.console.print(f"\n[{rates}]\n", style="dim", markup=False)
+        else:
+            self.progress.update(self.task, advance=1, rates=rates)

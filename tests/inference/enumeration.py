@@ -1,0 +1,299 @@
+"""The exact distribution of what the decode loop emits: every outcome of every random choice, not a sample of them.
+
+A row's random numbers decide three kinds of choices: which token is drafted, whether it is accepted, and which token
+follows the accepted ones. Here a *script* decides them for the enumerated row, by outcome: it takes scripted outcomes
+as long as there are any, and those of its own random numbers after that. The loop runs once a leaf of the tree of
+outcomes; a leaf's weight is the product of the probabilities that the loop itself gave the outcomes on the way. All
+other code that runs is the loop's.
+
+What must not be in the tree is what nothing depends on: a draw of a row that does not draft any more (it is drawn
+because other rows do), and acceptance tests behind the first rejection. They stay random numbers. That the loop makes
+no use of them is asserted, as is that no random number of the tree is used twice: with the tree's product weights,
+this is what independence of the choices means.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from accept_head import Sampling
+from accept_head.inference import DraftPolicy, DraftStep, decode, verify
+from accept_head.inference.decode import Decoder, Round
+from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.processing import Processing
+from accept_head.inference.stopping import Stopping
+
+Response = tuple[int, ...]
+Script = tuple[int, ...]
+Distribution = dict[Response, float]
+PROVED = 1e-6  # float32 probabilities, multiplied up
+MOST_ROWS = 4096  # of one batch, when many leaves are run at once
+
+
+def emitted_distribution(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    policy_factory: Callable[[], DraftPolicy],
+    sampling: Sampling,
+    length: int | Sequence[int],
+    enumerated_row: int = 0,
+    *,
+    batch_size: int | None = None,
+    leaves_together: bool = False,
+    end_token_ids: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    watch: Callable[[Round], None] | None = None,
+) -> Distribution:
+    """response → probability, of what the loop emits for prompts[enumerated_row] while it decodes all prompts.
+
+    length: new tokens, of all prompts or of each. batch_size: as in `generate`. leaves_together: run all leaves that
+    are known as rows of one batch, each with this one prompt: much faster, but only for a policy that looks at each row
+    alone, since otherwise a script would no longer lead where it led before.
+
+    The other rows go by their random numbers, the same ones in every run, so this is the distribution *given* them.
+    That it equals the target's is more than that the average over the other rows does, which is all that sampling could
+    show: biases of opposite sign do not cancel, and since it is the same whatever the other rows do, rows are also
+    independent of each other. It is what a policy has to keep up that looks at the whole batch.
+    """
+    lengths = [length] * len(prompts) if isinstance(length, int) else length
+    requests = make_requests(prompts, 1)
+    requests = [replace(request, max_new_tokens=n) for request, n in zip(requests, lengths, strict=True)]
+    processing = Processing(sampling, target.config.vocab_size, repetition_penalty=repetition_penalty)
+    stopping = Stopping(end_token_ids, [], target.device)
+
+    def run(scripts: Sequence[Script]) -> list[Path]:
+        paths = {enumerated_row + i: Path(script) for i, script in enumerate(scripts)}
+        batch = requests
+        if leaves_together:
+            batch = [replace(requests[enumerated_row], index=index, key=index) for index in paths]
+        policy = policy_factory()
+        decoder = make_decoder(target, draft, batch, policy, batch_size=batch_size, greedy=False)
+        with scripted(decoder, policy, paths) as (overheard, check):
+            watches = lambda seen: (check(seen), watch and watch(seen))  # noqa: E731
+            for done in decoder.run(
+                batch, policy=overheard, processing=processing, stopping=stopping, seed=seed, watch=watches
+            ):
+                if done.request.index in paths:
+                    paths[done.request.index].response = tuple(done.token_ids)
+        return list(paths.values())
+
+    return explore(run, MOST_ROWS if leaves_together else 1)
+
+
+def explore(run: Callable[[Sequence[Script]], list[Path]], at_once: int) -> Distribution:
+    """Run every leaf of the tree of outcomes once. The leaves' weights have to sum to 1."""
+    emitted: Distribution = {}
+    frontier: list[Script] = [()]
+    while frontier:
+        scripts, frontier = frontier[-at_once:], frontier[:-at_once]
+        for path in run(scripts):
+            assert len(path.outcomes) >= len(path.script), "a script did not lead where it led before"
+            emitted[path.response] = emitted.get(path.response, 0.0) + path.weight
+            frontier += path.alternatives()
+    assert abs(sum(emitted.values()) - 1) < PROVED
+    return emitted
+
+
+@dataclass
+class Path:
+    """One row's way through its choices, and their probabilities."""
+
+    script: Script
+    outcomes: list[int] = field(default_factory=list)
+    probabilities: list[list[float]] = field(default_factory=list)
+    numbers: set[float] = field(default_factory=set)
+    response: Response = ()
+
+    def choose(self, probabilities: list[float], number: float, by_number: int) -> int:
+        """probabilities: of the outcomes 0, 1, …; by_number: the one that the loop's random number leads to."""
+        place = len(self.outcomes)
+        outcome = self.script[place] if place < len(self.script) else by_number
+        assert probabilities[outcome] > 0
+        assert number not in self.numbers, "a random number decides two choices"
+        self.numbers.add(number)
+        self.outcomes.append(outcome)
+        self.probabilities.append(probabilities)
+        return outcome
+
+    @property
+    def weight(self) -> float:
+        weight = 1.0
+        for probabilities, outcome in zip(self.probabilities, self.outcomes, strict=True):
+            weight *= probabilities[outcome]
+        return weight
+
+    def alternatives(self) -> list[Script]:
+        """The scripts that leave this path at a choice that was not scripted."""
+        return [
+            (*self.outcomes[:place], outcome)
+            for place in range(len(self.script), len(self.outcomes))
+            for outcome, probability in enumerate(self.probabilities[place])
+            if probability > 0 and outcome != self.outcomes[place]
+        ]
+
+
+@contextmanager
+def scripted(
+    decoder: Decoder, policy: DraftPolicy, paths: dict[int, Path]
+) -> Iterator[tuple[Any, Callable[[Round], None]]]:
+    """Within this context paths[index] decides for the request of that index. Gives what to pass to `run`."""
+    director = _Director(decoder, paths)
+    with (
+        patch.object(decode, "draw", director.draft(decode.draw)),
+        patch.object(decode, "verify", director.verification(decode.verify)),
+        patch.object(verify, "acceptance_probability", director.acceptance(verify.acceptance_probability)),
+        patch.object(verify, "draw", director.next_token(verify.draw)),
+    ):
+        yield _Overheard(policy, director), director.check
+
+
+class _Director:
+    """Stands where the loop makes its choices, and lets the paths make them."""
+
+    def __init__(self, decoder: Decoder, paths: dict[int, Path]):
+        self.decoder, self.paths = decoder, paths
+
+    def rows(self) -> list[tuple[int, Path]]:
+        """The enumerated rows that are live, by their places in the batch."""
+        requests = enumerate(self.decoder.rows.requests)
+        return [
+            (row, self.paths[request.index]) for row, request in requests if request and request.index in self.paths
+        ]
+
+    def start_round(self, budget: Tensor) -> None:
+        rows = self.decoder.rows
+        self.budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).tolist()
+        self.depth, self.drawn, self.stopped = 0, [0] * len(budget), [False] * len(budget)
+
+    def keep_drafting(self, keep: Tensor) -> None:
+        self.stopped = [stopped or not goes_on for stopped, goes_on in zip(self.stopped, keep.tolist(), strict=True)]
+
+    def draft(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Drafted tokens, up to and including the one after which the policy or the budget said stop."""
+
+        def drafting(q: Tensor, uniform: Tensor) -> Tensor:
+            self.depth += 1
+            going = [row for row, _ in self.rows() if self.depth <= self.budget[row] and not self.stopped[row]]
+            for row in going:
+                self.drawn[row] = self.depth
+            return self._drawn(draw, q, uniform, set(going))
+
+        return drafting
+
+    def verification(self, verify: Callable[..., Any]) -> Callable[..., Any]:
+        def verifying(p: Tensor, q: Tensor, ids: Tensor, drafted: Tensor, accepts: Tensor, redraws: Tensor) -> Any:
+            self.drafted, self.accept_numbers = drafted.tolist(), accepts
+            self.accepted = [0] * len(p)
+            return verify(p, q, ids, drafted, accepts, redraws)
+
+        return verifying
+
+    def acceptance(self, acceptance_probability: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Acceptance tests of submitted tokens, up to the first that fails."""
+
+        def testing(p: Tensor, q: Tensor, y: Tensor) -> Tensor:
+            probability = acceptance_probability(p, q, y)
+            values, numbers, forced = probability.tolist(), self.accept_numbers.tolist(), probability.clone()
+            for row, path in self.rows():
+                for slot in range(self.drafted[row]):
+                    a, number = values[row][slot], numbers[row][slot]
+                    accepted = path.choose([1 - a, a], number, int(number < a))
+                    forced[row, slot] = 2.0 if accepted else 0.0
+                    self.accepted[row] += accepted
+                    if not accepted:
+                        break
+            return forced
+
+        return testing
+
+    def next_token(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """The token after the accepted ones."""
+
+        def drawing(probabilities: Tensor, uniform: Tensor) -> Tensor:
+            return self._drawn(draw, probabilities, uniform, {row for row, _ in self.rows()})
+
+        return drawing
+
+    def _drawn(self, draw: Callable[..., Tensor], weights: Tensor, uniform: Tensor, chosen: set[int]) -> Tensor:
+        ids = draw(weights, uniform)
+        weights = weights.double() / weights.double().sum(-1, keepdim=True)
+        probabilities, numbers, by_number = weights.tolist(), uniform.tolist(), ids.tolist()
+        for row, path in self.rows():
+            if row in chosen:
+                by_number[row] = path.choose(probabilities[row], numbers[row], by_number[row])
+        return torch.tensor(by_number)
+
+    def check(self, seen: Round) -> None:
+        """After each round: nothing that was not in the tree had a part in it."""
+        submitted, accepted = seen.drafted.lengths.tolist(), seen.verified.accepted.tolist()
+        for row, _ in self.rows():
+            assert submitted[row] <= self.drawn[row], "a token was submitted that its row did not draft"
+            assert accepted[row] == self.accepted[row], "tokens were accepted by other tests than their own"
+
+
+class _Overheard:
+    """A policy, and what it says told to the director."""
+
+    def __init__(self, policy: DraftPolicy, director: _Director):
+        self.policy, self.director = policy, director
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def start_round(self, live: Tensor) -> Tensor:
+        budget = self.policy.start_round(live)
+        self.director.start_round(budget)
+        return budget
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        keep = self.policy.keep_drafting(step)
+        self.director.keep_drafting(keep)
+        return keep
+
+
+@torch.no_grad()
+def target_distribution(
+    target: PreTrainedModel,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    length: int,
+    *,
+    end_token_ids: Sequence[int] = (),
+    repetition_penalty: float = 1.0,
+) -> Distribution:
+    """response → probability under the target alone: a plain forward a prefix, without a cache, and the chain rule."""
+    growing: Distribution = {(): 1.0}
+    finished: Distribution = {}
+    for _ in range(length):
+        longer: Distribution = {}
+        for response, weight in growing.items():
+            prefix = [*prompt, *response]
+            logits = target(torch.tensor([prefix])).logits[0, -1].clone()
+            for token in set(prefix):
+                logits[token] *= repetition_penalty if logits[token] < 0 else 1 / repetition_penalty
+            for token, p in enumerate(sampling.probabilities(logits[None])[0].double().tolist()):
+                if p > 0:
+                    (finished if token in end_token_ids else longer)[*response, token] = weight * p
+        growing = longer
+    return finished | growing
+
+
+def total_variation(one: Distribution, other: Distribution) -> float:
+    return sum(abs(one.get(response, 0.0) - other.get(response, 0.0)) for response in one.keys() | other.keys()) / 2
+
+
+def as_distribution(probabilities: Tensor, vocab: int, length: int) -> Distribution:
+    """What toy.exact_distribution returns, by response."""
+    responses = itertools.product(range(vocab), repeat=length)
+    return {r: p for r, p in zip(responses, probabilities.tolist(), strict=True) if p > 0}
