@@ -8,7 +8,6 @@ end. Rows come and go; a row's tokens do not depend on the rows around it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -17,42 +16,17 @@ from transformers import PreTrainedModel
 
 from accept_head.inference.cache import CachedModel, Compile
 from accept_head.inference.memory import MemoryPlan
-from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
+from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, checked
 from accept_head.inference.processing import Processing
+from accept_head.inference.round import Drafted, Round
 from accept_head.inference.rows import Finished, Request, Rows
 from accept_head.inference.stopping import Stopping
 from accept_head.inference.verify import Verified, verify, verify_greedy
+from accept_head.pair import Forward
 from accept_head.randomness import uniforms
 from accept_head.sampling import draw
 
 DRAFT, ACCEPT, REDRAW = range(3)  # what a random number is for
-
-
-@dataclass
-class Drafted:
-    """One round's proposals, slot by slot. ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when
-    greedy; lengths: (batch,), how many of the slots are each row's."""
-
-    ids: list[Tensor]
-    probabilities: list[Tensor]
-    lengths: Tensor
-
-    def append(self, ids: Tensor, q: Tensor | None, active: Tensor) -> None:
-        self.ids.append(ids)
-        self.probabilities += [] if q is None else [q]
-        self.lengths = self.lengths + active
-
-
-@dataclass(frozen=True)
-class Round:
-    """What a watcher of the loop sees after each round."""
-
-    rows: Rows
-    drafted: Drafted
-    verified: Verified
-    logits: Tensor  # the target's, (batch, k + 1, vocab)
-    scores: Tensor  # the same after the processors
-    outcome: VerifyOutcome
 
 
 class Decoder:
@@ -113,30 +87,28 @@ class Decoder:
         if most == 0:
             return drafted
         self.uniforms = self._uniforms(most)
+        look_ahead = Signal.DRAWN_HIDDEN in policy.needs
         active, in_vain = budget > 0, torch.zeros_like(budget)
-        logits, hidden = self._feed_unfed()
+        fed = self._feed_unfed()
         for depth in range(1, most + 1):
-            scores = processing.scores(logits[:, None], rows, depth - 1)[:, 0]  # (batch, vocab)
+            scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
             q = None if processing.greedy else processing.probabilities(scores)
             ids = scores.argmax(-1) if q is None else draw(q, self.uniforms[:, DRAFT, depth - 1])
             rows.write_draft(depth, ids)
             drafted.append(ids, q, active)
-            fed_hidden, drew = hidden, active
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
-            looks_ahead = Signal.DRAWN_HIDDEN in policy.needs and depth < most
-            if looks_ahead:
-                logits, hidden = self._feed(ids, depth)
-            if policy.stops_early and (looks_ahead or Signal.DRAWN_HIDDEN not in policy.needs):
+            ahead = self._feed(ids, depth) if look_ahead and depth < most else None
+            drew = active
+            if policy.stops_early:
                 signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
-                step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed_hidden, hidden)
+                step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, ahead)
                 active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
             active = active & (drafted.lengths < budget)
-            if looks_ahead:
+            if ahead:
                 in_vain += drew & ~active
             if depth == most or (policy.stops_early and not active.any()):
                 break
-            if not looks_ahead:
-                logits, hidden = self._feed(ids, depth)
+            fed = ahead or self._feed(ids, depth)
         rows.draft_forwards += drafted.lengths + in_vain
         return drafted
 
@@ -154,8 +126,11 @@ class Decoder:
         verified = verify(p, q, window[:, 1:], drafted.lengths, u[:, ACCEPT, :k], u[:, REDRAW, 0])
         return verified, logits, scores
 
-    def _feed_unfed(self) -> tuple[Tensor, Tensor]:
-        """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed."""
+    def _feed_unfed(self) -> Forward:
+        """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed.
+
+        → logits and hidden state at the last token, (batch, 1, …) each.
+        """
         rows = self.rows
         if rows.unfed > 2:  # rounds without drafting leave more
             live = rows.live_rows
@@ -166,12 +141,11 @@ class Decoder:
         starts = (rows.lengths - width).clamp(min=0)
         output = self.draft.forward(rows.window(starts, width), starts, max(0, rows.longest - width))
         row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
-        return output.logits[row, last], output.hidden[row, last]
+        return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
 
-    def _feed(self, token_ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Feed (batch,) tokens drawn at `depth` → logits and hidden state, (batch, …) each."""
-        output = self.draft.forward(token_ids[:, None], self.rows.lengths + depth - 1, self.rows.longest + depth - 1)
-        return output.logits[:, 0], output.hidden[:, 0]
+    def _feed(self, token_ids: Tensor, depth: int) -> Forward:
+        """Feed (batch,) tokens drawn at `depth` → logits and hidden state, (batch, 1, …) each."""
+        return self.draft.forward(token_ids[:, None], self.rows.lengths + depth - 1, self.rows.longest + depth - 1)
 
     def _uniforms(self, slots: int) -> Tensor:
         """This round's random numbers, (batch, 3, slots)."""

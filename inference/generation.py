@@ -12,11 +12,12 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from accept_head.errors import InputError
 from accept_head.inference.cache import Compile
-from accept_head.inference.decode import Decoder, Round
+from accept_head.inference.decode import Decoder
 from accept_head.inference.memory import plan_memory
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.processing import Processing
+from accept_head.inference.round import Round
 from accept_head.inference.rows import DecodeStats, Request
 from accept_head.inference.stopping import Stopping, stop_strings_criteria
 from accept_head.inference.support import check_served

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.pair import Forward
 from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
 
@@ -35,8 +36,9 @@ class DraftStep:
     """The state after drawing Y_depth. Fields that the policy did not ask for are None.
 
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth. active: (batch,) bool, rows still drafting;
-    what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden). logprob, entropy, max_prob: (batch,),
-    of the distribution Y_depth was drawn from; when decoding is greedy, of the draft's plain softmax.
+    what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden); drawn_hidden is None at the last token
+    that the round can have, where nothing depends on it. logprob, entropy, max_prob: (batch,), of the distribution
+    Y_depth was drawn from; when decoding is greedy, of the draft's plain softmax.
     """
 
     depth: int
@@ -56,16 +58,17 @@ class DraftStep:
         token_ids: Tensor,
         active: Tensor,
         q: Tensor,
-        fed_hidden: Tensor,
-        drawn_hidden: Tensor,
+        fed: Forward,
+        ahead: Forward | None,
     ) -> DraftStep:
-        """What `needs` asks for, and no more. q: (batch, vocab), looked at only if a signal of it is needed."""
+        """What `needs` asks for, and no more. q: (batch, vocab), looked at only if a signal of it is needed. fed,
+        ahead: the draft forwards on the token before Y and on Y itself, (batch, 1, …)."""
         return cls(
             depth=depth,
             token_ids=token_ids,
             active=active,
-            fed_hidden=fed_hidden if Signal.FED_HIDDEN in needs else None,
-            drawn_hidden=drawn_hidden if Signal.DRAWN_HIDDEN in needs else None,
+            fed_hidden=fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None,
+            drawn_hidden=ahead.hidden[:, 0] if Signal.DRAWN_HIDDEN in needs and ahead is not None else None,
             logprob=draft_logprob(q, token_ids) if Signal.LOGPROB in needs else None,
             entropy=draft_entropy(q) if Signal.ENTROPY in needs else None,
             max_prob=draft_max_prob(q) if Signal.MAX_PROB in needs else None,
@@ -109,7 +112,7 @@ class DraftPolicy(Protocol):
         ...
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        """(batch,) bool, after each drawn token. Not asked when nothing depends on it."""
+        """(batch,) bool, after each drawn token, if the policy can stop early."""
         ...
 
     def observe(self, outcome: VerifyOutcome) -> None:

@@ -26,10 +26,10 @@ from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import writable_folder, write_json
 from accept_head.inference.cache import CachedModel
-from accept_head.inference.decode import Round
 from accept_head.inference.generation import GREEDY, make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.processing import Processing
+from accept_head.inference.round import Round
 from accept_head.inference.stopping import Stopping
 from accept_head.pair import Pair, context_tokens, load_pair
 from accept_head.prompts import load_prompts

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-from accept_head.inference.decode import Round
+from accept_head.inference.round import Round
 from accept_head.inference.rows import Finished
 
 ACCEPTED_STYLE = "green"  # what the draft proposed and the target accepted; the target's own tokens are plain

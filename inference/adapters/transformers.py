@@ -32,11 +32,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from accept_head.errors import InputError
-from accept_head.inference.decode import Round
 from accept_head.inference.generation import as_prompts, check_models, content_ids, make_decoder
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.processing import Processing
+from accept_head.inference.round import Round
 from accept_head.inference.rows import DecodeStats, Request
 from accept_head.inference.stopping import Stopping
 from accept_head.pair import output_size

@@ -58,12 +58,12 @@ class HeadPolicy(RowPolicy):
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
         hidden = step.drawn_hidden if self.reads_drawn else step.fed_hidden
-        assert hidden is not None
-        signals, self.signals = self.signals, self._signals_of(step)
-        if self.lag == 0:
-            signals = self.signals
-        elif step.depth == 1:  # the state at hand belongs to a verified token, not to a drafted one
-            return step.active
+        earlier, self.signals = self.signals, self._signals_of(step)
+        signals = self.signals if self.lag == 0 else earlier
+        if hidden is None or (self.lag == 1 and step.depth == 1):
+            return (
+                step.active
+            )  # the round's end; or the state at hand belongs to a verified token, not to a drafted one
         self.survival = self.survival * self.head.probability(hidden, signals=signals)
         stop = (1 - self.survival > self.threshold) & (step.depth >= self.k_min)
         return step.active & ~stop

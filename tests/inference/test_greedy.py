@@ -15,7 +15,7 @@ from tests.inference.toy import architectures, ragged_prompts, random_head, tran
 ARCHITECTURES = architectures()
 BATCHES = (1, 3, 8, 16)
 NEW_TOKENS = 18
-END = 3
+ENDS = [7, 14, 20]
 
 # name → a policy for a draft of this hidden size
 POLICIES = {
@@ -35,7 +35,7 @@ def toy(request):
     """A target, its draft, more prompts than the largest batch, and what transformers makes of them."""
     target, draft = ARCHITECTURES[request.param]
     prompts = ragged_prompts(max(BATCHES) + 3)
-    expected = [transformers_greedy(target, prompt, NEW_TOKENS, eos_token_id=[END]) for prompt in prompts]
+    expected = [transformers_greedy(target, prompt, NEW_TOKENS, eos_token_id=ENDS) for prompt in prompts]
     return target, draft, prompts, expected
 
 
@@ -46,7 +46,7 @@ def test_every_architecture_decodes_ragged_prompts_exactly(toy, batch, policy):
     target, draft, prompts, expected = toy
     policy, prompts, expected = POLICIES[policy](hidden_size(draft)), prompts[: batch + 3], expected[: batch + 3]
     result = generate(
-        target, draft, prompts, policy=policy, max_new_tokens=NEW_TOKENS, batch_size=batch, end_token_ids=[END]
+        target, draft, prompts, policy=policy, max_new_tokens=NEW_TOKENS, batch_size=batch, end_token_ids=ENDS
     )
     assert result.tokens == expected
 
@@ -55,7 +55,7 @@ def test_the_toy_responses_differ_in_tokens_and_lengths_and_have_no_near_ties(to
     """Otherwise the comparison above would show little, or depend on the last bit."""
     target, _, prompts, expected = toy
     assert len({tuple(row) for row in expected}) == len(prompts)
-    assert len({len(row) for row in expected}) > 2
+    assert len({len(row) for row in expected}) > 5
     for prompt, response in zip(prompts, expected, strict=True):
         best = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-3
@@ -97,7 +97,7 @@ def embedded(embedded_pair_folder):
 
 @pytest.mark.parametrize(
     ("count", "batch", "policy"),
-    [(16, 16, policy) for policy in POLICIES] + [(16, 5, "fixed:4"), (16, 5, "head drawn lag 0"), (3, 1, "fixed:8")],
+    [(16, 16, policy) for policy in POLICIES] + [(16, 5, "fixed:4"), (3, 1, "fixed:8")],
 )
 def test_the_embedded_pair_decodes_exactly_end_tokens_included(embedded, count, batch, policy):
     assert embedded.generate(count, policy, batch).tokens == embedded.expected(count)

@@ -1,4 +1,4 @@
-"""Toy models, small enough to enumerate every response exactly, and transformers' own greedy decoding to compare with."""
+"""Toy models, the smallest of them enumerable exactly, and transformers' own greedy decoding to compare with."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""What one round of the decode loop made: proposals, and what became of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from accept_head.inference.policy import VerifyOutcome
+from accept_head.inference.rows import Rows
+from accept_head.inference.verify import Verified
+
+
+@dataclass
+class Drafted:
+    """One round's proposals, slot by slot. ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when
+    greedy; lengths: (batch,), how many of the slots are each row's."""
+
+    ids: list[Tensor]
+    probabilities: list[Tensor]
+    lengths: Tensor
+
+    def append(self, ids: Tensor, q: Tensor | None, active: Tensor) -> None:
+        self.ids.append(ids)
+        self.probabilities += [] if q is None else [q]
+        self.lengths = self.lengths + active
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a watcher of the loop sees after each round."""
+
+    rows: Rows
+    drafted: Drafted
+    verified: Verified
+    logits: Tensor  # the target's, (batch, k + 1, vocab)
+    scores: Tensor  # the same after the processors
+    outcome: VerifyOutcome
