@@ -66,7 +66,7 @@ Predicts, from the draft's last hidden state, whether a drafted token will be ac
 
 - draft: `{traces.draft}`
 - target: `{traces.target}`
-- sampling: temperature {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}
+- sampling: temperature {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}, min-p {sampling.min_p}
 - head: depth {head.config.depth}, hidden size {head.config.hidden_size}, predicts {head.config.predicts}
 
 | prediction | dev positions | binary KL, nats | of the best constant | Brier | ECE | AUROC | predicted / observed |

@@ -36,6 +36,7 @@ def collect(
     temperature: float = 1.0,
     top_k: int = 50,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     max_new_tokens: int = 128,
     max_prompts: int | None = None,
     batch_size: int = 32,
@@ -60,6 +61,7 @@ def collect(
         temperature: Sampling temperature; 0 is greedy.
         top_k: Most likely tokens kept; 0 keeps all.
         top_p: Probability mass kept; 1 keeps all.
+        min_p: Least probability kept, as a share of the most likely token's; 0 keeps all.
         max_new_tokens: Longest response, in tokens.
         max_prompts: Use the first so many prompts only.
         batch_size: Prompts generated together. It decides which random numbers a response gets.
@@ -69,7 +71,7 @@ def collect(
         device_map: `auto` spreads the target over all devices of this process.
         trust_remote_code: Run model code that comes with the checkpoints.
     """
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")

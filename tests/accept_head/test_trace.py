@@ -288,7 +288,7 @@ def test_a_missing_field_is_refused_by_name(folder, name):
 WRONG_SAMPLING = {
     "not an object": 3,
     "null": None,
-    "unknown field": {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.1},
+    "unknown field": {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 0.1},
     "missing fields": {"temperature": 1.0},
     "wrong type": {"temperature": "hot", "top_k": 50, "top_p": 1.0},
     "out of range": {"temperature": -1.0, "top_k": 50, "top_p": 1.0},

@@ -14,7 +14,6 @@ this is what independence of the choices means.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,18 +24,36 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from accept_head import Sampling
+from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import DraftPolicy, DraftStep, decode, verify
-from accept_head.inference.decode import Decoder, Round
+from accept_head.inference.decode import Decoder
 from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.processing import Processing
+from accept_head.inference.round import Round
 from accept_head.inference.stopping import Stopping
+from accept_head.signals import SIGNALS
+from tests.inference.toy import TOKENS, llama
 
 Response = tuple[int, ...]
 Script = tuple[int, ...]
 Distribution = dict[Response, float]
 PROVED = 1e-6  # float32 probabilities, multiplied up
 MOST_ROWS = 4096  # of one batch, when many leaves are run at once
+
+
+def uncertain_pair(seed: int = 6, vocab: int = TOKENS) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """(target, draft), both with many likely responses, that agree about half of the time."""
+    return llama(seed, vocab, layers=2, sharpness=1.5), llama(seed + 1, vocab, sharpness=1.5)
+
+
+def random_head_policy(threshold: float = 0.5, reads: Any = "drawn", **options: Any) -> HeadPolicy:
+    """A head whose scores are all over [0, 1], so that rows stop at different depths."""
+    torch.manual_seed(7)
+    statistics: Any = {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=1, reads=reads, **statistics))
+    torch.nn.init.normal_(head.output.weight, std=1.0)
+    return HeadPolicy(head, threshold, **options)
 
 
 def emitted_distribution(
@@ -79,10 +96,16 @@ def emitted_distribution(
             batch = [replace(requests[enumerated_row], index=index, key=index) for index in paths]
         policy = policy_factory()
         decoder = make_decoder(target, draft, batch, policy, batch_size=batch_size, greedy=False)
-        with scripted(decoder, policy, paths) as (overheard, check):
-            watches = lambda seen: (check(seen), watch and watch(seen))  # noqa: E731
+        with scripted(decoder, paths) as director:
+            overheard = _Overheard(policy, director)
+            watchers = (director.check, watch) if watch else (director.check,)
             for done in decoder.run(
-                batch, policy=overheard, processing=processing, stopping=stopping, seed=seed, watch=watches
+                batch,
+                policy=overheard,
+                processing=processing,
+                stopping=stopping,
+                seed=seed,
+                watch=lambda seen: [watcher(seen) for watcher in watchers] and None,
             ):
                 if done.request.index in paths:
                     paths[done.request.index].response = tuple(done.token_ids)
@@ -144,10 +167,8 @@ class Path:
 
 
 @contextmanager
-def scripted(
-    decoder: Decoder, policy: DraftPolicy, paths: dict[int, Path]
-) -> Iterator[tuple[Any, Callable[[Round], None]]]:
-    """Within this context paths[index] decides for the request of that index. Gives what to pass to `run`."""
+def scripted(decoder: Decoder, paths: dict[int, Path]) -> Iterator[_Director]:
+    """Within this context paths[index] decides for the request of that index."""
     director = _Director(decoder, paths)
     with (
         patch.object(decode, "draw", director.draft(decode.draw)),
@@ -155,7 +176,7 @@ def scripted(
         patch.object(verify, "acceptance_probability", director.acceptance(verify.acceptance_probability)),
         patch.object(verify, "draw", director.next_token(verify.draw)),
     ):
-        yield _Overheard(policy, director), director.check
+        yield director
 
 
 class _Director:
@@ -291,9 +312,3 @@ def target_distribution(
 
 def total_variation(one: Distribution, other: Distribution) -> float:
     return sum(abs(one.get(response, 0.0) - other.get(response, 0.0)) for response in one.keys() | other.keys()) / 2
-
-
-def as_distribution(probabilities: Tensor, vocab: int, length: int) -> Distribution:
-    """What toy.exact_distribution returns, by response."""
-    responses = itertools.product(range(vocab), repeat=length)
-    return {r: p for r, p in zip(responses, probabilities.tolist(), strict=True) if p > 0}

@@ -14,7 +14,7 @@ from tests.inference.toy import architectures, ragged_prompts, random_head, tran
 
 ARCHITECTURES = architectures()
 BATCHES = (1, 3, 8, 16)
-NEW_TOKENS = 18
+NEW_TOKENS = 14
 ENDS = [7, 14, 20]
 
 # name → a policy for a draft of this hidden size
@@ -55,7 +55,7 @@ def test_the_toy_responses_differ_in_tokens_and_lengths_and_have_no_near_ties(to
     """Otherwise the comparison above would show little, or depend on the last bit."""
     target, _, prompts, expected = toy
     assert len({tuple(row) for row in expected}) == len(prompts)
-    assert len({len(row) for row in expected}) > 5
+    assert len({len(row) for row in expected}) > 4
     for prompt, response in zip(prompts, expected, strict=True):
         best = target(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-3

@@ -20,7 +20,7 @@ from accept_head.inference.processing import Processing
 from accept_head.inference.rows import Request, Rows
 from tests.inference.toy import VOCAB, architectures, ragged_prompts, transformers_greedy
 
-NEW_TOKENS = 20
+NEW_TOKENS = 16
 MODELS = {name: pair for name, pair in architectures().items() if name in ("llama", "gemma2")}
 PROMPTS = ragged_prompts(7)
 
@@ -45,6 +45,9 @@ PROCESSORS = {
 }
 
 
+FREE = {name: [transformers_greedy(pair[0], prompt, NEW_TOKENS) for prompt in PROMPTS] for name, pair in MODELS.items()}
+
+
 def ours(models, **options):
     options = {"policy": "fixed:4", "max_new_tokens": NEW_TOKENS, "batch_size": 4, "end_token_ids": [], **options}
     return generate(*models, PROMPTS, **options).tokens
@@ -59,16 +62,16 @@ def theirs(models, **options):
 def test_greedy_with_processors_is_that_of_transformers(name, processors):
     models, make = MODELS[name], PROCESSORS[processors]
     expected = theirs(models, logits_processor=LogitsProcessorList(make()))
-    assert expected != theirs(models)
+    assert expected != FREE[name]
     assert ours(models, logits_processor=make()) == expected
 
 
-@pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
+@pytest.mark.parametrize("penalty", [0.7, 5.0])
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_with_a_repetition_penalty_is_that_of_transformers(name, penalty):
     models = MODELS[name]
     expected = theirs(models, repetition_penalty=penalty)
-    assert expected != theirs(models)
+    assert expected != FREE[name]
     assert ours(models, repetition_penalty=penalty) == expected
     assert ours(models, logits_processor=[RepetitionPenaltyLogitsProcessor(penalty)]) == expected
 

@@ -78,7 +78,7 @@ def test_the_python_of_the_readme_runs(repository, embedded_pair_folder, tmp_pat
     for name in ("target", "draft"):
         code = code.replace(f'"{name.upper()}"', repr(str(embedded_pair_folder / name)))
     exec(compile(code, "README.md", "exec"), {})
-    assert "DecodeCounts" in capsys.readouterr().out
+    assert "DecodeStats" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["demo.json"])

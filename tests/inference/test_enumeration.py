@@ -1,0 +1,312 @@
+"""Losslessness proved on toy pairs: the exact distribution that the decode loop emits is the target's, for every policy.
+
+No sampling and so no false alarms: the total variation is below PROVED (1e-6, float32 rounding), and that of a biased
+loop is a thousand times larger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from accept_head import Sampling
+from accept_head.acceptance import residual
+from accept_head.inference import decode, generate, verify
+from accept_head.inference.attention import AttentionKinds
+from accept_head.inference.decode import Decoder
+from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
+from accept_head.inference.verify import Verified
+from tests.inference.enumeration import (
+    PROVED,
+    emitted_distribution,
+    random_head_policy,
+    target_distribution,
+    total_variation,
+    uncertain_pair,
+)
+from tests.inference.toy import exact_distribution
+
+BIASED = 1e-3
+SEED = 24  # of a pair on which all policies that can stop early do, at several depths
+ALL_TOKENS, TWO_TOKENS = Sampling(top_k=0), Sampling(top_k=2)
+SAMPLINGS = {
+    "T=1": ALL_TOKENS,
+    "T=.7 k=3": Sampling(temperature=0.7, top_k=3),
+    "k=2": TWO_TOKENS,
+    "p=.8": Sampling(top_k=0, top_p=0.8),
+}
+ONE, THREE = [[1, 2]], [[1], [1, 2], [0, 2, 0]]
+
+HEADS = {
+    "head drawn, lag 0": lambda: random_head_policy(lag=0),
+    "head drawn, lag 1": lambda: random_head_policy(lag=1),
+    "head before": lambda: random_head_policy(reads="before"),
+}
+POLICIES = {
+    "none": lambda: FixedPolicy(0),
+    "fixed:1": lambda: FixedPolicy(1),
+    "fixed:2": lambda: FixedPolicy(2),
+    "fixed:3": lambda: FixedPolicy(3),
+    **HEADS,
+    "confidence": lambda: ConfidencePolicy(0.35),
+}
+
+
+def distance(policy, prompts=ONE, sampling=ALL_TOKENS, length=3, row=0, *, seed=SEED, vocab=3, reference=None, **options):
+    """Total variation between what the loop emits for one row and the target's own distribution."""
+    target, draft = uncertain_pair(seed, vocab)
+    emitted = emitted_distribution(target, draft, prompts, policy, sampling, length, row, **options)
+    tokens = length if isinstance(length, int) else length[row]
+    expected = target_distribution(target, prompts[row], sampling, tokens, **(reference or {}))
+    return total_variation(emitted, expected)
+
+
+def together(policy, length=4, **options):
+    """The same with all known leaves as rows of one batch, as a policy that looks at each row alone allows."""
+    return distance(policy, length=length, leaves_together=True, **options)
+
+
+def drafted_lengths(seen):
+    """A watcher that counts how many tokens rows drafted in their first rounds."""
+    return lambda round_: seen.update(round_.drafted.lengths[round_.rows.rounds == 1].tolist())
+
+
+# The pairs, the policies and the reference are such that the proofs below mean something.
+
+
+def test_the_models_are_uncertain_and_disagree():
+    p, q = (target_distribution(model, ONE[0], ALL_TOKENS, 3) for model in uncertain_pair(SEED, 3))
+    assert len(p) == 27 and max(p.values()) < 0.3
+    assert 0.3 < total_variation(p, q) < 0.8
+
+
+@pytest.mark.parametrize("sampling", ["T=1", "k=2"])
+@pytest.mark.parametrize("policy", [*HEADS, "confidence"])
+def test_rows_stop_at_several_depths(policy, sampling):
+    seen = Counter()
+    together(POLICIES[policy], sampling=SAMPLINGS[sampling], watch=drafted_lengths(seen))
+    assert sum(count > 20 for count in seen.values()) > 1
+
+
+def test_the_reference_is_that_of_plain_forwards_over_whole_responses():
+    target, _ = uncertain_pair(SEED, 3)
+    for sampling in SAMPLINGS.values():
+        expected = exact_distribution(target, ONE[0], 3, sampling)
+        by_response = target_distribution(target, ONE[0], sampling, 3)
+        found = [by_response.get((i // 9, i // 3 % 3, i % 3), 0.0) for i in range(27)]
+        torch.testing.assert_close(torch.tensor(found, dtype=torch.float64), expected, rtol=0, atol=PROVED)
+
+
+# Exactness.
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_four_tokens(policy, sampling):
+    assert together(POLICIES[policy], sampling=SAMPLINGS[sampling]) < PROVED
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_alone(policy):
+    assert distance(POLICIES[policy]) < PROVED
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_row_among_rows_that_end_sooner_and_later(policy):
+    """When the first row ends, the enumerated one moves into its place."""
+    assert distance(POLICIES[policy], THREE, TWO_TOKENS, (2, 4, 6), row=1) < PROVED
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("policy", ["fixed:2", "head drawn, lag 0"])
+def test_a_row_among_rows_that_take_each_others_places(policy, row):
+    assert distance(POLICIES[policy], THREE, TWO_TOKENS, (2, 3, 3), row, batch_size=2) < PROVED
+
+
+@pytest.mark.parametrize("policy", ["head drawn, lag 0", "head before", "confidence"])
+def test_a_row_that_waits_for_others_to_stop_drafting(policy):
+    waited = 0
+
+    def watch(round_):
+        nonlocal waited
+        drafted = dict(zip((request and request.index for request in round_.rows.requests), round_.drafted.lengths))
+        waited += 0 < drafted.get(1, 0) < len(round_.drafted.ids)
+
+    assert distance(POLICIES[policy], THREE, TWO_TOKENS, (6, 4, 6), row=1, watch=watch) < PROVED
+    assert waited > 10
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_a_repetition_penalty(policy):
+    penalty = {"repetition_penalty": 1.3}
+    assert together(POLICIES[policy], **penalty, reference=penalty) < PROVED
+    assert together(POLICIES[policy], length=2, **penalty) > BIASED  # it does change the distribution
+
+
+@pytest.mark.parametrize("policy", ["fixed:3", "head drawn, lag 1"])
+def test_with_an_end_token(policy):
+    ends = {"end_token_ids": [2]}
+    assert together(POLICIES[policy], **ends, reference=ends) < PROVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_pairs(policy):
+    for seed in range(100, 120, 2):
+        assert together(POLICIES[policy], vocab=4, seed=seed) < PROVED
+        assert together(POLICIES[policy], length=5, sampling=SAMPLINGS["p=.8"], seed=seed) < PROVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_row_of_a_batch_without_filters(policy, row):
+    assert distance(POLICIES[policy], THREE, ALL_TOKENS, (3, 3, 3), row) < PROVED
+    assert distance(POLICIES[policy], THREE, ALL_TOKENS, (3, 2, 3), row, batch_size=2) < PROVED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_four_tokens_of_a_row_alone(policy):
+    assert distance(POLICIES[policy], length=4) < PROVED
+
+
+# The same machinery sees a bias.
+
+
+def draft_that(monkeypatch, change):
+    """Let `change(decoder, drafted)` rewrite how many drafted tokens are submitted."""
+    draft = Decoder._draft
+
+    def changed(decoder):
+        drafted = draft(decoder)
+        if drafted.ids:
+            drafted.lengths = change(decoder, drafted)
+        return drafted
+
+    monkeypatch.setattr(Decoder, "_draft", changed)
+
+
+def until(drafted, kept):
+    """Lengths cut before the first slot that is not kept. kept: (batch,) bool of each slot."""
+    return torch.minimum(drafted.lengths, torch.stack(kept, dim=1).long().cumprod(-1).sum(-1))
+
+
+def drop_unlikely(decoder, drafted):
+    slots = zip(drafted.probabilities, drafted.ids, strict=True)
+    return until(drafted, [q.gather(-1, ids[:, None])[:, 0] >= 0.5 for q, ids in slots])
+
+
+def drop_uncertain(decoder, drafted):
+    return until(drafted, [q.max(-1).values >= 0.5 for q in drafted.probabilities])
+
+
+def drop_what_was_drawn_last_before_a_stop(decoder, drafted):
+    room = (decoder.rows.max_lengths - decoder.rows.lengths - 1).clamp(max=decoder.policy.max_draft_tokens)
+    return drafted.lengths - (drafted.lengths < room).long()
+
+
+@pytest.mark.parametrize("policy", ["fixed:1", "fixed:3"])
+def test_dropping_a_token_by_its_own_probability_is_biased(monkeypatch, policy):
+    draft_that(monkeypatch, drop_unlikely)
+    assert together(POLICIES[policy], length=3) > BIASED
+    assert distance(POLICIES[policy], THREE, TWO_TOKENS, row=1) > BIASED
+
+
+@pytest.mark.parametrize("policy", ["head drawn, lag 0", "head before"])
+def test_dropping_the_token_that_the_head_judged_is_biased(monkeypatch, policy):
+    draft_that(monkeypatch, drop_what_was_drawn_last_before_a_stop)
+    assert together(POLICIES[policy], length=3) > BIASED
+    assert distance(POLICIES[policy], THREE, TWO_TOKENS, row=1) > BIASED
+
+
+def test_dropping_a_token_that_nobody_looked_at_is_not(monkeypatch):
+    """At lag 1 a stop is decided by the tokens before the last one drawn."""
+    seen = Counter()
+    draft_that(monkeypatch, drop_what_was_drawn_last_before_a_stop)
+    assert together(HEADS["head drawn, lag 1"], watch=drafted_lengths(seen)) < PROVED
+    assert seen[1] > 100  # of two
+
+
+def test_dropping_a_token_by_what_it_was_drawn_from_is_not(monkeypatch):
+    """max q is a function of the prefix, and says nothing of the token."""
+    seen = Counter()
+    draft_that(monkeypatch, drop_uncertain)
+    assert together(POLICIES["fixed:3"], watch=drafted_lengths(seen)) < PROVED
+    assert all(seen[length] > 100 for length in range(4))
+
+
+def test_redrawing_from_the_target_instead_of_the_residual_is_biased(monkeypatch):
+    monkeypatch.setattr(verify, "residual", lambda p, q: p)
+    assert together(POLICIES["fixed:2"]) > BIASED
+
+
+@pytest.mark.parametrize("mistake", ["none", "bonus from the residual", "residual of another slot"])
+def test_a_mistaken_next_token_is_biased(monkeypatch, mistake):
+    def mistaken(p, q, draft_ids, drafted, accept_uniform, redraw_uniform):
+        k = draft_ids.shape[1]
+        if k == 0:
+            return Verified(torch.zeros_like(drafted), verify.draw(p[:, 0], redraw_uniform))
+        passed = accept_uniform < verify.acceptance_probability(p[:, :k], q, draft_ids)
+        accepted = verify._leading(passed, drafted)
+        row, slot = torch.arange(len(p)), accepted.clamp(max=k - 1)
+        q_next = q[row, (slot - 1).clamp(min=0) if mistake == "residual of another slot" else slot]
+        rejected = (accepted < drafted) | torch.tensor(mistake == "bonus from the residual")
+        p_next = p[row, accepted]
+        next_p = torch.where(rejected[:, None], residual(p_next, q_next), p_next)
+        return Verified(accepted, verify.draw(next_p, redraw_uniform))
+
+    monkeypatch.setattr(decode, "verify", mistaken)
+    found = together(POLICIES["fixed:2"])
+    assert found < PROVED if mistake == "none" else found > BIASED
+
+
+def test_accepting_a_little_too_often_is_biased(monkeypatch):
+    probability = verify.acceptance_probability
+    monkeypatch.setattr(verify, "acceptance_probability", lambda *args: (1.05 * probability(*args)).clamp(max=1))
+    assert together(POLICIES["fixed:2"]) > BIASED
+
+
+def test_a_target_that_sees_the_next_draft_token_is_biased(monkeypatch):
+    policy = POLICIES["fixed:2"]
+    assert distance(policy) < PROVED  # a new model with such a mask would be refused
+    masks = AttentionKinds.masks
+    monkeypatch.setattr(AttentionKinds, "masks", lambda kinds, positions, extent: masks(kinds, positions + 1, extent))
+    assert distance(policy) > BIASED
+
+
+def test_a_random_number_that_decides_twice_is_found(monkeypatch):
+    monkeypatch.setattr(decode, "ACCEPT", decode.DRAFT)
+    with pytest.raises(AssertionError, match="random number decides two choices"):
+        together(POLICIES["fixed:2"])
+
+
+def test_submitting_what_was_drawn_after_a_row_had_stopped_is_found(monkeypatch):
+    draft_that(monkeypatch, lambda decoder, drafted: drafted.lengths.clamp(min=len(drafted.ids)))
+    with pytest.raises(AssertionError, match="that its row did not draft"):
+        together(POLICIES["confidence"])
+
+
+def test_sampling_a_biased_loop_gives_the_distribution_that_was_enumerated(monkeypatch):
+    """So the enumeration tells the truth about loops that are not lossless, too. False alarms: 1 in 10,000."""
+    samples, prompt, policy = 20_000, ONE[0], POLICIES["fixed:3"]
+    target, draft = uncertain_pair(SEED, 3)
+    draft_that(monkeypatch, drop_unlikely)
+    emitted = emitted_distribution(target, draft, [prompt], policy, ALL_TOKENS, 3, leaves_together=True)
+    options = {"policy": policy(), "sampling": ALL_TOKENS, "max_new_tokens": 3, "end_token_ids": []}
+    observed = Counter(map(tuple, generate(target, draft, [prompt] * samples, **options).tokens))
+    assert observed.keys() == emitted.keys()
+    assert p_value(observed, emitted) > 1e-4
+    assert p_value(observed, target_distribution(target, prompt, ALL_TOKENS, 3)) < 1e-4
+
+
+def p_value(observed, probabilities):
+    """Chi-square. observed: response → how often."""
+    counts, expected = zip(*((observed[response], p) for response, p in probabilities.items()), strict=True)
+    expected = np.array(expected) * sum(counts) / sum(expected)
+    assert expected.min() > 5
+    return chisquare(counts, expected).pvalue
