@@ -118,6 +118,8 @@ class TraceConfig:
 
 def _read_sampling(path: Path, values: Any) -> Sampling:
     expected = {field.name for field in fields(Sampling)}
+    if isinstance(values, dict):
+        values = {"min_p": 0.0, **values}  # traces are older than this setting
     if not isinstance(values, dict) or set(values) != expected:
         raise InputError(f"{path}: field 'sampling' is {values!r}, expected just {sorted(expected)}")
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):

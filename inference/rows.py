@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accept_head.cost import DecodeCounts
+from accept_head.errors import InputError
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.inference.stopping import Stopping
 from accept_head.inference.verify import Verified
@@ -78,6 +79,7 @@ class Rows:
 
     def __init__(self, batch: int, max_length: int, spare: int, device: torch.device):
         """max_length: longest row. spare: columns beyond it, for drafts that outrun a row's end."""
+        self.max_length = max_length
         self.tokens = torch.zeros(batch, max_length + spare, dtype=torch.long, device=device)
         self.lengths = torch.ones(batch, dtype=torch.long, device=device)
         zero = torch.zeros_like(self.lengths)
@@ -110,7 +112,13 @@ class Rows:
         return own if request is None or request.left is None else torch.cat([request.left, own])
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Give idle rows to new requests; returns the rows."""
+        """Give idle rows to new requests; returns the rows. Raises InputError when one is longer than a row."""
+        for request in requests:
+            if (needed := len(request.prompt) + request.max_new_tokens) > self.max_length:
+                raise InputError(
+                    f"prompt {request.index} has {len(request.prompt)} tokens, {needed} with its response, but the "
+                    f"cache holds {self.max_length}"
+                )
         idle = [row for row, request in enumerate(self.requests) if request is None]
         taken = idle[: len(requests)]
         for row, request in zip(taken, requests, strict=True):

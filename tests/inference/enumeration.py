@@ -3,13 +3,15 @@
 A row's random numbers decide three kinds of choices: which token is drafted, whether it is accepted, and which token
 follows the accepted ones. Here a *script* decides them for the enumerated row, by outcome: it takes scripted outcomes
 as long as there are any, and those of its own random numbers after that. The loop runs once a leaf of the tree of
-outcomes; a leaf's weight is the product of the probabilities that the loop itself gave the outcomes on the way. All
-other code that runs is the loop's.
+outcomes; a leaf's weight is the product of the probabilities that the loop itself gave the outcomes on the way, and the
+weights sum to 1. All other code that runs is the loop's. A policy is put through it in one line:
+
+    emitted_distribution(target, draft, prompts, lambda: MyPolicy(), Sampling(top_k=2), 4, enumerated_row=1)
 
 What must not be in the tree is what nothing depends on: a draw of a row that does not draft any more (it is drawn
 because other rows do), and acceptance tests behind the first rejection. They stay random numbers. That the loop makes
-no use of them is asserted, as is that no random number of the tree is used twice: with the tree's product weights,
-this is what independence of the choices means.
+no use of them is asserted. So is that no random number decides twice: the product above takes the choices to be
+independent.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -42,6 +45,7 @@ PROVED = 1e-6  # float32 probabilities, multiplied up
 MOST_ROWS = 4096  # of one batch, when many leaves are run at once
 
 
+@cache
 def uncertain_pair(seed: int = 6, vocab: int = TOKENS) -> tuple[PreTrainedModel, PreTrainedModel]:
     """(target, draft), both with many likely responses, that agree about half of the time."""
     return llama(seed, vocab, layers=2, sharpness=1.5), llama(seed + 1, vocab, sharpness=1.5)
@@ -74,14 +78,14 @@ def emitted_distribution(
 ) -> Distribution:
     """response → probability, of what the loop emits for prompts[enumerated_row] while it decodes all prompts.
 
-    length: new tokens, of all prompts or of each. batch_size: as in `generate`. leaves_together: run all leaves that
-    are known as rows of one batch, each with this one prompt: much faster, but only for a policy that looks at each row
-    alone, since otherwise a script would no longer lead where it led before.
+    policy_factory: makes a new policy for each run. length: new tokens, of all prompts or of each. batch_size: as in
+    `generate`. leaves_together: run all leaves that are known as rows of one batch, each with this one prompt: much
+    faster, but only for a policy that looks at each row alone; else a script would not lead where it led before.
 
-    The other rows go by their random numbers, the same ones in every run, so this is the distribution *given* them.
-    That it equals the target's is more than that the average over the other rows does, which is all that sampling could
-    show: biases of opposite sign do not cancel, and since it is the same whatever the other rows do, rows are also
-    independent of each other. It is what a policy has to keep up that looks at the whole batch.
+    The other rows go by their random numbers, the same in every run, so this is the distribution *given* them. Equal to
+    the target's, it says more than the distribution over all random numbers, which is all that sampling could show:
+    that one is an average, in which biases of opposite sign cancel. And a row whose distribution is the same whatever
+    the others draw is independent of them. For a policy that looks at the whole batch this is what has to be shown.
     """
     lengths = [length] * len(prompts) if isinstance(length, int) else length
     requests = make_requests(prompts, 1)
@@ -98,17 +102,24 @@ def emitted_distribution(
         decoder = make_decoder(target, draft, batch, policy, batch_size=batch_size, greedy=False)
         with scripted(decoder, paths) as director:
             overheard = _Overheard(policy, director)
-            watchers = (director.check, watch) if watch else (director.check,)
+
+            def check_and_watch(seen: Round) -> None:
+                director.check(seen)
+                if watch:
+                    watch(seen)
+
             for done in decoder.run(
                 batch,
                 policy=overheard,
                 processing=processing,
                 stopping=stopping,
                 seed=seed,
-                watch=lambda seen: [watcher(seen) for watcher in watchers] and None,
+                watch=check_and_watch,
             ):
                 if done.request.index in paths:
                     paths[done.request.index].response = tuple(done.token_ids)
+                    if all(path.response for path in paths.values()):
+                        break  # what the others do from here on is of no interest
         return list(paths.values())
 
     return explore(run, MOST_ROWS if leaves_together else 1)

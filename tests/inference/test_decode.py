@@ -357,7 +357,7 @@ def syncs_a_round(policy, monkeypatch, sampling):
     """How often the host waits in each round between the first and the last."""
     marks = []
     with Syncs(monkeypatch) as syncs:
-        options = {"watch": lambda round: marks.append(syncs.count), "sampling": sampling, "max_new_tokens": 40}
+        options = {"watch": lambda round: marks.append(syncs.count), "sampling": sampling, "max_new_tokens": 24}
         decode([[1, 2], [3]], policy, **options)
     return {later - earlier for earlier, later in pairwise(marks[:-3])}
 

@@ -1,4 +1,4 @@
-"""Losslessness proved on toy pairs: the exact distribution that the decode loop emits is the target's, for every policy.
+"""Losslessness proved on toy pairs: what the decode loop emits has exactly the target's distribution, for every policy.
 
 No sampling and so no false alarms: the total variation is below PROVED (1e-6, float32 rounding), and that of a biased
 loop is a thousand times larger.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
@@ -56,13 +55,16 @@ POLICIES = {
 }
 
 
-def distance(policy, prompts=ONE, sampling=ALL_TOKENS, length=3, row=0, *, seed=SEED, vocab=3, reference=None, **options):
-    """Total variation between what the loop emits for one row and the target's own distribution."""
+def distance(policy, prompts=ONE, sampling=ALL_TOKENS, length=3, row=0, *, seed=SEED, vocab=3, rules=None, **options):
+    """Total variation between what the loop emits for one row and the target's own distribution.
+
+    rules: what applies to both, end tokens and a repetition penalty.
+    """
     target, draft = uncertain_pair(seed, vocab)
-    emitted = emitted_distribution(target, draft, prompts, policy, sampling, length, row, **options)
+    rules = rules or {}
+    emitted = emitted_distribution(target, draft, prompts, policy, sampling, length, row, **rules, **options)
     tokens = length if isinstance(length, int) else length[row]
-    expected = target_distribution(target, prompts[row], sampling, tokens, **(reference or {}))
-    return total_variation(emitted, expected)
+    return total_variation(emitted, target_distribution(target, prompts[row], sampling, tokens, **rules))
 
 
 def together(policy, length=4, **options):
@@ -80,8 +82,8 @@ def drafted_lengths(seen):
 
 def test_the_models_are_uncertain_and_disagree():
     p, q = (target_distribution(model, ONE[0], ALL_TOKENS, 3) for model in uncertain_pair(SEED, 3))
-    assert len(p) == 27 and max(p.values()) < 0.3
-    assert 0.3 < total_variation(p, q) < 0.8
+    assert len(p) == 27 and max(p.values()) < 0.4
+    assert 0.3 < total_variation(p, q) < 0.9
 
 
 @pytest.mark.parametrize("sampling", ["T=1", "k=2"])
@@ -117,8 +119,17 @@ def test_a_row_alone(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_among_rows_that_end_sooner_and_later(policy):
-    """When the first row ends, the enumerated one moves into its place."""
-    assert distance(POLICIES[policy], THREE, TWO_TOKENS, (2, 4, 6), row=1) < PROVED
+    """It waits when it has stopped drafting and others have not, and moves to the place of the row that ends first."""
+    waited = moved = 0
+
+    def watch(round_):
+        nonlocal waited, moved
+        place = [request and request.index for request in round_.rows.requests].index(1)
+        waited += int(round_.drafted.lengths[place]) < len(round_.drafted.ids)
+        moved += place != 1
+
+    assert distance(POLICIES[policy], THREE, TWO_TOKENS, (2, 4, 6), row=1, watch=watch) < PROVED
+    assert moved > 10 and (waited > 10 or policy == "none")
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
@@ -127,36 +138,21 @@ def test_a_row_among_rows_that_take_each_others_places(policy, row):
     assert distance(POLICIES[policy], THREE, TWO_TOKENS, (2, 3, 3), row, batch_size=2) < PROVED
 
 
-@pytest.mark.parametrize("policy", ["head drawn, lag 0", "head before", "confidence"])
-def test_a_row_that_waits_for_others_to_stop_drafting(policy):
-    waited = 0
-
-    def watch(round_):
-        nonlocal waited
-        drafted = dict(zip((request and request.index for request in round_.rows.requests), round_.drafted.lengths))
-        waited += 0 < drafted.get(1, 0) < len(round_.drafted.ids)
-
-    assert distance(POLICIES[policy], THREE, TWO_TOKENS, (6, 4, 6), row=1, watch=watch) < PROVED
-    assert waited > 10
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_with_a_repetition_penalty(policy):
-    penalty = {"repetition_penalty": 1.3}
-    assert together(POLICIES[policy], **penalty, reference=penalty) < PROVED
-    assert together(POLICIES[policy], length=2, **penalty) > BIASED  # it does change the distribution
+    assert together(POLICIES[policy], rules={"repetition_penalty": 1.3}) < PROVED
+    assert together(POLICIES[policy], length=2, repetition_penalty=1.3) > BIASED  # the reference has none
 
 
 @pytest.mark.parametrize("policy", ["fixed:3", "head drawn, lag 1"])
 def test_with_an_end_token(policy):
-    ends = {"end_token_ids": [2]}
-    assert together(POLICIES[policy], **ends, reference=ends) < PROVED
+    assert together(POLICIES[policy], rules={"end_token_ids": [2]}) < PROVED
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_pairs(policy):
-    for seed in range(100, 120, 2):
+    for seed in range(100, 110, 2):
         assert together(POLICIES[policy], vocab=4, seed=seed) < PROVED
         assert together(POLICIES[policy], length=5, sampling=SAMPLINGS["p=.8"], seed=seed) < PROVED
 
@@ -237,12 +233,12 @@ def test_dropping_a_token_by_what_it_was_drawn_from_is_not(monkeypatch):
     seen = Counter()
     draft_that(monkeypatch, drop_uncertain)
     assert together(POLICIES["fixed:3"], watch=drafted_lengths(seen)) < PROVED
-    assert all(seen[length] > 100 for length in range(4))
+    assert all(seen[length] > 100 for length in (1, 2, 3))
 
 
 def test_redrawing_from_the_target_instead_of_the_residual_is_biased(monkeypatch):
     monkeypatch.setattr(verify, "residual", lambda p, q: p)
-    assert together(POLICIES["fixed:2"]) > BIASED
+    assert together(POLICIES["fixed:2"], length=3) > BIASED
 
 
 @pytest.mark.parametrize("mistake", ["none", "bonus from the residual", "residual of another slot"])
@@ -272,11 +268,10 @@ def test_accepting_a_little_too_often_is_biased(monkeypatch):
 
 
 def test_a_target_that_sees_the_next_draft_token_is_biased(monkeypatch):
-    policy = POLICIES["fixed:2"]
-    assert distance(policy) < PROVED  # a new model with such a mask would be refused
+    assert distance(POLICIES["fixed:2"], sampling=TWO_TOKENS) < PROVED  # a new model with such a mask would be refused
     masks = AttentionKinds.masks
     monkeypatch.setattr(AttentionKinds, "masks", lambda kinds, positions, extent: masks(kinds, positions + 1, extent))
-    assert distance(policy) > BIASED
+    assert distance(POLICIES["fixed:2"], sampling=TWO_TOKENS) > BIASED
 
 
 def test_a_random_number_that_decides_twice_is_found(monkeypatch):
@@ -299,14 +294,18 @@ def test_sampling_a_biased_loop_gives_the_distribution_that_was_enumerated(monke
     emitted = emitted_distribution(target, draft, [prompt], policy, ALL_TOKENS, 3, leaves_together=True)
     options = {"policy": policy(), "sampling": ALL_TOKENS, "max_new_tokens": 3, "end_token_ids": []}
     observed = Counter(map(tuple, generate(target, draft, [prompt] * samples, **options).tokens))
-    assert observed.keys() == emitted.keys()
+    assert observed.keys() <= emitted.keys()
     assert p_value(observed, emitted) > 1e-4
     assert p_value(observed, target_distribution(target, prompt, ALL_TOKENS, 3)) < 1e-4
 
 
 def p_value(observed, probabilities):
-    """Chi-square. observed: response → how often."""
-    counts, expected = zip(*((observed[response], p) for response, p in probabilities.items()), strict=True)
-    expected = np.array(expected) * sum(counts) / sum(expected)
-    assert expected.min() > 5
-    return chisquare(counts, expected).pvalue
+    """Chi-square; responses too rare to test (expected below 5) are pooled. observed: response → how often."""
+    samples = observed.total()
+    expected = {response: samples * p for response, p in probabilities.items() if samples * p >= 5}
+    counts = [observed[response] for response in expected]
+    if len(expected) < len(probabilities):
+        counts.append(samples - sum(counts))
+        expected["rare"] = samples - sum(expected.values())
+    scale = samples / sum(expected.values())
+    return chisquare(counts, [scale * value for value in expected.values()]).pvalue

@@ -10,24 +10,19 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head import Sampling
 from accept_head.inference import decode, generate
 from accept_head.inference.decode import Decoder
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
 from accept_head.inference.verify import verify
-from accept_head.signals import SIGNALS
-from tests.inference.toy import TOKENS, exact_distribution, llama
+from tests.inference.enumeration import random_head_policy, uncertain_pair
+from tests.inference.toy import TOKENS, exact_distribution
 
 FALSE_ALARM = 1e-4
-SAMPLES = 20_000
+SAMPLES = 16_000
 LENGTH, NEW_TOKENS = 3, 4  # one more than is judged: a round can draft three, which is where a head at lag 1 may stop
 PROMPT = [1, 3]
 WITHOUT_FILTERS = Sampling(top_k=0)
-
-
-def uncertain_pair():
-    """A target with many likely responses, and a draft that is right about half of the time."""
-    return llama(6, layers=2, sharpness=1.5), llama(7, sharpness=1.5)
 
 
 def response_frequencies(target, draft, policy, sampling):
@@ -38,7 +33,7 @@ def response_frequencies(target, draft, policy, sampling):
         policy=policy,
         sampling=sampling,
         max_new_tokens=NEW_TOKENS,
-        batch_size=10_000,
+        batch_size=8_000,
         end_token_ids=[],
     )
     place = (torch.tensor(generated.tokens)[:, :LENGTH] * TOKENS ** torch.arange(LENGTH - 1, -1, -1)).sum(-1)
@@ -63,25 +58,20 @@ def p_value_of(policy, sampling=WITHOUT_FILTERS):
     return p_value(response_frequencies(target, draft, policy, sampling), expected)
 
 
-def random_head(threshold, reads="drawn", **options):
-    torch.manual_seed(5)
-    statistics = {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
-    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=1, reads=reads, **statistics))
-    torch.nn.init.normal_(head.output.weight, std=2.0)
-    return HeadPolicy(head, threshold, **options)
-
-
+STOPPING = {
+    "head drawn, lag 0": lambda: random_head_policy(lag=0),
+    "head drawn, lag 0, k_max 2": lambda: random_head_policy(lag=0, k_max=2),
+    "head drawn, lag 1": lambda: random_head_policy(lag=1),
+    "head before": lambda: random_head_policy(reads="before"),
+    "head before, k_min 2": lambda: random_head_policy(reads="before", k_min=2),
+    "confidence": lambda: ConfidencePolicy(0.3),
+}
 POLICIES = {
     "none": lambda: FixedPolicy(0),
     "fixed:1": lambda: FixedPolicy(1),
     "fixed:2": lambda: FixedPolicy(2),
     "fixed:8": lambda: FixedPolicy(8),
-    "head drawn:0.3, lag 0": lambda: random_head(0.3, lag=0),
-    "head drawn:0.7, lag 0, short": lambda: random_head(0.7, lag=0, k_max=2),
-    "head drawn:0.3, lag 1": lambda: random_head(0.3, lag=1),
-    "head before:0.4": lambda: random_head(0.4, reads="before"),
-    "head before:0.8, k_min 2": lambda: random_head(0.8, reads="before", k_min=2),
-    "confidence:0.4": lambda: ConfidencePolicy(0.4),
+    **STOPPING,
 }
 
 
@@ -94,8 +84,25 @@ def test_every_policy_leaves_the_targets_distribution(name, sampling):
 def test_the_pair_is_one_on_which_a_bias_would_show():
     """Both models are uncertain, and they disagree, but not about everything."""
     p, q = (exact_distribution(model, PROMPT, LENGTH, WITHOUT_FILTERS) for model in uncertain_pair())
-    assert (p * SAMPLES >= 5).sum() > 100 and max(p.max(), q.max()) < 0.15
+    assert (p * SAMPLES >= 5).sum() > 90 and max(p.max(), q.max()) < 0.15
     assert 0.3 < (p - q).abs().sum() / 2 < 0.8
+
+
+@pytest.mark.parametrize("name", STOPPING)
+def test_policies_that_can_stop_early_do(name):
+    target, draft = uncertain_pair()
+    first = []
+    generate(
+        target,
+        draft,
+        [PROMPT] * 500,
+        policy=STOPPING[name](),
+        sampling=WITHOUT_FILTERS,
+        max_new_tokens=NEW_TOKENS,
+        end_token_ids=[],
+        watch=lambda round_: first.append(round_.drafted.lengths.bincount()),
+    )
+    assert (first[0] > 5).sum() > 1  # different rows, different lengths
 
 
 def test_dropping_drawn_tokens_by_their_own_probability_is_caught(monkeypatch):

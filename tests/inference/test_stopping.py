@@ -14,7 +14,7 @@ from tests.inference.toy import VOCAB, architectures, ragged_prompts, transforme
 
 NEW_TOKENS = 20
 MODELS = architectures()["llama"]
-PROMPTS = ragged_prompts(8)
+PROMPTS = ragged_prompts(6)
 
 
 class TokenTwice(StoppingCriteria):
@@ -94,7 +94,7 @@ def test_sampled_responses_are_cut_prefixes_of_uncut_ones():
 def embedded(embedded_pair, embedded_pair_folder):
     """Prompts, and what the target says to them when nothing but its end token stops it."""
     prompts = load_prompts(str(embedded_pair_folder / "prompts" / "test.jsonl"), embedded_pair.tokenizer)
-    prompts = [list(prompt.ids) for prompt in prompts[:8]]
+    prompts = [list(prompt.ids) for prompt in prompts[:6]]
     return prompts, [transformers_greedy(embedded_pair.target, prompt, 24, eos_token_id=2) for prompt in prompts]
 
 

@@ -442,6 +442,7 @@ REFUSED = {
     "a field that no record has": (lambda f: {"field": "text"}, ["prompts.jsonl", "line 1", "'text'"]),
     "no new tokens": (lambda f: {"max_new_tokens": 0}, ["max_new_tokens", "0"]),
     "fewer than no new tokens": (lambda f: {"max_new_tokens": -3}, ["max_new_tokens", "-3"]),
+    "no prompts wanted": (lambda f: {"max_prompts": 0}, ["max_prompts", "0"]),
     "no rows": (lambda f: {"batch_size": 0}, ["batch_size", "0"]),
     "a negative temperature": (lambda f: {"temperature": -1}, ["temperature", "-1"]),
     "a min_p above 1": (lambda f: {"min_p": 1.5}, ["min_p", "1.5"]),
