@@ -63,5 +63,13 @@ def writable_folder(path: Path, option: str = "--out") -> Path:
     return path
 
 
+def writable_file(path: Path, option: str = "--out") -> Path:
+    """Prove that a file can be written there. Raises InputError naming the option."""
+    if path.is_dir():
+        raise InputError(f"{option} {path}: is a folder, expected a file")
+    writable_folder(path.parent, option)
+    return path
+
+
 def sha256(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()

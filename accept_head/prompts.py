@@ -43,6 +43,8 @@ def load_prompts(
 
     Raises InputError naming the file and line or field.
     """
+    if max_prompts is not None and max_prompts < 1:
+        raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     prompts: list[Prompt] = []
     for where, record in _records(source, split):
         ids = _encode(record, field, where, tokenizer)

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from accept_head.inference.attention import AttentionKinds
-from accept_head.pair import Forward, base_model
+from accept_head.pair import Forward, base_model, context_tokens
 
 Compile = Literal["none", "default", "max-autotune"]
 
@@ -26,6 +26,9 @@ Compile = Literal["none", "default", "max-autotune"]
 FILL_TOKENS = 2048
 # Widths that a compiled forward is made for: 0, 1, 2, 4, … drafts and the token before them.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
+# Its caches come in multiples of so many tokens: decoders for prompts of other lengths then share the graphs.
+CAPACITY_STEP = 64
+MOST_GRAPHS = 1024  # of one process
 
 
 @dataclass
@@ -109,6 +112,9 @@ class CachedModel:
     ):
         """max_length: longest row, in tokens. with_hidden: also return the last hidden state."""
         self.model = model
+        self.static = compile != "none"
+        if self.static:
+            max_length = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, context_tokens(model))
         self.max_length = max_length
         self.kinds = AttentionKinds.of(model)
         self.place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
@@ -116,7 +122,6 @@ class CachedModel:
         self.layers = [RaggedLayer(batch, max_length + 1, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
         self.hidden = _hidden_of(model) if with_hidden else None
-        self.static = compile != "none"
         self._run = _compiled(self._call, compile, model.device) if self.static else self._call
 
     def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Forward:
@@ -230,8 +235,9 @@ def _compiled(call: Any, mode: Compile, device: torch.device) -> Any:
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    # Each decoder compiles the same function for its own cache, once for each model and width.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+    # All decoders compile the same function: once for each model, batch, capacity and width.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_GRAPHS)
     tuned = mode == "max-autotune"
     if not tuned or device.type != "cpu":
         return torch.compile(call, dynamic=False, fullgraph=True, mode=mode if tuned else None)

@@ -17,10 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from accept_head.cost import DecodeCounts
 from accept_head.errors import InputError
-from accept_head.files import atomic_path, sha256, writable_folder, write_json
+from accept_head.files import atomic_path, sha256, writable_file, write_json
 from accept_head.inference.cache import Compile
 from accept_head.inference.generation import content_ids, make_decoder
 from accept_head.inference.policies import make_policy
+from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import DecodeStats, Finished, Request
 from accept_head.inference.stopping import Stopping, stop_strings_criteria
@@ -76,10 +77,7 @@ def generate_file(
         stream: Show responses as they come (with batch_size 1) or progress; only on a terminal when left out.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
-    path = Path(out)
-    if path.is_dir():
-        raise InputError(f"--out {out}: is a folder, expected a file")
-    writable_folder(path.parent)
+    path = writable_file(Path(out))
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
     room = min(context_tokens(pair.target), context_tokens(pair.draft)) - max_new_tokens
@@ -89,6 +87,8 @@ def generate_file(
     chosen = make_policy(policy, pair)
     settings = {
         "policy": policy,
+        "policy_content": _content(chosen),
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
         "sampling": sampling.to_dict(),
         "repetition_penalty": repetition_penalty,
         "stop": stop or [],
@@ -98,6 +98,9 @@ def generate_file(
         "target": checkpoint_fingerprint(target),
         "draft": checkpoint_fingerprint(draft),
     }
+    processing = Processing(sampling, pair.vocab_size, repetition_penalty=repetition_penalty)
+    criteria = stop_strings_criteria(stop or [], pair.tokenizer)
+    stopping = Stopping(end_ids(pair.target, pair.tokenizer), criteria, pair.target.device)
     kept = Kept(path, settings)
     keys = content_ids([prompt.ids for prompt in loaded])
     requests = [
@@ -113,14 +116,13 @@ def generate_file(
             pair.target, pair.draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy, compile=compile
         )
         print(memory := str(decoder.memory))
-        criteria = stop_strings_criteria(stop or [], pair.tokenizer)
         shown = Terminal(pair.tokenizer, len(requests), one_row=decoder.batch == 1, wanted=stream)
         with kept, shown:
             for done in decoder.run(
                 requests,
                 policy=chosen,
-                processing=Processing(sampling, pair.vocab_size, repetition_penalty=repetition_penalty),
-                stopping=Stopping(end_ids(pair.target, pair.tokenizer), criteria, pair.target.device),
+                processing=processing,
+                stopping=stopping,
                 seed=seed,
                 watch=shown.watch,
             ):
@@ -174,6 +176,14 @@ class Kept:
             for index in range(expected):
                 file.write(json.dumps(self.records[index], ensure_ascii=False) + "\n")
         self.hidden.unlink(missing_ok=True)
+
+
+def _content(policy: DraftPolicy) -> str:
+    """A hash of a policy's numbers and, if it has one, of its head's weights: a SPEC's path may hold another by now."""
+    plain = {name: value for name, value in vars(policy).items() if isinstance(value, int | float | str)}
+    head = getattr(policy, "head", None)
+    weights = [] if head is None else [sha256(tensor.cpu().numpy().tobytes()) for tensor in head.state_dict().values()]
+    return sha256(json.dumps([plain, weights], sort_keys=True))
 
 
 def _record(prompt: Prompt, done: Finished, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

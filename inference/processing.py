@@ -16,6 +16,18 @@ from accept_head.errors import InputError
 from accept_head.inference.rows import Rows
 from accept_head.sampling import Sampling
 
+# Processors of transformers that look at more than the prefix they are given: called again for a rejected token, or for
+# one row at a time, they would give other scores.
+TIED = {
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WhisperTimeStampLogitsProcessor",
+}
+
 
 class Processing:
     """Sampling settings, a repetition penalty (1 = none) and any of transformers' logits processors."""
@@ -30,6 +42,12 @@ class Processing:
     ):
         if not 0 < repetition_penalty < float("inf"):
             raise InputError(f"repetition_penalty is {repetition_penalty}, expected a positive number (1 = none)")
+        for processor in logits_processor:
+            if type(processor).__name__ in TIED:
+                raise InputError(
+                    f"{type(processor).__name__} keeps state, or is tied to a row's place in the batch: it is no function "
+                    "of the prefix, which speculative decoding needs"
+                )
         self.sampling, self.vocab_size = sampling, vocab_size
         self.repetition_penalty, self.processors = repetition_penalty, list(logits_processor)
 

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.errors import InputError
-from accept_head.files import writable_folder, write_json
+from accept_head.files import writable_file, write_json
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.generation import GREEDY, make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy
@@ -37,14 +37,17 @@ from accept_head.sampling import Sampling
 
 WARM_UP, REPEATS = 5, 40
 DRAFT_LENGTHS = (1, 2, 4, 8)  # that the regression is over
-SLOWEST = 0.05  # share of rounds of one length that are left out: somebody else had the processor
+# Rounds that are further than this from the median of their length are left out: somebody else had the processor. In
+# units of the standard deviation, as the median absolute deviation gives it.
+OUTLIER = 3.0
 BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
 
 # Used when no prompts are given: costs depend on lengths, hardly on words.
-TEXT = (
-    "Speculative decoding lets a small draft model propose several tokens, which a large target model verifies in one "
-    "forward pass. Accepted tokens are kept, the first rejected one is drawn again, and the output keeps exactly the "
-    "distribution of the target. How many tokens to propose is a guess, and the best guess changes from word to word."
+TEXTS = (
+    "Speculative decoding lets a small draft model propose several tokens, which a large target verifies in one pass.",
+    "Accepted tokens are kept, the first rejected one is drawn again, and the output keeps the target's distribution.",
+    "How many tokens to propose is a guess, and the best guess changes from word to word, and from text to text.",
+    "def cost(drafts, targets, t_draft, t_target):\n    return drafts * t_draft + targets * t_target\n",
 )
 
 
@@ -76,7 +79,7 @@ def profile(
         target: Target model: a folder or a name on the Hub.
         draft: Draft model, with the target's tokenizer.
         out: JSON file to write.
-        prompts: JSONL file or data set to decode; a built-in text when left out.
+        prompts: JSONL file or data set to decode; built-in texts when left out.
         field: Field of a prompt record.
         max_prompts: Prompts to decode at each draft length.
         max_new_tokens: Longest response, in tokens.
@@ -85,13 +88,12 @@ def profile(
         dtype: float32, bfloat16, float16, or auto.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
-    path = Path(out)
-    writable_folder(path.parent)
+    path = writable_file(Path(out))
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
     if prompts:
         ids = [prompt.ids for prompt in load_prompts(prompts, pair.tokenizer, field=field, max_prompts=max_prompts)]
     else:
-        ids = [tuple(pair.tokenizer(TEXT)["input_ids"])]
+        ids = [tuple(pair.tokenizer(text)["input_ids"]) for text in TEXTS]
     sampling = Sampling(temperature=temperature, top_k=top_k)
     fit = regress_rounds(pair, ids, sampling=sampling, max_new_tokens=max_new_tokens)
     forward = measure_forwards(pair, ids)
@@ -140,14 +142,26 @@ def regress_rounds(
             for drafted, elapsed in _timed_rounds(pair, prompt, FixedPolicy(k), sampling, max_new_tokens):
                 if index:
                     seconds.setdefault(drafted, []).append(elapsed)
+    if 0 not in seconds or len(seconds) < 3:
+        raise InputError(f"max_new_tokens is {max_new_tokens}: too few rounds of different lengths to fit; give more")
     alone = statistics.median(seconds.pop(0))
-    # A response's last rounds draft less than K: every length has rounds.
-    kept = {k: sorted(times)[: max(1, int(len(times) * (1 - SLOWEST)))] for k, times in seconds.items()}
+    kept = {k: _without_outliers(times) for k, times in seconds.items()}
     lengths = np.array([k for k, times in kept.items() for _ in times], dtype=float)
     measured = np.array([elapsed for times in kept.values() for elapsed in times])
     (t_draft, t_target), r_squared = _least_squares(np.stack([lengths, np.ones_like(lengths)], axis=1), measured)
+    if min(t_draft, t_target) <= 0:
+        raise InputError(
+            f"the {len(measured)} rounds are too few or too noisy to fit (t_draft would be {t_draft:.2g} s); "
+            "give more prompts, or a larger max_new_tokens"
+        )
     costs = ForwardCosts(t_draft=t_draft, t_target=t_target, t_autoregressive=alone)
     return Regression(costs=costs, r_squared=r_squared, rounds=len(measured))
+
+
+def _without_outliers(times: Sequence[float]) -> list[float]:
+    median = statistics.median(times)
+    deviation = 1.4826 * statistics.median(abs(elapsed - median) for elapsed in times)
+    return [elapsed for elapsed in times if abs(elapsed - median) <= OUTLIER * deviation]
 
 
 def _timed_rounds(

@@ -26,6 +26,7 @@ class Terminal:
         self.tokenizer, self.text = tokenizer, one_row
         self.console = Console(highlight=False)
         self.printed = ""
+        self.pending: list[tuple[list[int], str | None]] = []
         self.generated = self.drafted = self.accepted = 0
         columns = (
             TextColumn("decode"),
@@ -48,23 +49,25 @@ class Terminal:
             self.progress.stop()
 
     def watch(self, round_: Round) -> None:
-        """Called after every round."""
+        """Called after every round. Shows the round before: the last one may yet be cut by a stop string."""
         if not (self.on and self.text):
             return
         rows = round_.rows
         request = rows.requests[0]
         assert request is not None
+        self._show(self.pending)
+        before = rows.host_lengths[0] - len(request.prompt)
         new = rows.tokens[0, len(request.prompt) : int(rows.lengths[0])].tolist()
-        accepted = int(round_.outcome.accepted[0])
-        self._print(new[: rows.host_lengths[0] - len(request.prompt) + accepted], ACCEPTED_STYLE)
-        self._print(new, None)
+        self.pending = [(new[: before + int(round_.outcome.accepted[0])], ACCEPTED_STYLE), (new, None)]
 
-    def _print(self, token_ids: list[int], style: str | None) -> None:
-        """Print what these tokens add to the text so far."""
-        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-        if text.startswith(self.printed) and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # half a character waits
-            self.console.print(text[len(self.printed) :], style=style, end="", markup=False, soft_wrap=True)
-            self.printed = text
+    def _show(self, parts: list[tuple[list[int], str | None]]) -> None:
+        """Print what each list of tokens adds to the text so far, in its style."""
+        for token_ids, style in parts:
+            text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+            # Half a character waits for its other half.
+            if text.startswith(self.printed) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+                self.console.out(text[len(self.printed) :], style=style, end="", highlight=False)
+                self.printed = text
 
     def finished(self, done: Finished) -> None:
         """Called after every response."""
@@ -77,7 +80,9 @@ class Terminal:
         if not self.on:
             return
         if self.text:
-            self.printed = ""
-            self.console.print(f"\n[{rates}]\n", style="dim", markup=False)
+            self._show([(ids[: len(done.token_ids)], style) for ids, style in self.pending])
+            self._show([(done.token_ids, None)])
+            self.printed, self.pending = "", []
+            self.console.out(f"\n[{rates}]\n", style="dim", highlight=False)
         else:
             self.progress.update(self.task, advance=1, rates=rates)

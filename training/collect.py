@@ -75,8 +75,6 @@ def collect(
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
-    if max_prompts is not None and max_prompts < 1:
-        raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     limit_cpu_threads()
     options = trainer_options()
     pair = load_pair(

@@ -86,10 +86,12 @@ def generate(
     check_models(model, draft)
     chosen = make_policy(policy, draft) if isinstance(policy, str) else policy
     sampling, processors = _split(config, logits_processor)
-    requests = _requests(input_ids, model_kwargs.get("attention_mask"), config)
+    limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+    max_length = min(limits, default=config.max_length)
+    requests = _requests(input_ids, model_kwargs.get("attention_mask"), max_length)
     decoder = make_decoder(model, draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy)
     record = _Recorder(len(requests), bool(config.output_scores), bool(config.output_logits), sampling)
-    stopping = Stopping(_end_ids(config), _own_criteria(stopping_criteria), input_ids.device)
+    stopping = _stopping(stopping_criteria, input_ids.device)
     processing = Processing(sampling, min(output_size(model), output_size(draft)), logits_processor=processors)
     finished = decoder.run(
         requests,
@@ -115,7 +117,8 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     for name, neutral in REFUSED.items():
         value = model_kwargs.get(name, getattr(config, name, None))
         if value is not None and value != neutral:
-            raise InputError(f"{name} is {value!r}: speculative decoding does not support it")
+            shown = "given" if isinstance(value, Tensor) else repr(value)
+            raise InputError(f"{name} is {shown}: speculative decoding does not support it")
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise InputError(f"{name} is not supported: a round's forwards hold rejected tokens too")
@@ -142,12 +145,12 @@ def _split(config: GenerationConfig, processors: LogitsProcessorList) -> tuple[S
     return Sampling(**{"temperature": 1.0, "top_k": 0, **settings}), kept
 
 
-def _requests(input_ids: Tensor, mask: Tensor | None, config: GenerationConfig) -> list[Request]:
+def _requests(input_ids: Tensor, mask: Tensor | None, max_length: int) -> list[Request]:
     prompts = as_prompts(input_ids, mask)
     width = input_ids.shape[1]
-    new_tokens = config.max_length - width
+    new_tokens = max_length - width
     if new_tokens < 1:
-        raise InputError(f"max_length is {config.max_length}, but the input has {width} tokens; set max_new_tokens")
+        raise InputError(f"max_length is {max_length}, but the input has {width} tokens; set max_new_tokens")
     ends = enumerate(zip(prompts, content_ids(prompts), strict=True))
     left = [input_ids[index, : width - len(prompt)] for index, prompt in enumerate(prompts)]
     return [Request(index, prompt, new_tokens, key, left[index]) for index, (prompt, key) in ends]
@@ -158,9 +161,12 @@ def _end_ids(config: GenerationConfig) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def _own_criteria(criteria: StoppingCriteriaList) -> list[Any]:
-    """All but the two that the loop looks after itself."""
-    return [criterion for criterion in criteria if not isinstance(criterion, EosTokenCriteria | MaxLengthCriteria)]
+def _stopping(criteria: StoppingCriteriaList, device: torch.device) -> Stopping:
+    """The loop looks after end tokens and the longest length itself; they stand among the criteria too, where one that
+    the user gave has taken the place of the config's."""
+    ends = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id]
+    own = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+    return Stopping(ends, own, device)
 
 
 def _sequences(input_ids: Tensor, tokens: Sequence[Sequence[int]], config: GenerationConfig) -> Tensor:

@@ -102,11 +102,11 @@ def _decoding(folder: Path) -> Options:
     if not path.is_file():
         raise InputError(f"{folder} has no decoding.json (accept-head tune writes it): give a threshold, head:PATH:0.5")
     values = read_json(path)
-    if not isinstance(values.get("threshold"), float | int):
+    if type(values.get("threshold")) not in (float, int):
         raise InputError(f"{path}: field 'threshold' is {values.get('threshold')!r}, expected a number")
     chosen = {key: values[key] for key in ("threshold", "k_min", "k_max", "lag") if values.get(key) is not None}
     for key, value in chosen.items():
-        if key != "threshold" and not isinstance(value, int):
+        if key != "threshold" and type(value) is not int:
             raise InputError(f"{path}: field {key!r} is {value!r}, expected an integer")
     return chosen
 

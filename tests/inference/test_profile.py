@@ -54,7 +54,7 @@ def pair_clock(clock, random_pair):
 
 
 def test_the_regression_over_real_rounds_finds_the_clocks_costs(pair_clock, random_pair):
-    fit = regress_rounds(random_pair, PROMPTS, max_new_tokens=24)
+    fit = regress_rounds(random_pair, PROMPTS, max_new_tokens=14)
     assert fit.costs.t_draft == pytest.approx(T_DRAFT)
     assert fit.costs.t_target == pytest.approx(T_TARGET)
     assert fit.costs.t_autoregressive == pytest.approx(T_ALONE)

@@ -117,7 +117,7 @@ def test_a_batch_of_one_gives_the_same(both, row):
     assert both.ours(**options).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 4, 64])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
 def test_rows_decoded_together_may_be_fewer_than_the_batch(both, batch_size):
     options = {"eos_token_id": with_greedy_ends(both), "repetition_penalty": 1.1}
     assert both.ours(batch_size=batch_size, **options).tolist() == both.theirs(**options).tolist()

@@ -15,7 +15,7 @@ import yaml
 from accept_head.inference.generate_file import generate_file
 from accept_head.inference.terminal import Terminal
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 SAMPLED = {"temperature": 1, "top_k": 0}
 UNFINISHED = ".out.jsonl.unfinished"
 
