@@ -189,8 +189,8 @@ def forward_with_hidden(model: PreTrainedModel, **inputs: Any) -> Forward:
 
 def base_model(model: PreTrainedModel) -> torch.nn.Module:
     """The transformer without its language-model head; its first output is the hidden state after the final norm."""
-    base = model.base_model
-    if base is model:
+    base = model.get_decoder()  # of OPT, say, the part of its base model that the language model really calls
+    if base is None or base is model:
         raise InputError(f"{type(model).__name__} has no base model to read hidden states from")
     return base
 

@@ -67,5 +67,17 @@ class AttentionKinds:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+def check_rotary(model: PreTrainedModel, max_length: int) -> None:
+    """Raises InputError, naming the model, when a row's positions would be rotated by what other rows are long."""
+    text = model.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+    if rope.get("rope_type") == "longrope" and original and max_length > original:
+        raise InputError(
+            f"{type(model).__name__} ({model.config.model_type}) has rotary frequencies (longrope) that change for the "
+            f"whole batch when a row passes {original} tokens, but a row needs {max_length}; use shorter ones"
+        )
+
+
 def _layer_types(config: Any) -> list[str]:
     return list(getattr(config, "layer_types", None) or [])

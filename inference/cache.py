@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from accept_head.inference.attention import AttentionKinds
+from accept_head.inference.attention import AttentionKinds, check_rotary
 from accept_head.pair import Forward, base_model, context_tokens
 
 Compile = Literal["none", "default", "max-autotune"]
@@ -117,6 +117,7 @@ class CachedModel:
             max_length = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, context_tokens(model))
         self.max_length = max_length
         self.kinds = AttentionKinds.of(model)
+        check_rotary(model, max_length)
         self.place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
         # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
         self.layers = [RaggedLayer(batch, max_length + 1, self.place) for _ in range(self.kinds.layers)]

@@ -66,6 +66,7 @@ class Decoder:
             policy.observe(outcome)
             if watch:
                 watch(Round(self.rows, drafted, verified, logits, scores, outcome))
+            del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
             finished = self.rows.sync(stopping)
             yield from finished
             if finished:
@@ -105,7 +106,7 @@ class Decoder:
                 active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
             active = active & (drafted.lengths < budget)
             if ahead:
-                in_vain += drew & ~active
+                in_vain += drew & ~active & (drafted.lengths < budget)
             if depth == most or (policy.stops_early and not active.any()):
                 break
             fed = ahead or self._feed(ids, depth)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
@@ -48,7 +48,7 @@ def generate(
     repetition_penalty: float = 1.0,
     logits_processor: Sequence[LogitsProcessor] = (),
     end_token_ids: Sequence[int] | None = None,
-    stop_strings: Sequence[str] = (),
+    stop_strings: str | Sequence[str] = (),
     stopping_criteria: Sequence[StoppingCriteria] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
@@ -72,13 +72,17 @@ def generate(
     """
     check_models(target, draft)
     prompts = as_prompts(input_ids, attention_mask)
+    vocab_size = min(output_size(target), output_size(draft))
+    for index, prompt in enumerate(prompts):
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise InputError(f"prompt {index} has a token id outside 0 to {vocab_size - 1}, the models' vocabulary")
     requests = make_requests(prompts, max_new_tokens, row_ids)
     policy = make_policy(policy, draft) if isinstance(policy, str) else policy
-    vocab_size = min(output_size(target), output_size(draft))
     processing = Processing(
         sampling, vocab_size, repetition_penalty=repetition_penalty, logits_processor=logits_processor
     )
     ends = end_ids(target, tokenizer) if end_token_ids is None else end_token_ids
+    stop_strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
     criteria = [*stop_strings_criteria(stop_strings, tokenizer), *stopping_criteria]
     decoder = make_decoder(
         target, draft, requests, policy, batch_size=batch_size, greedy=sampling.greedy, compile=compile
@@ -103,6 +107,8 @@ def make_decoder(
     compile: Compile = "none",
 ) -> Decoder:
     """A decoder that all requests fit into. Raises InputError when the models' context or the memory is too small."""
+    if compile not in get_args(Compile):
+        raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected a positive integer")
     batch = min(batch_size or len(requests), len(requests))
@@ -120,6 +126,7 @@ def make_decoder(
         max_draft_tokens=policy.max_draft_tokens,
         vocab_size=min(output_size(target), output_size(draft)),
         greedy=greedy,
+        longest_prompt=max(len(request.prompt) for request in requests),
     )
     plan.check_fits(target.device)
     return Decoder(target, draft, plan, compile=compile)
@@ -158,7 +165,9 @@ def as_prompts(input_ids: Prompts, attention_mask: Tensor | None = None) -> list
         else:
             prompts = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
     else:
-        prompts = [list(prompt) for prompt in input_ids]
+        if not all(isinstance(prompt, Sequence | Tensor) and not isinstance(prompt, str) for prompt in input_ids):
+            raise InputError("input_ids is not a list of prompts, expected one list of token ids a prompt")
+        prompts = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in input_ids]
     if not prompts:
         raise InputError("there are no prompts")
     if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
@@ -170,7 +179,7 @@ def make_requests(
     prompts: Sequence[Sequence[int]], max_new_tokens: int, row_ids: Sequence[int] | None = None
 ) -> list[Request]:
     """One request a prompt. Raises InputError for a max_new_tokens below 1, or row_ids of another number."""
-    if max_new_tokens < 1:
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
     if row_ids is None:
         row_ids = content_ids(prompts)

@@ -3,6 +3,9 @@
 weights  every parameter and buffer, once (they are there already)
 caches   rows × (longest row + 1) tokens × bytes a token, of both models
 logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
+
+Where they are larger, the activations of the forward that fills the cache with prompts stand in place of the logits:
+tokens at once × ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
+from accept_head.inference.cache import FILL_TOKENS
 from accept_head.inference.support import check_served
 
 # Alive at the same time in a round. Greedy: logits alone. Sampling, float32: logits, the filtered scores, p and what a
@@ -36,6 +40,7 @@ class MemoryPlan:
     max_draft_tokens: int
     logit_bytes: int
     greedy: bool
+    fill: int = 0
 
     @property
     def caches(self) -> int:
@@ -52,15 +57,22 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + self.logits
+        return self.weights + self.caches + max(self.logits, self.fill)
 
     def __str__(self) -> str:
         return (
             f"memory {_size(self.total)} = weights {_size(self.weights)}"
             f" + caches {_size(self.caches)} ({self.batch} rows x {self.max_length + 1} tokens x"
             f" {_size(self.cache_per_token)})"
-            f" + logits {_size(self.logits)} ({self.batch} rows x {self.vocab_size} ids, k = {self.max_draft_tokens})"
+            f"{self._transient}"
         )
+
+    @property
+    def _transient(self) -> str:
+        if self.fill > self.logits:
+            return f" + prompt activations {_size(self.fill)}"
+        shape = f"{self.batch} rows x {self.vocab_size} ids, k = {self.max_draft_tokens}"
+        return f" + logits {_size(self.logits)} ({shape})"
 
     def check_fits(self, device: torch.device) -> None:
         """Raises InputError saying what is needed and what there is."""
@@ -81,8 +93,9 @@ def plan_memory(
     max_draft_tokens: int,
     vocab_size: int,
     greedy: bool,
+    longest_prompt: int = 1,
 ) -> MemoryPlan:
-    """The plan of a batch. Without drafting the draft needs no cache."""
+    """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: tokens."""
     served = [check_served(target), *([check_served(draft)] if max_draft_tokens else [])]
     return MemoryPlan(
         weights=weight_bytes([target, draft]),
@@ -93,7 +106,18 @@ def plan_memory(
         max_draft_tokens=max_draft_tokens,
         logit_bytes=target.dtype.itemsize,
         greedy=greedy,
+        fill=_fill_bytes(target, min(FILL_TOKENS, batch * (longest_prompt - 1)), min(FILL_TOKENS, longest_prompt)),
     )
+
+
+def _fill_bytes(model: PreTrainedModel, tokens: int, extent: int) -> int:
+    """What lives at the peak of a layer: three tensors of its feed-forward part, four of the hidden size, the rotary
+    cosines and sines, and the mask."""
+    text = model.config.get_text_config(decoder=True)
+    hidden = text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    head = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    return tokens * ((3 * inner + 4 * hidden + 2 * head) * model.dtype.itemsize + extent)
 
 
 def weight_bytes(models: Iterable[PreTrainedModel]) -> int:

@@ -45,8 +45,8 @@ class Processing:
         for processor in logits_processor:
             if type(processor).__name__ in TIED:
                 raise InputError(
-                    f"{type(processor).__name__} keeps state, or is tied to a row's place in the batch: it is no function "
-                    "of the prefix, which speculative decoding needs"
+                    f"{type(processor).__name__} keeps state, or is tied to a row's place in the batch: it is no "
+                    "function of the prefix, which speculative decoding needs"
                 )
         self.sampling, self.vocab_size = sampling, vocab_size
         self.repetition_penalty, self.processors = repetition_penalty, list(logits_processor)

@@ -37,6 +37,7 @@ def plan_of(target, draft, prompts, *, k=4, new_tokens=NEW_TOKENS, sampling=GREE
         max_draft_tokens=k,
         vocab_size=target.get_output_embeddings().weight.shape[0],
         greedy=sampling.greedy,
+        longest_prompt=max(map(len, prompts)),
     )
 
 

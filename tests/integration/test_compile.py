@@ -183,7 +183,7 @@ def test_a_width_between_the_compiled_ones_is_padded(traced):
         output = cached.forward(ids[:, new], torch.tensor([start]), start)
         torch.testing.assert_close(output.logits, whole.logits[:, new], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(output.hidden, whole.hidden_states[-1][:, new], atol=1e-4, rtol=1e-4)
-    assert traced.forwards[id(model), length, 1, 5] == (length - 2) / width == 5
+    assert traced.forwards[id(model), cached.max_length, 1, 5] == (length - 2) / width == 5
     for start in range(length):  # every slot still holds what belongs there
         logits = cached.forward(ids[:, start : start + 1], torch.tensor([start]), start).logits
         torch.testing.assert_close(logits, whole.logits[:, start : start + 1], atol=1e-4, rtol=1e-4)

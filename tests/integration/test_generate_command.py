@@ -425,7 +425,7 @@ def test_the_stream_prints_the_text_as_it_is(capsys, byte_tokenizer, text):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     terminal = Terminal(tokenizer, 1, one_row=True, wanted=True)
     for count in [*range(0, len(ids), 40), len(ids)]:
-        terminal._print(ids[:count], "green")
+        terminal._show([(ids[:count], "green")])
     assert capsys.readouterr().out == text
 
 

@@ -24,6 +24,7 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "accept_head.cli",
+    "accept_head.inference.generate_file",
     "accept_head.training.collect",
     "accept_head.training.run",
 )
