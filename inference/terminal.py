@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from accept_head.inference.round import Round
 from accept_head.inference.rows import Finished
 
-ACCEPTED_STYLE = "green"  # what the draft proposed and the target accepted; the target's own tokens are plain
+# What the draft proposed and the target accepted is green; the target's own tokens are plain.
+ACCEPTED_STYLE, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 class Terminal:
@@ -66,8 +67,15 @@ class Terminal:
             text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
             # Half a character waits for its other half.
             if text.startswith(self.printed) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
-                self.console.out(text[len(self.printed) :], style=style, end="", highlight=False)
+                self._write(text[len(self.printed) :], style)
                 self.printed = text
+
+    def _write(self, text: str, style: str | None) -> None:
+        """To the terminal as it is: rich would expand tabs and wrap lines."""
+        if style and self.console.color_system:
+            text = f"{style}{text}{PLAIN}"
+        self.console.file.write(text)
+        self.console.file.flush()
 
     def finished(self, done: Finished) -> None:
         """Called after every response."""
@@ -83,6 +91,6 @@ class Terminal:
             self._show([(ids[: len(done.token_ids)], style) for ids, style in self.pending])
             self._show([(done.token_ids, None)])
             self.printed, self.pending = "", []
-            self.console.out(f"\n[{rates}]\n", style="dim", highlight=False)
+            self._write(f"\n[{rates}]\n\n", DIM)
         else:
             self.progress.update(self.task, advance=1, rates=rates)
