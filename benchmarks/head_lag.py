@@ -20,6 +20,7 @@ import numpy as np
 from record import REPOSITORY, TINY, write_result
 
 from accept_head import Sampling, load_pair
+from accept_head.cli import quiet_libraries
 from accept_head.cost import DecodeCounts, ForwardCosts, total_time
 from accept_head.inference import generate, make_policy
 from accept_head.inference.profile import regress_rounds
@@ -38,6 +39,7 @@ NEW_TOKENS, PROMPTS, WALL_PROMPTS = 80, 96, 32
 
 
 def main() -> None:
+    quiet_libraries()
     folder = REPOSITORY / "runs" / "head_lag"
     traces = collected(folder)
     pair = load_pair(TINY / "target", TINY / "draft")
