@@ -90,7 +90,7 @@ def test_folder_holds_its_config_and_one_record_a_prompt_in_their_order(undistur
         assert row["finished"] == (row["response_ids"][-1] == tokenizer.eos_token_id)
     config = json.loads((undisturbed / "trace_config.json").read_text())
     assert (config["num_prompts"], config["seed"], config["max_new_tokens"]) == (PROMPTS, 0, TOKENS)
-    assert config["sampling"] == {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
+    assert config["sampling"] == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 
 
 def test_two_processes_under_accelerate_launch_write_the_same_bytes(undisturbed, arguments, run_launched, tmp_path):
