@@ -24,6 +24,13 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
+def divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """KL(p ‖ q) = Σ p·(log p − log q), nats, of two plain softmaxes. Logits: (..., vocab) → (...)."""
+    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
+    p = log_p.exp()
+    return torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p)).sum(-1).clamp(min=0)
+
+
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """[p − q]₊ / Σ[p − q]₊: what a rejected position is redrawn from. p, q: (..., vocab) → (..., vocab).
 

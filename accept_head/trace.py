@@ -19,7 +19,7 @@ from accept_head.sampling import Sampling
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 CONFIG_NAME = "trace_config.json"
 
 # Per position i of the response, all of the response's length:
@@ -30,6 +30,9 @@ POSITION_COLUMNS = {
     "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
     "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
     "target_logprob": "float32",  # log p(X_i)
+    # KL(p ‖ q), nats, of both models' softmax at this temperature (1 when greedy) before top-k and its like, which would
+    # make it infinite. A lagging signal: a policy may know it of verified positions only (DSDE).
+    "divergence": "float32",
     # The draft signals (signals.py), of the plain softmax when decoding is greedy:
     "draft_logprob": "float32",  # log q(Y_i)
     "draft_entropy": "float32",  # −Σ q log q, nats
@@ -59,6 +62,7 @@ class TraceConfig:
     """How a folder of traces was made. Two runs with equal configs write the same records.
 
     target, draft: name and fingerprint. vocabulary: fingerprint of the tokenizer. prompts: SHA-256 of the prompts used.
+    vocab_size: ids that both models score. end_token_ids: ids that end a response.
     num_prompts: records in the folder. shard_size: records a shard. batch_size: prompts generated together; it decides
     which random numbers a response gets.
     """
@@ -69,6 +73,8 @@ class TraceConfig:
     draft_fingerprint: str
     vocabulary_fingerprint: str
     prompts_fingerprint: str
+    vocab_size: int
+    end_token_ids: tuple[int, ...]
     num_prompts: int
     sampling: Sampling
     max_new_tokens: int
@@ -101,10 +107,14 @@ class TraceConfig:
             raise InputError(f"{folder}: no {CONFIG_NAME} in it, so it is not a trace folder")
         values = read_json(path)
         if values.get("version") != TRACE_VERSION:
-            raise InputError(f"{path}: version is {values.get('version')!r}, expected {TRACE_VERSION}")
+            raise InputError(
+                f"{path}: version is {values.get('version')!r}, expected {TRACE_VERSION}; collect these traces again"
+            )
         if wrong := sorted(set(values) ^ {field.name for field in fields(cls)}):
             raise InputError(f"{path}: field {wrong[0]!r} is {'unknown' if wrong[0] in values else 'missing'}")
-        return cls(**{**values, "sampling": _read_sampling(path, values["sampling"])})._checked(path)
+        values["sampling"] = _read_sampling(path, values["sampling"])
+        values["end_token_ids"] = _read_ids(path, values["end_token_ids"])
+        return cls(**values)._checked(path)
 
     def _checked(self, path: Path) -> TraceConfig:
         for field in fields(self):
@@ -114,6 +124,12 @@ class TraceConfig:
             if field.type == "int" and (type(value) is not int or value < (0 if field.name == "seed" else 1)):
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected a positive integer")
         return self
+
+
+def _read_ids(path: Path, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise InputError(f"{path}: field 'end_token_ids' is {values!r}, expected a list of integers")
+    return tuple(values)
 
 
 def _read_sampling(path: Path, values: Any) -> Sampling:

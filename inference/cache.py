@@ -140,6 +140,12 @@ class CachedModel:
         logits, hidden = self._run(input_ids, positions, masks)
         return Forward(logits[:, :width], hidden[:, :width])
 
+    def feed(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Tensor:
+        """As `forward`, without the logits → hidden states (batch, new, hidden)."""
+        positions = self._write_at(starts, input_ids.shape[1], longest_start)
+        masks = self.kinds.masks(positions, self.place.extent)
+        return base_model(self.model)(**self._inputs(input_ids, positions, masks))[0]
+
     def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
 
@@ -195,6 +201,15 @@ class CachedModel:
         """Row i becomes what row rows[i] was; the batch may shrink."""
         for layer in self.layers:
             layer.select(rows)
+
+    def copy(self, rows: Tensor) -> CachedModel:
+        """Another cache of the same model, in which row i is a copy of row rows[i]: each row may stand many times."""
+        other = CachedModel(self.model, len(rows), self.max_length, with_hidden=True)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            assert mine.keys is not None and mine.values is not None
+            theirs.keys, theirs.values = (t.index_select(0, rows.to(t.device)) for t in (mine.keys, mine.values))
+            theirs.is_initialized = True
+        return other
 
     def restore(self, batch: int) -> None:
         """Make room for `batch` rows again, if there is less. What rows hold is of no interest any more."""

@@ -60,7 +60,7 @@ class Decoder:
         waiting = iter(requests)
         self._admit(waiting)
         while self.rows.live_rows:
-            drafted = self._draft()
+            drafted = self._draft(stopping)
             verified, logits, scores = self._verify(drafted)
             outcome = self.rows.accept(drafted.lengths, verified, stopping, len(drafted.ids))
             policy.observe(outcome)
@@ -73,8 +73,8 @@ class Decoder:
                 self._admit(waiting)
                 self._compact()
 
-    def _draft(self) -> Drafted:
-        """Let each live row draft until its policy or its budget says stop.
+    def _draft(self, stopping: Stopping) -> Drafted:
+        """Let each live row draft until its policy, its budget or a drawn end token says stop.
 
         Host syncs: one for the round's largest budget, and, only if the policy can stop early, one a drafted token:
         whether any row goes on decides whether there is another forward, and only the host can launch one.
@@ -99,14 +99,14 @@ class Decoder:
             drafted.append(ids, q, active)
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
             ahead = self._feed(ids, depth) if look_ahead and depth < most else None
-            drew = active
+            # What is drawn is kept, so not drafting beyond an end token changes no distribution.
+            drew = active = active & ~stopping.is_end(ids) & (drafted.lengths < budget)
             if policy.stops_early:
                 signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
                 step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, ahead)
                 active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
-            active = active & (drafted.lengths < budget)
             if ahead:
-                in_vain += drew & ~active & (drafted.lengths < budget)
+                in_vain += drew & ~active
             if depth == most or (policy.stops_early and not active.any()):
                 break
             fed = ahead or self._feed(ids, depth)

@@ -95,6 +95,8 @@ def collect(
         draft_fingerprint=checkpoint_fingerprint(draft),
         vocabulary_fingerprint=vocabulary_fingerprint(pair.tokenizer),
         prompts_fingerprint=prompts_fingerprint(loaded),
+        vocab_size=pair.vocab_size,
+        end_token_ids=tuple(end_ids(pair.target, pair.tokenizer)),
         num_prompts=len(loaded),
         sampling=sampling,
         max_new_tokens=max_new_tokens,
@@ -186,13 +188,12 @@ def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> li
     )
     indices = [prompt.index for prompt in batch]
     scored = score(pair, prompt_ids, responses, config.sampling, seed=config.seed, indices=indices)
-    ends = end_ids(pair.target, pair.tokenizer)
     return [
         {
             "index": prompt.index,
             "id": prompt.id,
             "domain": prompt.domain,
-            "finished": response[-1] in ends,
+            "finished": response[-1] in config.end_token_ids,
             "prompt_ids": list(prompt.ids),
             **columns,
         }

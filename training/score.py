@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from accept_head.acceptance import acceptance_probability, couple_with_target, overlap
+from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap
 from accept_head.pair import Pair
 from accept_head.randomness import uniforms
 from accept_head.sampling import Sampling
@@ -70,6 +70,7 @@ def _score_positions(
     index, step = counters.unbind(-1)
     draft_ids, accepted = couple_with_target(p, q, x, uniforms(seed, index, step, 0), uniforms(seed, index, step, 1))
     signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
+    temperature = sampling.temperature or 1.0
     return {
         "response_ids": x,
         "draft_ids": draft_ids,
@@ -77,6 +78,7 @@ def _score_positions(
         "acceptance": acceptance_probability(p, q, draft_ids),
         "overlap": overlap(p, q),
         "target_logprob": p.gather(-1, x.unsqueeze(-1)).squeeze(-1).clamp(min=torch.finfo(p.dtype).tiny).log(),
+        "divergence": divergence(target_logits / temperature, draft_logits / temperature),
         **dict(zip(SIGNALS, signals.unbind(-1), strict=True)),
     }
 

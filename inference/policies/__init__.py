@@ -13,12 +13,13 @@ from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub import load_head
 from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size
 
-__all__ = ["POLICIES", "ConfidencePolicy", "FixedPolicy", "HeadPolicy", "make_policy"]
+__all__ = ["POLICIES", "ConfidencePolicy", "EntropyPolicy", "FixedPolicy", "HeadPolicy", "make_policy"]
 
 Options = dict[str, Any]
 
@@ -80,6 +81,10 @@ def _confidence(argument: str, draft: PreTrainedModel, options: Options) -> Draf
     return ConfidencePolicy(_number(argument) if argument else 0.4, **options)
 
 
+def _entropy(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+    return EntropyPolicy(_number(argument) if argument else 0.6, **options)
+
+
 def _head(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
     """PATH:THRESHOLD, or PATH alone: threshold, bounds and lag are then those of its decoding.json."""
     path, _, last = argument.rpartition(":")
@@ -130,6 +135,9 @@ POLICIES = {
     "fixed": Entry("fixed:K", "K draft tokens every round", _fixed, lambda k: FixedPolicy(k)),
     "confidence": Entry(
         "confidence[:THRESHOLD]", "stop after a token that the draft gave less than this", _confidence, ConfidencePolicy
+    ),
+    "entropy": Entry(
+        "entropy[:NATS]", "stop after a token whose distribution had more entropy than this", _entropy, EntropyPolicy
     ),
     "head": Entry(
         "head:PATH[:THRESHOLD]",

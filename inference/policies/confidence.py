@@ -7,26 +7,28 @@ from typing import Literal
 from torch import Tensor
 
 from accept_head.errors import InputError
-from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policy import DraftStep, RowPolicy, Signal
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import DraftStep, Signal
 
 
-class ConfidencePolicy(RowPolicy):
+class ConfidencePolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ q(Y_k) < threshold; Y_k is kept. transformers' `assistant_confidence_threshold`, per row.
 
     Greedy decoding reads the draft's plain softmax, as transformers does. k_max: transformers' `num_assistant_tokens`.
     """
 
-    needs = frozenset({Signal.LOGPROB})
+    needs = reads = frozenset({Signal.LOGPROB})
     scores: Literal["prefix", "proposal"] = "proposal"
 
     def __init__(self, threshold: float = 0.4, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:
             raise InputError(f"confidence threshold is {threshold}, expected a probability from 0 to 1")
-        check_bounds("confidence", k_min, k_max)
-        self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
+        super().__init__("confidence", threshold, k_min, k_max)
 
-    def keep_drafting(self, step: DraftStep) -> Tensor:
+    @staticmethod
+    def level_of(threshold: float) -> float:
+        return threshold
+
+    def score(self, step: DraftStep) -> Tensor:
         assert step.logprob is not None
-        stop = (step.logprob.exp() < self.threshold) & (step.depth >= self.k_min)
-        return step.active & ~stop
+        return step.logprob.exp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -9,11 +10,11 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead
-from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policy import OF_Q, DraftStep, RowPolicy, Signal
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import OF_Q, DraftStep, Signal
 
 
-class HeadPolicy(RowPolicy):
+class HeadPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ 1 − Π_i P̂(Y_i accepted) > threshold (SpecDec++ §4.2-4.3), never before k_min, always at k_max.
 
     A head that reads the state *at* a drawn token can be read in two ways:
@@ -29,47 +30,48 @@ class HeadPolicy(RowPolicy):
     """
 
     scores: Literal["prefix", "proposal"] = "proposal"
+    statistic = "product"
 
     def __init__(
         self, head: AcceptanceHead, threshold: float, *, k_min: int = 1, k_max: int = 20, lag: int | None = None
     ):
         if not 0 <= threshold <= 1:
             raise InputError(f"head threshold is {threshold}, expected a probability from 0 to 1")
-        check_bounds("head", k_min, k_max)
+        super().__init__("head", threshold, k_min, k_max)
         head.index_of("token")  # refuses a head that does not predict it
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
             raise InputError(
                 f"head lag is {lag}, expected {'0: it reads the state before a token' if before else '0 or 1'}"
             )
-        self.head, self.threshold, self.k_min, self.max_draft_tokens = head, threshold, k_min, k_max
+        self.head = head
         self.lag = lag if lag is not None else 0 if before else 1
-        self.reads_drawn = self.lag == 0 and not before
-        self.needs = frozenset({Signal.DRAWN_HIDDEN if self.reads_drawn else Signal.FED_HIDDEN})
-        if head.config.signals:
-            self.needs |= OF_Q
-        # Of this round: the predicted chance that all judged tokens are accepted, and the last token's signals.
-        self.survival = torch.empty(0)
-        self.signals: Tensor | None = None
+        signals = OF_Q if head.config.signals else frozenset()
+        self.reads = signals | {Signal.FED_HIDDEN if before else Signal.DRAWN_HIDDEN}
+        # With a lag, the state at the token before is the one that this token was drawn from.
+        self.needs = signals | {Signal.DRAWN_HIDDEN if self.lag == 0 and not before else Signal.FED_HIDDEN}
+        self.earlier: DraftStep | None = None
 
-    def start_round(self, live: Tensor) -> Tensor:
-        self.survival = torch.ones(live.shape, device=live.device)
-        return super().start_round(live)
+    @staticmethod
+    def level_of(threshold: float) -> float:
+        return 1 - threshold
 
-    def keep_drafting(self, step: DraftStep) -> Tensor:
-        hidden = step.drawn_hidden if self.reads_drawn else step.fed_hidden
-        earlier, self.signals = self.signals, self._signals_of(step)
-        signals = self.signals if self.lag == 0 else earlier
-        if hidden is None or (self.lag == 1 and step.depth == 1):
-            return (
-                step.active
-            )  # the round's end; or the state at hand belongs to a verified token, not to a drafted one
-        self.survival = self.survival * self.head.probability(hidden, signals=signals)
-        stop = (1 - self.survival > self.threshold) & (step.depth >= self.k_min)
-        return step.active & ~stop
+    def score(self, step: DraftStep) -> Tensor:
+        """P̂(Y accepted)."""
+        hidden = step.fed_hidden if self.head.config.reads == "before" else step.drawn_hidden
+        assert hidden is not None
+        return self.head.probability(hidden, signals=self._signals_of(step))
+
+    def judged(self, step: DraftStep) -> DraftStep | None:
+        if self.lag == 0:
+            # At the last token that a round can have nothing depends on it, and its state is not computed.
+            return None if Signal.DRAWN_HIDDEN in self.needs and step.drawn_hidden is None else step
+        earlier, self.earlier = self.earlier, step
+        # At depth 1 the state at hand belongs to a verified token, not to a drafted one.
+        return None if step.depth == 1 or earlier is None else replace(earlier, drawn_hidden=step.fed_hidden)
 
     def _signals_of(self, step: DraftStep) -> Tensor | None:
-        """(batch, 3) in the order of signals.SIGNALS, if the head reads any."""
+        """(..., 3) in the order of signals.SIGNALS, if the head reads any."""
         if not self.head.config.signals:
             return None
         assert step.logprob is not None and step.entropy is not None and step.max_prob is not None

@@ -17,6 +17,8 @@ TRACES = TraceConfig(
     draft="some/draft",
     draft_fingerprint="b2",
     vocabulary_fingerprint="c3",
+    vocab_size=64,
+    end_token_ids=(2,),
     prompts_fingerprint="d4",
     num_prompts=5,
     sampling=Sampling(temperature=0.7, top_k=20, top_p=0.9),

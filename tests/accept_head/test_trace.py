@@ -29,6 +29,8 @@ CONFIG = TraceConfig(
     draft="some/draft",
     draft_fingerprint="b2",
     vocabulary_fingerprint="c3",
+    vocab_size=64,
+    end_token_ids=(2,),
     prompts_fingerprint="d4",
     num_prompts=5,
     sampling=Sampling(temperature=0.7, top_k=20, top_p=0.9),
@@ -265,10 +267,10 @@ def test_a_config_that_is_no_json_object_is_refused_by_file(folder, text):
         read_traces(folder)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None])
 def test_another_version_is_refused(folder, version):
     rewrite_config(folder, lambda values: values.update(version=version))
-    with pytest.raises(InputError, match=f"{CONFIG_NAME}: version is {version!r}, expected 1"):
+    with pytest.raises(InputError, match=f"{CONFIG_NAME}: version is {version!r}, expected 2; collect"):
         read_traces(folder)
 
 

@@ -1,0 +1,35 @@
+"""Stop when the draft's distribution was too spread out."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import DraftStep, Signal
+
+
+class EntropyPolicy(ThresholdPolicy):
+    """Stop after Y_k ⇔ H(q_k) > threshold, in nats; Y_k is kept. SVIP's rule without its scale: √(c·H) > h at
+    threshold h²/c, 0.6 nats with its authors' constants.
+
+    Greedy decoding reads the draft's plain softmax.
+    """
+
+    needs = reads = frozenset({Signal.ENTROPY})
+    scores: Literal["prefix", "proposal"] = "prefix"
+
+    def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):
+        if not 0 <= threshold < float("inf"):
+            raise InputError(f"entropy threshold is {threshold}, expected a number of nats, 0 or more")
+        super().__init__("entropy", threshold, k_min, k_max)
+
+    @staticmethod
+    def level_of(threshold: float) -> float:
+        return -threshold
+
+    def score(self, step: DraftStep) -> Tensor:
+        assert step.entropy is not None
+        return -step.entropy

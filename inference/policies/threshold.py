@@ -1,0 +1,63 @@
+"""Rules that stop when a running statistic of the tokens' scores falls below a level.
+
+One form for the head, the draft's confidence and its entropy; with it, `replay` prices every level in one pass.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal
+
+
+class ThresholdPolicy(RowPolicy):
+    """Stop after Y_k ⇔ the statistic of the scores of Y_1..Y_k is below `level`; never before k_min, always at k_max.
+
+    statistic: `product` of scores in [0, 1], or `minimum`: either never rises with k. lag: 1 if Y_k is judged only
+    after Y_{k+1} is drawn. reads: what `score` looks at, of the token that is judged; `needs` can differ with a lag.
+    """
+
+    stops_early = True
+    statistic: ClassVar[Literal["product", "minimum"]] = "minimum"
+    lag = 0
+    reads: frozenset[Signal]
+
+    def __init__(self, name: str, threshold: float, k_min: int, k_max: int):
+        check_bounds(name, k_min, k_max)
+        self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
+        self.level = self.level_of(threshold)
+        self.running = torch.empty(0)  # of this round, (batch,)
+
+    @staticmethod
+    @abstractmethod
+    def level_of(threshold: float) -> float:
+        """The level that the statistic must not fall below."""
+
+    @abstractmethod
+    def score(self, step: DraftStep) -> Tensor:
+        """Scores of drawn tokens, of the shape of the step's signals; large is good. Elementwise: a token's score does
+        not depend on the others'. step: all that `reads` names; `depth` and `active` mean nothing here."""
+
+    def judged(self, step: DraftStep) -> DraftStep | None:
+        """The token that can be judged now, with all that `score` reads; None if there is none."""
+        return step
+
+    def start_round(self, live: Tensor) -> Tensor:
+        start = 1.0 if self.statistic == "product" else float("inf")
+        self.running = torch.full(live.shape, start, device=live.device)
+        return super().start_round(live)
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        token = self.judged(step)
+        if token is None:
+            return step.active
+        score = self.score(token)
+        self.running = self.running * score if self.statistic == "product" else torch.minimum(self.running, score)
+        if step.depth < self.k_min:
+            return step.active
+        return step.active & (self.running >= self.level)

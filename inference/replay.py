@@ -1,0 +1,366 @@
+"""Replay: what a policy would have cost on coupled traces, without a model in the loop.
+
+Three ways in, all in distribution what the decode loop does (equations §4, post-hoc coupling):
+replay_fixed       draft lengths, all in one pass
+replay_thresholds  rules that stop when a running statistic falls below a level: one pass for all levels and bounds
+replay             any policy: the object that decodes, asked the same questions in the same order
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accept_head.cost import DecodeCounts, oracle_counts
+from accept_head.errors import InputError
+from accept_head.inference.comparison import Measured
+from accept_head.inference.coupled import CoupledTraces
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
+
+HIDDEN = frozenset({Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What one policy did on n responses.
+
+    counts: (n, 4) generated tokens, discarded tokens, target forwards, draft forwards of each.
+    draft_lengths: (k_max + 1,) rounds that drafted so many tokens.
+    at_risk: (k_max,) rounds that drafted to this depth with all earlier tokens accepted; accepted: (k_max,) those of
+        them whose token at this depth was accepted too.
+    """
+
+    name: str
+    params: dict[str, Any]
+    counts: np.ndarray
+    draft_lengths: np.ndarray
+    at_risk: np.ndarray
+    accepted: np.ndarray
+
+    @property
+    def total(self) -> DecodeCounts:
+        return _counts(self.counts.sum(0))
+
+    def measured(self, responses: Sequence[int] | None = None) -> Measured:
+        """For `compare`; of these responses only, if given."""
+        rows = self.counts if responses is None else self.counts[list(responses)]
+        return Measured(name=self.name, params=self.params, counts=[_counts(row) for row in rows])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Of a threshold rule."""
+
+    threshold: float
+    k_min: int = 1
+    k_max: int = 20
+
+
+def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed]:
+    """fixed:K for each K; `none` for 0."""
+    _check_k_max("fixed", max(lengths), traces)
+    lanes = torch.minimum(traces.drafts[:, None], torch.tensor(lengths))  # (P, lengths)
+    walked = _walk(traces, lanes)
+    return [
+        _replayed(walked, lane, f"fixed:{k}" if k else "none", {"k": k} if k else {}) for lane, k in enumerate(lengths)
+    ]
+
+
+def replay_oracle(traces: CoupledTraces) -> Replayed:
+    """Stops just before each rejection (theorem 4.1): no policy does better."""
+    walked = _walk(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
+    walked.counts[:, 0] = [
+        [count.generated, count.discarded, count.target_forwards, count.draft_forwards]
+        for row in traces.traces["accepted"]
+        for count in [oracle_counts(generated=len(row), rejections=list(row[:-1]).count(False))]
+    ]
+    return _replayed(walked, 0, "oracle", {})
+
+
+def replay_thresholds(
+    traces: CoupledTraces, policy: ThresholdPolicy, settings: Sequence[Setting], name: str
+) -> list[Replayed]:
+    """The rule of `policy` at every setting; its own threshold and bounds are not looked at. Settings with one
+    threshold share all work but the walk; the tokens are scored once for all.
+
+    Raises InputError when a setting drafts more than the rollouts hold.
+    """
+    _check_k_max(name, max(setting.k_max for setting in settings), traces)
+    levels = {setting.threshold: policy.level_of(setting.threshold) for setting in settings}
+    scores = score_tokens(traces, policy, floor=min(levels.values()))
+    along = torch.cat([scores, scores.new_zeros(1)])[traces.path]  # (P, k_max)
+    running = along.cumprod(-1) if policy.statistic == "product" else along.cummin(-1).values
+    # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
+    # level; with a lag, so many tokens later.
+    stops = {
+        threshold: (running >= level).sum(-1, dtype=torch.int32) + 1 + policy.lag for threshold, level in levels.items()
+    }
+    most = traces.drafts.int()
+    lanes = torch.stack(
+        [stops[s.threshold].clamp(min=s.k_min).minimum(most.clamp(max=s.k_max)) for s in settings], dim=-1
+    )
+    in_vain = None
+    if policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs:  # the last token was fed just to be judged
+        bounds = torch.tensor([setting.k_max for setting in settings])
+        in_vain = lanes < torch.minimum(most[:, None], bounds)
+    walked = _walk(traces, lanes, in_vain)
+    lag = {"lag": policy.lag} if Signal.DRAWN_HIDDEN in policy.reads else {}
+    return [
+        _replayed(
+            walked,
+            lane,
+            f"{name}:{setting.threshold:g}",
+            {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag},
+        )
+        for lane, setting in enumerate(settings)
+    ]
+
+
+@torch.no_grad()
+def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = -float("inf")) -> Tensor:
+    """The policy's score of every token, (M,) float32.
+
+    floor: the lowest level of interest. A rollout's token that no round can reach with a statistic of at least that
+    gets the score 0: whoever draws it (k_min may force it) is below all levels already, and cannot rise again.
+    """
+    if not policy.reads & HIDDEN:
+        step = _step(traces, slice(None), torch.device("cpu"))
+        return policy.score(step).float()
+    device = _device_of(policy)
+    on = torch.zeros(traces.positions)
+    off = torch.zeros(len(traces.rejected), traces.k_max - 1)
+    for positions, rollouts, fed, hidden in traces.hidden():
+        fed, hidden = fed.to(device), hidden.to(device)
+        rejected = (traces.rejected[rollouts] - positions.start).to(device)
+        on[positions] = policy.score(_on_path(traces, positions, fed, hidden, rejected)).float().cpu()
+        _score_rollouts(traces, policy, rollouts, hidden, on[traces.rejected[rollouts]], off[rollouts], floor)
+    return torch.cat([on, off.reshape(-1)])
+
+
+def _score_rollouts(
+    traces: CoupledTraces,
+    policy: ThresholdPolicy,
+    rollouts: slice,
+    hidden: Tensor,
+    running: Tensor,
+    out: Tensor,
+    floor: float,
+) -> None:
+    """Fill out (rollouts, k_max − 1), token by token, as far as the running statistic, (rollouts,) so far, allows."""
+    lengths, steps = traces.rollout_lengths[rollouts], traces.k_max - 1
+    numbers = torch.arange(rollouts.start, rollouts.stop)
+    for slot in range(steps):
+        alive = torch.where((running >= floor) & (slot < lengths))[0]
+        if not len(alive):
+            return
+        if Signal.DRAWN_HIDDEN in policy.reads and slot == steps - 1:
+            out[alive, slot] = 1.0  # the last token of the longest round: nothing depends on it
+            return
+        tokens = traces.positions + numbers[alive] * steps + slot
+        rows = alive.to(hidden.device)
+        drawn = hidden[rows, slot + 1] if slot + 1 < steps else None
+        score = policy.score(_step(traces, tokens, hidden.device, hidden[rows, slot], drawn)).float().cpu()
+        out[alive, slot] = score
+        running[alive] = running[alive] * score if policy.statistic == "product" else running[alive].minimum(score)
+
+
+def _on_path(traces: CoupledTraces, positions: slice, fed: Tensor, hidden: Tensor, rejected: Tensor) -> DraftStep:
+    """The tokens of a shard's positions. An accepted token is the response's own: the state at it is the one that the
+    next position's is drawn from (at a response's end, where nobody asks, it is any other)."""
+    drawn = fed.roll(-1, 0)
+    drawn[rejected] = hidden[:, 0]
+    return _step(traces, positions, fed.device, fed, drawn)
+
+
+def _step(
+    traces: CoupledTraces,
+    tokens: slice | Tensor,
+    device: torch.device,
+    fed: Tensor | None = None,
+    drawn: Tensor | None = None,
+) -> DraftStep:
+    """Tokens as one draft step, for ThresholdPolicy.score."""
+    ids = traces.ids[tokens].to(device)
+    return DraftStep(
+        depth=0,
+        token_ids=ids,
+        active=torch.ones_like(ids, dtype=torch.bool),
+        fed_hidden=fed,
+        drawn_hidden=drawn,
+        logprob=traces.logprob[tokens].to(device),
+        entropy=traces.entropy[tokens].to(device),
+        max_prob=traces.max_prob[tokens].to(device),
+    )
+
+
+@dataclass(frozen=True)
+class _Walked:
+    """counts: (n, lanes, 4). lengths: (lanes, k_max + 1) rounds by tokens drafted; judged, accepted: (lanes, k_max + 1)
+    rounds by depths at risk and by tokens accepted."""
+
+    counts: np.ndarray
+    lengths: np.ndarray
+    judged: np.ndarray
+    accepted: np.ndarray
+
+
+def _walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> _Walked:
+    """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
+    position drafts; in_vain: (P, lanes) bool, whether it feeds the last of them for nothing."""
+    responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1
+    lane = torch.arange(width).expand(responses, width)
+    place = traces.starts[:, None].expand(responses, width).clone()
+    end = (traces.starts + traces.lengths)[:, None].expand(responses, width)
+    discarded, rounds, forwards = (torch.zeros(responses, width, dtype=torch.long) for _ in range(3))
+    histograms = torch.zeros(3, width * sizes, dtype=torch.long)
+    while (live := place < end).any():
+        here = place.clamp(max=traces.positions - 1)
+        drafted = lanes[here, lane].long() * live
+        accepted = torch.minimum(drafted, traces.leading[here])
+        discarded += drafted - accepted
+        rounds += live
+        forwards += drafted if in_vain is None else drafted + (in_vain[here, lane] & live)
+        for histogram, value in zip(
+            histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True
+        ):
+            histogram += torch.bincount((lane * sizes + value)[live], minlength=width * sizes)
+        # Beyond the end only after a drawn end token, which nothing follows.
+        place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
+    generated = traces.lengths[:, None].expand(responses, width)
+    counts = torch.stack([generated, discarded, rounds, forwards], dim=-1).double().numpy()
+    return _Walked(counts, *histograms.view(3, width, sizes).numpy())
+
+
+def _replayed(walked: _Walked, lane: int, name: str, params: dict[str, Any]) -> Replayed:
+    return Replayed(
+        name=name,
+        params=params,
+        counts=walked.counts[:, lane],
+        draft_lengths=walked.lengths[lane],
+        at_risk=_at_least(walked.judged[lane]),
+        accepted=_at_least(walked.accepted[lane]),
+    )
+
+
+def _at_least(histogram: np.ndarray) -> np.ndarray:
+    """How many rounds reached depth 1, 2, …: (k_max + 1,) → (k_max,)."""
+    return histogram[::-1].cumsum()[::-1][1:]
+
+
+@torch.no_grad()
+def replay(traces: CoupledTraces, policy: DraftPolicy, name: str, params: dict[str, Any] | None = None) -> Replayed:
+    """Ask the policy itself, round by round, with all responses as the rows of one batch.
+
+    Slower than the other two (a call a drafted token), but for every policy, whatever it remembers.
+    """
+    _check_k_max(name, policy.max_draft_tokens, traces)
+    table = _HiddenTable(traces, policy.needs)
+    rows = torch.arange(len(traces.lengths))
+    place, end = traces.starts.clone(), traces.starts + traces.lengths
+    counts = torch.zeros(len(rows), 4, dtype=torch.long)
+    counts[:, 0] = traces.lengths
+    histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
+    policy.start(len(rows), table.device)
+    policy.admit(rows.to(table.device))
+    while (live := place < end).any():
+        here = place.clamp(max=traces.positions - 1)
+        budget = checked(policy, "start_round", policy.start_round(live.to(table.device)), len(rows)).cpu()
+        budget = torch.minimum(budget, traces.drafts[here]).clamp(min=0) * live
+        drafted, in_vain = _draft(traces, policy, table, here, budget)
+        accepted = torch.minimum(drafted, traces.leading[here])
+        counts[:, 1] += drafted - accepted
+        counts[:, 2] += live
+        counts[:, 3] += drafted + in_vain
+        for histogram, value in zip(
+            histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True
+        ):
+            histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
+        policy.observe(
+            VerifyOutcome(
+                drafted=drafted.to(table.device), accepted=accepted.to(table.device), live=live.to(table.device)
+            )
+        )
+        place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
+    walked = _Walked(counts[:, None].double().numpy(), *histograms[:, None].numpy())
+    return _replayed(walked, 0, name, params or {})
+
+
+def _draft(
+    traces: CoupledTraces, policy: DraftPolicy, table: _HiddenTable, here: Tensor, budget: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One round of every row, as Decoder._draft: tokens drafted, and forwards beyond them, (rows,) each."""
+    if not policy.stops_early:
+        return budget, torch.zeros_like(budget)
+    drafted, in_vain, active = torch.zeros_like(budget), torch.zeros_like(budget), budget > 0
+    most = int(budget.max())
+    for depth in range(1, most + 1):
+        drafted += active
+        tokens = traces.path[here, depth - 1].clamp(max=len(traces.ids) - 1)
+        drew = active = active & (drafted < budget)
+        fed, drawn = table.states(tokens)
+        look_ahead = drawn is not None and depth < most
+        step = _step(traces, tokens, table.device, fed, drawn if look_ahead else None)
+        kept = policy.keep_drafting(_at(step, depth, active.to(table.device), policy.needs))
+        active = active & checked(policy, "keep_drafting", kept, len(active)).cpu()
+        if look_ahead:
+            in_vain += drew & ~active
+        if not active.any():
+            break
+    return drafted, in_vain
+
+
+def _at(step: DraftStep, depth: int, active: Tensor, needs: frozenset[Signal]) -> DraftStep:
+    """As the decode loop would show it: nothing that the policy did not ask for."""
+    return DraftStep(
+        depth=depth,
+        token_ids=step.token_ids.long(),
+        active=active,
+        fed_hidden=step.fed_hidden,
+        drawn_hidden=step.drawn_hidden,
+        logprob=step.logprob if Signal.LOGPROB in needs else None,
+        entropy=step.entropy if Signal.ENTROPY in needs else None,
+        max_prob=step.max_prob if Signal.MAX_PROB in needs else None,
+    )
+
+
+class _HiddenTable:
+    """Hidden states of all tokens, for policies that ask for them: all of them are in memory."""
+
+    def __init__(self, traces: CoupledTraces, needs: frozenset[Signal]):
+        self.needs, self.device = needs, torch.device("cpu")
+        if not needs & HIDDEN:
+            return
+        parts = [(fed, hidden) for _, _, fed, hidden in traces.hidden()]
+        fed, hidden = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        steps = traces.k_max - 1
+        self.fed = torch.cat([fed, hidden.reshape(-1, fed.shape[-1])])
+        # Where the state at a token stands: with the next token of its response or rollout, or with its rollout's first.
+        self.next = torch.arange(1, len(self.fed) + 1).clamp(max=len(self.fed) - 1)
+        self.next[traces.rejected] = traces.positions + torch.arange(len(traces.rejected)) * steps
+
+    def states(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        fed = self.fed[tokens] if Signal.FED_HIDDEN in self.needs else None
+        return fed, self.fed[self.next[tokens]] if Signal.DRAWN_HIDDEN in self.needs else None
+
+
+def _device_of(policy: ThresholdPolicy) -> torch.device:
+    head = getattr(policy, "head", None)
+    return next(head.parameters()).device if head is not None else torch.device("cpu")
+
+
+def _counts(row: Sequence[float]) -> DecodeCounts:
+    generated, discarded, target_forwards, draft_forwards = map(float, row)
+    return DecodeCounts(
+        generated=generated, discarded=discarded, target_forwards=target_forwards, draft_forwards=draft_forwards
+    )
+
+
+def _check_k_max(name: str, k_max: int, traces: CoupledTraces) -> None:
+    if k_max > traces.k_max:
+        raise InputError(f"{name} drafts up to {k_max} tokens, but the rollouts are for rounds of {traces.k_max}")

@@ -1,0 +1,186 @@
+"""What a report is made of: plain, frozen data. `report.py` fills it by replaying policies, `report_page.py` shows it.
+
+Rates, gains and shares are fractions, not per cent; times are seconds; throughputs are tokens a second; entropies are
+nats. A number that has no value (a gap where the oracle is no faster than the best fixed K) is NaN or None.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from accept_head.cost import ForwardCosts
+
+TokenStatus = Literal["accepted", "rejected", "discarded"]
+RoundEnd = Literal["redrawn", "bonus", "end"]
+NOT_RULES = ("fixed", "none", "oracle")  # families without a threshold
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainResult:
+    """One policy on the prompts of one domain.
+
+    gain_over_best_fixed: over the fixed K that is best in this domain. prompts: how many the domain has.
+    """
+
+    throughput: float
+    speedup: float
+    gain_over_best_fixed: float
+    discard_rate: float
+    verification_rate: float
+    prompts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyResult:
+    """One policy at one setting, over all prompts.
+
+    name: unique in a report, "head:0.5". family: what shares a curve: "fixed", "none", "oracle", or a rule of stopping
+    ("head", "confidence", "entropy", a head's name where there are several). parameter: K or the threshold, the place
+    on the family's curve; None where there is none.
+    ci95: 95 % intervals [low, high] of "gain_over_best_fixed" and "oracle_gap_closed".
+    draft_lengths: rounds that drafted 0, 1, 2, … tokens. at_risk, accepted: per depth 1, 2, …: rounds in which this
+    depth was drafted and every token before it accepted, and those of them whose token was accepted too.
+    domains: by the prompts' domain, "" where they name none.
+    main: whether it stands in the main table and plots. chosen: the recommended one, at most one in a report.
+    """
+
+    name: str
+    family: str
+    parameter: float | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    discard_rate: float
+    verification_rate: float
+    block_efficiency: float
+    throughput: float
+    speedup: float
+    gain_over_best_fixed: float
+    oracle_gap_closed: float
+    ci95: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    draft_lengths: Sequence[int] = ()
+    at_risk: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    domains: Mapping[str, DomainResult] = field(default_factory=dict)
+    main: bool = True
+    chosen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationCurve:
+    """How well one head's predictions hold at one range of depths.
+
+    depth: its label, "1" or "4-6". count: drafted tokens. predicted, observed, counts: per bin of predicted acceptance,
+    the mean prediction, the mean true acceptance and the tokens in it. ece: expected calibration error.
+    """
+
+    head: str
+    depth: str
+    count: int
+    predicted: Sequence[float]
+    observed: Sequence[float]
+    counts: Sequence[int]
+    ece: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewedToken:
+    """One drafted token as the round viewer shows it.
+
+    predicted: the policy's P̂ that this token is accepted; survival: the product of P̂ in its round up to here; both None
+    for a policy that predicts nothing. acceptance: the true a(Y) = min(1, p/q). draft_probability: q(Y).
+    status: "discarded" is a token drafted after the round's rejected one.
+    """
+
+    text: str
+    predicted: float | None = None
+    survival: float | None = None
+    acceptance: float
+    draft_probability: float
+    entropy: float
+    status: TokenStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewedRound:
+    """One round: what was drafted, and the text of the token that the target added.
+
+    kind: "redrawn" in place of a rejected token, "bonus" after all were accepted, "end" when a drafted end token ended
+    the response (then `emitted` is "").
+    """
+
+    drafted: Sequence[ViewedToken]
+    emitted: str
+    kind: RoundEnd
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewedResponse:
+    """One prompt under one policy. The same prompt under several policies is several of these with equal `prompt`."""
+
+    prompt: str
+    domain: str = ""
+    policy: str
+    rounds: Sequence[ViewedRound]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """A whole report.
+
+    pair: names of (target, draft). sampling: temperature and its like. prompts, tokens: how many were replayed.
+    policies: a family's in any order; `none`, fixed:K and `oracle` among them where there are such.
+    provenance: lines for the foot of the page: command, versions, hardware, date, fingerprint of the traces.
+    """
+
+    title: str
+    pair: tuple[str, str]
+    sampling: Mapping[str, Any]
+    prompts: int
+    tokens: int
+    costs: ForwardCosts
+    policies: Sequence[PolicyResult]
+    calibration: Sequence[CalibrationCurve] = ()
+    responses: Sequence[ViewedResponse] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> PolicyResult | None:
+        return next((policy for policy in self.policies if policy.chosen), None)
+
+    @property
+    def best_fixed(self) -> PolicyResult | None:
+        fixed = [policy for policy in self.policies if policy.family == "fixed"]
+        return max(fixed, key=lambda policy: policy.throughput, default=None)
+
+    @property
+    def main(self) -> list[PolicyResult]:
+        return [policy for policy in self.policies if policy.main]
+
+    def families(self) -> dict[str, list[PolicyResult]]:
+        """Policies by family, in the order in which the families come, each sorted by its parameter."""
+        found: dict[str, list[PolicyResult]] = {}
+        for policy in self.policies:
+            found.setdefault(policy.family, []).append(policy)
+        return {name: sorted(members, key=_place) for name, members in found.items()}
+
+    def highlights(self) -> list[PolicyResult]:
+        """The few that a plot has room for: the best fixed K, the best main setting of each rule, and the oracle."""
+        best = self.best_fixed
+        rules = [
+            max(members, key=lambda policy: (policy.chosen, policy.throughput))
+            for family, policies in self.families().items()
+            if family not in NOT_RULES and (members := [policy for policy in policies if policy.main])
+        ]
+        oracle = [policy for policy in self.policies if policy.family == "oracle"]
+        return [*([best] if best else []), *sorted(rules, key=lambda policy: not policy.chosen), *oracle]
+
+
+def _place(policy: PolicyResult) -> tuple[bool, float]:
+    return (policy.parameter is None, policy.parameter or 0.0)
+
+
+def printable(text: str) -> str:
+    """One line of text that any font and encoder takes: no lone surrogates, control or direction characters."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cs", "Cf") else c for c in text)
