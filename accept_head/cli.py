@@ -7,11 +7,14 @@ module is imported only when it is chosen, so `--help` is quick and the ground f
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from accept_head.errors import InputError
 from accept_head.version import VERSION
@@ -20,6 +23,8 @@ VERBS = {
     "collect": ("accept_head.training.collect", "collect", "prompts, draft and target -> coupled traces"),
     "train": ("accept_head.training.run", "train", "traces and draft -> a head"),
     "profile": ("accept_head.inference.profile", "profile", "draft and target -> what a forward costs here"),
+    "tune": ("accept_head.inference.tune", "tune", "traces, heads and costs -> thresholds, and what each policy costs"),
+    "report": ("accept_head.inference.report", "report", "the same -> one HTML page with plots and every round"),
     "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
@@ -69,7 +74,45 @@ def _call(verb: str, options: list[str]) -> None:
                 words = f"{_config_name(options)}: {words}"
             raise InputError(f"{words} (see accept-head {verb} --help)")
 
+    options = gather_lists(function, options)
     auto_cli(function, args=options, parser_class=OneLineParser, prog=f"accept-head {verb}", as_positional=False)
+
+
+def gather_lists(function: Callable[..., object], options: Sequence[str]) -> list[str]:
+    """`--head a b` or `--head a --head b` as the one JSON list that the parser takes, for parameters that are lists."""
+    hints = {f"--{name}": kinds(hint) for name, hint in get_type_hints(function).items()}
+    listed = {name for name, types in hints.items() if any(get_origin(kind) is list for kind in types)}
+    gathered: dict[str, list[str]] = {}
+    rest: list[str] = []
+    current: list[str] | None = None
+    for option in options:
+        name, equals, value = option.partition("=")
+        if name in listed:
+            current = gathered.setdefault(name, [])
+            current += [value] if equals else []
+        elif option.startswith("--"):
+            current = None
+            rest.append(option)
+        else:
+            (rest if current is None else current).append(option)
+    for name, values in gathered.items():
+        single = len(values) == 1 and (values[0].startswith("[") or len(hints[name]) > 1)
+        rest += [name] if not values else [f"{name}={values[0] if single else json.dumps(list(map(_value, values)))}"]
+    return rest
+
+
+def kinds(hint: Any) -> list[Any]:
+    """The types that a parameter may have, None aside."""
+    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return [kind for kind in types if kind is not type(None)]
+
+
+def _value(text: str) -> Any:
+    """A number, if it is one."""
+    try:
+        return json.loads(text) if text[:1].isdigit() or text[:1] in "-." else text
+    except ValueError:
+        return text
 
 
 def _config_name(options: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ POSITION_COLUMNS = {
     "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
     "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
     "target_logprob": "float32",  # log p(X_i)
-    # KL(p ‖ q), nats, of both models' softmax at this temperature (1 when greedy) before top-k and its like, which would
+    # KL(p ‖ q), nats, of both models' softmax at this temperature (1 when greedy), before top-k and such: they would
     # make it infinite. A lagging signal: a policy may know it of verified positions only (DSDE).
     "divergence": "float32",
     # The draft signals (signals.py), of the plain softmax when decoding is greedy:

@@ -26,9 +26,10 @@ class Measured:
 def compare(measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0) -> list[dict[str, Any]]:
     """One row a policy, in the form of `summary.json` (architecture page, "The public surface").
 
-    `measured` must hold `fixed:K` policies and `oracle`. gain_over_best_fixed and oracle_gap_closed are fractions. ci95
-    holds the 95 % bootstrap interval, over prompts, of each of the two; prompts are resampled jointly for all policies,
-    and the best fixed K is chosen anew in every resample, as a user would on that data.
+    `measured` must hold `fixed:K` policies and `oracle`. throughput: tokens/s. gain_over_best_fixed and
+    oracle_gap_closed are fractions. ci95 holds the 95 % bootstrap interval, over prompts, of all but block_efficiency;
+    prompts are resampled jointly for all policies, and the best fixed K is chosen anew in every resample, as a user
+    would on that data.
 
     Raises InputError when no fixed policy or no oracle is among them.
     """
@@ -37,52 +38,49 @@ def compare(measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0)
     if not fixed or "oracle" not in names:
         raise InputError("a comparison needs at least one fixed:K policy and the oracle")
     oracle = names.index("oracle")
-    table = np.array([[_row(count) for count in policy.counts] for policy in measured])  # (policy, prompt, 3)
+    table = np.array([[_row(count) for count in policy.counts] for policy in measured])  # (policy, prompt, 4)
 
-    everything = _throughputs(table.sum(1), costs)
-    gains, gaps = _against_fixed(everything, fixed, oracle)
+    everything = _figures(table.sum(1), costs, fixed, oracle)
     prompts = table.shape[1]
     draws = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
-    resampled = _throughputs(np.einsum("rn,pnc->rpc", draws.astype(float), table), costs)  # (resample, policy)
-    gain_draws, gap_draws = _against_fixed(resampled, fixed, oracle)
-
-    rows = []
-    for index, policy in enumerate(measured):
-        total = DecodeCounts.total(policy.counts)
-        rows.append(
-            {
-                "name": policy.name,
-                "params": policy.params,
-                "discard_rate": total.discard_rate,
-                "verification_rate": total.verification_rate,
-                "throughput": float(everything[index]),
-                "speedup": float(everything[index] * costs.t_autoregressive),
-                "gain_over_best_fixed": float(gains[index]),
-                "oracle_gap_closed": float(gaps[index]),
-                "ci95": {
-                    "gain_over_best_fixed": _interval(gain_draws[:, index]),
-                    "oracle_gap_closed": _interval(gap_draws[:, index]),
-                },
-            }
-        )
-    return rows
+    resampled = _figures(np.einsum("rn,pnc->rpc", draws.astype(float), table), costs, fixed, oracle)
+    return [
+        {
+            "name": policy.name,
+            "params": policy.params,
+            **{name: float(values[index]) for name, values in everything.items()},
+            "block_efficiency": float(1 / everything["verification_rate"][index]),
+            "ci95": {name: _interval(values[:, index]) for name, values in resampled.items()},
+        }
+        for index, policy in enumerate(measured)
+    ]
 
 
-def _row(count: DecodeCounts) -> tuple[float, float, float]:
-    return count.generated, count.draft_forwards, count.target_forwards
+def _figures(totals: np.ndarray, costs: ForwardCosts, fixed: list[int], oracle: int) -> dict[str, np.ndarray]:
+    """totals: (..., policy, 4), sums over prompts → each figure of `compare`, (..., policy)."""
+    generated, discarded, verified, _ = np.moveaxis(totals, -1, 0)
+    speeds = throughputs(totals, costs)
+    best = speeds[..., fixed].max(-1, keepdims=True)
+    return {
+        "discard_rate": discarded / generated,
+        "verification_rate": verified / generated,
+        "throughput": speeds,
+        "speedup": speeds * costs.t_autoregressive,
+        "gain_over_best_fixed": speeds / best - 1,
+        "oracle_gap_closed": oracle_gap_closed(speeds, best, speeds[..., [oracle]]),
+    }
 
 
-def _throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
-    """totals: (..., policy, 3) → (..., policy) tokens/s: eq. 3.1, or t_autoregressive where nothing is drafted."""
-    generated, drafts, verified = np.moveaxis(totals, -1, 0)
+def throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
+    """Tokens/s by eq. 3.1; t_autoregressive a token where nothing is drafted. totals: (..., 4), sums of generated and
+    discarded tokens, target forwards and draft forwards → (...)."""
+    generated, _, verified, drafts = np.moveaxis(totals, -1, 0)
     speculative = total_time(costs, draft_forwards=drafts, target_forwards=verified) / generated
     return 1 / np.where(drafts == 0, costs.t_autoregressive, speculative)
 
 
-def _against_fixed(speeds: np.ndarray, fixed: list[int], oracle: int) -> tuple[np.ndarray, np.ndarray]:
-    """(gain over the best fixed K, share of the oracle gap closed), each of the shape of `speeds` (..., policy)."""
-    best = speeds[..., fixed].max(-1, keepdims=True)
-    return speeds / best - 1, oracle_gap_closed(speeds, best, speeds[..., [oracle]])
+def _row(count: DecodeCounts) -> tuple[float, float, float, float]:
+    return count.generated, count.discarded, count.target_forwards, count.draft_forwards
 
 
 def _interval(draws: np.ndarray) -> list[float]:

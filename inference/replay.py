@@ -226,9 +226,7 @@ def _walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -
         discarded += drafted - accepted
         rounds += live
         forwards += drafted if in_vain is None else drafted + (in_vain[here, lane] & live)
-        for histogram, value in zip(
-            histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True
-        ):
+        for histogram, value in zip(histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True):
             histogram += torch.bincount((lane * sizes + value)[live], minlength=width * sizes)
         # Beyond the end only after a drawn end token, which nothing follows.
         place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
@@ -277,9 +275,7 @@ def replay(traces: CoupledTraces, policy: DraftPolicy, name: str, params: dict[s
         counts[:, 1] += drafted - accepted
         counts[:, 2] += live
         counts[:, 3] += drafted + in_vain
-        for histogram, value in zip(
-            histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True
-        ):
+        for histogram, value in zip(histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True):
             histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
         policy.observe(
             VerifyOutcome(
@@ -340,7 +336,7 @@ class _HiddenTable:
         fed, hidden = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         steps = traces.k_max - 1
         self.fed = torch.cat([fed, hidden.reshape(-1, fed.shape[-1])])
-        # Where the state at a token stands: with the next token of its response or rollout, or with its rollout's first.
+        # The state at a token stands with the next token of its response or rollout, or with its own rollout's first.
         self.next = torch.arange(1, len(self.fed) + 1).clamp(max=len(self.fed) - 1)
         self.next[traces.rejected] = traces.positions + torch.arange(len(traces.rejected)) * steps
 

@@ -1,0 +1,328 @@
+"""`accept-head tune`: which threshold, which bounds? Every setting is replayed on coupled traces and priced in seconds.
+
+The policies that need no training go through the same search on the same traces, so that a comparison is fair.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from accept_head.cost import ForwardCosts
+from accept_head.errors import InputError
+from accept_head.files import read_json, writable_file, write_json
+from accept_head.head import AcceptanceHead
+from accept_head.hub import load_head
+from accept_head.inference.comparison import compare, throughputs
+from accept_head.inference.coupled import CoupledTraces, load_coupled
+from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, HeadPolicy
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
+from accept_head.inference.rollouts import trace_fingerprint
+from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
+from accept_head.trace import CONFIG_NAME
+from accept_head.version import VERSION
+
+Objective = Literal["mean", "worst-domain"]
+DECODING_NAME = "decoding.json"
+PROBABILITIES = tuple(round(0.05 * step, 2) for step in range(1, 20))
+NATS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
+K_MIN, K_MAX, LONGEST = (1, 2), (4, 8, 20), 20
+
+
+def tune(
+    traces: str,
+    draft: str,
+    out: str = "tuned.json",
+    head: list[str] | None = None,
+    costs: str | None = None,
+    t_draft: float | None = None,
+    t_target: float | None = None,
+    target_times: float = 1.0,
+    thresholds: list[float] | None = None,
+    k_min: list[int] | None = None,
+    k_max: list[int] | None = None,
+    lag: list[int] | None = None,
+    objective: Objective = "mean",
+    max_prompts: int | None = None,
+    write_decoding: bool = True,
+    seed: int = 0,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Choose thresholds and bounds by replay on traces that no head was trained on, for given forward costs.
+
+    The first run on a trace folder lets the draft roll out what follows each rejection and keeps that beside the
+    traces; from then on other heads, costs and grids take seconds.
+
+    Args:
+        traces: Folder made by `accept-head collect`, of prompts that the heads were not trained on.
+        draft: The draft that the traces were made with.
+        out: JSON file to write: all tuned policies, every fixed draft length and the oracle, compared.
+        head: Heads to tune. A local folder gets a `decoding.json` with the choice.
+        costs: JSON file by `accept-head profile`.
+        t_draft: Seconds of one draft forward, in place of `costs`.
+        t_target: Seconds of one target forward.
+        target_times: What if the target were so many times as slow? Nothing else changes.
+        thresholds: Thresholds to try for heads and confidence; 0.05, 0.10, ... 0.95 when left out.
+        k_min: Fewest tokens after which a rule may stop, to try; 1 and 2 when left out.
+        k_max: Most tokens of a round, to try; 4, 8 and 20 when left out.
+        lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
+        objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest.
+        max_prompts: Use the first so many traces.
+        write_decoding: Write decoding.json; without it, heads are left as they are.
+        seed: Seed of the bootstrap.
+        dtype: float32, bfloat16, float16, or auto; of the draft.
+        trust_remote_code: Run model code that comes with the draft.
+    """
+    path = writable_file(Path(out))
+    priced = read_costs(costs, t_draft, t_target, target_times)
+    grid = Grid(
+        thresholds=_checked("thresholds", thresholds, PROBABILITIES, 0.0, 1.0),
+        k_min=_checked("k_min", k_min, K_MIN, 1),
+        k_max=_checked("k_max", k_max, K_MAX, 1),
+        lags=_checked("lag", lag, (0, 1), 0, 1),
+    )
+    if not grid.bounds:
+        raise InputError(f"no k_min of {list(grid.k_min)} is at most any k_max of {list(grid.k_max)}")
+    if max_prompts is not None and max_prompts < 1:
+        raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
+    model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
+    fingerprint = checkpoint_fingerprint(draft)
+    heads = load_heads(head or [], model, fingerprint)
+    longest = max(LONGEST, *grid.k_max)
+    coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
+    tuned = search(coupled, heads, priced, grid, objective)
+    rows = tuned.rows(seed)
+    decodings = {name: decoding(tuned, name, rows) for name in heads}
+    write_json(
+        path,
+        {
+            "costs": asdict(priced),
+            "objective": objective,
+            "traces": described(coupled),
+            "policies": rows,
+            "date": datetime.date.today().isoformat(),
+        },
+    )
+    if write_decoding:
+        for name, values in decodings.items():
+            if Path(name).is_dir():
+                write_json(Path(name) / DECODING_NAME, values)
+    console = Console()
+    console.print(tuned_table(rows, tuned))
+    for name in heads if write_decoding else ():
+        console.print(
+            f"wrote {Path(name) / DECODING_NAME}" if Path(name).is_dir() else f"{name} is not a local folder: its "
+            f"choice is in {path} only", highlight=False
+        )  # fmt: skip
+    console.print(f"wrote {path}", highlight=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What to try. thresholds: of heads and confidence, probabilities; nats: of entropy."""
+
+    thresholds: Sequence[float] = PROBABILITIES
+    nats: Sequence[float] = NATS
+    k_min: Sequence[int] = K_MIN
+    k_max: Sequence[int] = K_MAX
+    lags: Sequence[int] = (0, 1)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        return [(low, high) for low in self.k_min for high in self.k_max if low <= high]
+
+    def settings(self, thresholds: Sequence[float]) -> list[Setting]:
+        return [Setting(threshold=t, k_min=low, k_max=high) for low, high in self.bounds for t in thresholds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The search's outcome. fixed: every draft length. families: all settings that were tried of each. chosen: the best
+    of each family."""
+
+    traces: CoupledTraces
+    costs: ForwardCosts
+    objective: Objective
+    none: Replayed
+    fixed: list[Replayed]
+    oracle: Replayed
+    families: dict[str, list[Replayed]]
+    chosen: dict[str, Replayed]
+
+    def rows(self, seed: int = 0) -> list[dict[str, Any]]:
+        """One row a policy, in the form of the public surface (architecture page)."""
+        policies = [self.none, *self.fixed, *self.chosen.values(), self.oracle]
+        return compare([policy.measured() for policy in policies], self.costs, seed=seed)
+
+    @property
+    def best_fixed(self) -> Replayed:
+        return max(self.fixed, key=lambda policy: float(throughputs(policy.counts.sum(0), self.costs)))
+
+
+def search(
+    traces: CoupledTraces,
+    heads: Mapping[str, AcceptanceHead],
+    costs: ForwardCosts,
+    grid: Grid,
+    objective: Objective = "mean",
+) -> Tuned:
+    """Replay everything and choose. heads: by the name that a SPEC would give them."""
+    none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
+    families = {name: _replay_head(traces, name, head, grid) for name, head in heads.items()}
+    families["confidence"] = _replay(traces, ConfidencePolicy(), grid.settings(grid.thresholds), "confidence")
+    families["entropy"] = _replay(traces, EntropyPolicy(), grid.settings(grid.nats), "entropy")
+    value = objective_of(objective, traces.domains, costs)
+    return Tuned(
+        traces=traces,
+        costs=costs,
+        objective=objective,
+        none=none,
+        fixed=fixed,
+        oracle=replay_oracle(traces),
+        families=families,
+        chosen={name: max(settings, key=value) for name, settings in families.items()},
+    )
+
+
+def objective_of(objective: Objective, domains: Sequence[str], costs: ForwardCosts) -> Any:
+    """What to maximise: Replayed → tokens/s, over all responses or in the domain where it is lowest."""
+    if objective not in get_args(Objective):
+        raise InputError(f"objective is {objective!r}, expected one of {get_args(Objective)}")
+    names = np.array(domains)
+    groups = (
+        [np.ones(len(names), dtype=bool)] if objective == "mean" else [names == name for name in sorted(set(names))]
+    )
+    return lambda policy: min(float(throughputs(policy.counts[group].sum(0), costs)) for group in groups)
+
+
+def _replay_head(traces: CoupledTraces, name: str, head: AcceptanceHead, grid: Grid) -> list[Replayed]:
+    lags: Iterable[int | None] = (None,) if head.config.reads == "before" else grid.lags
+    policies = [HeadPolicy(head, 0.5, lag=lag) for lag in lags]
+    return [r for policy in policies for r in _replay(traces, policy, grid.settings(grid.thresholds), f"head:{name}")]
+
+
+def _replay(traces: CoupledTraces, policy: ThresholdPolicy, settings: list[Setting], name: str) -> list[Replayed]:
+    return replay_thresholds(traces, policy, settings, name)
+
+
+def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """`decoding.json`: how to decode with this head, for which costs, and what to expect."""
+    chosen = tuned.chosen[head]
+    row = next(row for row in rows if row["name"] == chosen.name and row["params"] == chosen.params)
+    return {
+        **chosen.params,
+        "objective": tuned.objective,
+        "costs": asdict(tuned.costs),
+        "expected": {name: value for name, value in row.items() if name not in ("name", "params")},
+        "best_fixed": tuned.best_fixed.params["k"],
+        "traces": described(tuned.traces),
+        "accept_head": VERSION,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def described(traces: CoupledTraces) -> dict[str, Any]:
+    """Which traces a figure is of."""
+    return {
+        "fingerprint": trace_fingerprint(traces.config),
+        "prompts": len(traces.lengths),
+        "tokens": traces.positions,
+        "sampling": traces.config.sampling.to_dict(),
+        "max_new_tokens": traces.config.max_new_tokens,
+    }
+
+
+def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -> dict[str, AcceptanceHead]:
+    """Heads by name. Raises InputError when one does not fit the draft, was trained on another, or is named twice."""
+    heads = {}
+    for name in names:
+        if name in heads:
+            raise InputError(f"--head {name}: given twice")
+        heads[name] = load_head(name, hidden_size=hidden_size(draft), device=draft.device)
+        recorded = Path(name) / CONFIG_NAME  # whatever version of it: only the draft matters here
+        trained = read_json(recorded) if recorded.is_file() else {}
+        if trained.get("draft_fingerprint", fingerprint) != fingerprint:
+            raise InputError(f"--head {name}: trained on another draft ({trained.get('draft')}); --draft must be it")
+    return heads
+
+
+def read_costs(
+    file: str | None, t_draft: float | None, t_target: float | None, target_times: float = 1.0
+) -> ForwardCosts:
+    """From a file of `accept-head profile`, or typed in. Raises InputError naming what is missing."""
+    if not 0 < target_times < math.inf:
+        raise InputError(f"target_times is {target_times}, expected a positive number")
+    if file is not None and (t_draft is not None or t_target is not None):
+        raise InputError("give either --costs, or --t_draft and --t_target")
+    if file is not None:
+        costs = _costs_of(Path(file))
+    elif t_draft is not None and t_target is not None:
+        costs = ForwardCosts(t_draft=t_draft, t_target=t_target)
+    else:
+        raise InputError("the forward costs are missing: give --costs costs.json (accept-head profile writes it), or "
+                         "--t_draft and --t_target in seconds")  # fmt: skip
+    return replace(
+        costs, t_target=costs.t_target * target_times, t_autoregressive=costs.t_autoregressive * target_times
+    )
+
+
+def _costs_of(path: Path) -> ForwardCosts:
+    values = read_json(path)
+    for name in ("t_draft", "t_target"):
+        if name not in values:
+            raise InputError(f"{path}: field {name!r} is missing")
+    named = {name: values[name] for name in ("t_draft", "t_target", "t_autoregressive") if name in values}
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InputError(f"{path}: field {name!r} is {value!r}, expected a number of seconds")
+    try:
+        return ForwardCosts(**named)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _checked(name: str, given: Sequence[Any] | None, default: Sequence[Any], low: float, high: float = 64) -> Any:
+    values = tuple(default) if given is None else tuple(given)
+    if not values or not all(low <= value <= high for value in values):
+        raise InputError(f"{name} is {list(values)}, expected numbers from {low:g} to {high:g}")
+    return values
+
+
+def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
+    """For a terminal: the target alone, the best fixed length and its neighbours, what was tuned, and the oracle."""
+    best = tuned.best_fixed.params["k"]
+    table = Table(
+        title=f"replayed on {len(tuned.traces.lengths)} traces, {tuned.traces.positions} tokens; throughput by eq. 3.1",
+        caption=f"c = {tuned.costs.ratio:.3f}; chosen by {tuned.objective}; 95 % bootstrap over prompts",
+    )
+    columns = ("policy", "k", "discard\nrate", "verification\nrate", "tokens/s", "speed-up", "gain over\nbest fixed K")
+    for column in (*columns, "oracle gap\nclosed", "95 %"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for row in rows:
+        params = row["params"]
+        if "k" in params and abs(params["k"] - best) > 1:
+            continue
+        low, high = row["ci95"]["oracle_gap_closed"]
+        table.add_row(
+            row["name"] + (f", lag {params['lag']}" if "lag" in params else ""),
+            f"{params['k_min']} to {params['k_max']}" if "k_max" in params else "",
+            f"{row['discard_rate']:.3f}",
+            f"{row['verification_rate']:.3f}",
+            f"{row['throughput']:.1f}",
+            f"{row['speedup']:.3f}x",
+            f"{100 * row['gain_over_best_fixed']:+.1f} %",
+            f"{100 * row['oracle_gap_closed']:+.1f} %",
+            f"{100 * low:.1f} to {100 * high:.1f}",
+        )
+    return table
