@@ -1,7 +1,8 @@
 """`accept-head demo`: the whole flow on the embedded pair, ending in a measured gain. A front door, like cli.py.
 
-collect → train → measure forward costs → decode held-out prompts with every policy → one table and one sentence. The
-head's threshold is chosen on the dev prompts; the table is of the test prompts, which nothing was chosen on.
+collect → train → measure forward costs → tune by replay → decode held-out prompts with every policy → one table, one
+sentence and the report. Settings are chosen on the dev prompts; the table is of the test prompts, which nothing was
+chosen on.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from accept_head.cli import quiet_libraries
-from accept_head.cost import DecodeCounts, ForwardCosts, oracle_counts, throughput
+from accept_head.cost import DecodeCounts, oracle_counts
 from accept_head.errors import InputError
-from accept_head.files import writable_folder, write_json
+from accept_head.files import read_json, writable_folder, write_json
 from accept_head.inference import generate, make_policy
 from accept_head.inference.comparison import Measured, compare
 from accept_head.inference.profile import regress_rounds
+from accept_head.inference.report import report
+from accept_head.inference.tune import tune
 from accept_head.pair import Pair, load_pair
 from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
@@ -77,7 +80,7 @@ def demo(
         raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")
     output = _clean(writable_folder(Path(out)))
 
-    console.rule("1/4  collect: the target answers, the draft's proposals are coupled and scored")
+    console.rule("1/5  collect: the target answers, the draft's proposals are coupled and scored")
     counts = {"train": train_prompts, "dev": dev_prompts, "test": test_prompts}
     for split in SPLITS:
         collect(
@@ -94,35 +97,42 @@ def demo(
             seed=seed,
         )
 
-    console.rule("2/4  train: an acceptance prediction head on the frozen draft")
+    console.rule("2/5  train: an acceptance prediction head on the frozen draft")
+    head = output / "head"
     train(
         traces=str(output / "traces" / "train"),
         dev_traces=str(output / "traces" / "dev"),
         draft=str(folder / "draft"),
-        out=str(output / "head"),
+        out=str(head),
         seed=seed,
     )
 
+    console.rule("3/5  profile and tune: what a forward costs here, and every setting replayed on the dev traces")
     loaded = load_pair(folder / "target", folder / "draft")
     dev, test = (
         load_prompts(str(folder / "prompts" / f"{split}.jsonl"), loaded.tokenizer, max_prompts=counts[split])
         for split in ("dev", "test")
     )
-    console.rule("3/4  profile and tune: what a forward costs here, and the head's threshold on the dev prompts")
     costs = regress_rounds(loaded, [prompt.ids for prompt in dev[:COST_PROMPTS]]).costs
-    console.print(
-        f"draft {1e3 * costs.t_draft:.2f} ms, target {1e3 * costs.t_target:.2f} ms to verify and "
-        f"{1e3 * costs.t_autoregressive:.2f} ms alone (c = {costs.ratio:.2f})"
+    write_json(output / "costs.json", asdict(costs))
+    tune(
+        traces=str(output / "traces" / "dev"),
+        draft=str(folder / "draft"),
+        head=[str(head)],
+        costs=str(output / "costs.json"),
+        out=str(output / "tuned.json"),
     )
+
+    console.rule("4/5  decode: held-out prompts, every policy, really run")
     job = DecodeJob(folder, Sampling(temperature=temperature, top_k=top_k), max_new_tokens, seed)
-    heads = {f"head:{h}": f"head:{output / 'head'}:{h}" for h in THRESHOLDS}
+    chosen = _tuned(output / "tuned.json", head)
+    grid = {f"head:{h}": (f"head:{head}:{h}", {"threshold": h, "k_min": 1, "k_max": 20}) for h in THRESHOLDS}
+    fixed = {f"fixed:{k}": (f"fixed:{k}", {"k": k}) for k in FIXED_K}
     with Decoders(job, processes or min(4, os.cpu_count() or 1)) as decoders:
-        threshold = _best_threshold(decoders.run(heads, dev), costs)
-        console.rule("4/4  decode: held-out prompts, every policy, really run")
-        policies = {name: name for name in ("none", *(f"fixed:{k}" for k in FIXED_K))} | heads
-        measured = decoders.run(policies, test)
+        measured = decoders.run({"none": ("none", {})} | fixed | grid | chosen, test)
     measured.append(_oracle(output / "traces" / "test"))
     rows = compare(measured, costs)
+    tuned_head = next(iter(chosen))
     write_json(
         output / "summary.json",
         {
@@ -130,13 +140,23 @@ def demo(
             "sampling": job.sampling.to_dict(),
             "prompts": len(test),
             "max_new_tokens": max_new_tokens,
-            "threshold_chosen_on_dev": threshold,
+            "chosen_on_dev": list(chosen),
             "policies": rows,
         },
     )
-    console.print(_table(rows, threshold))
-    console.print(_sentence(rows, threshold, len(test)))
-    console.print(f"{output / 'summary.json'} holds these numbers; {output / 'head'} is the head.", highlight=False)
+    console.print(_table(rows, list(chosen)))
+    console.print(_sentence(rows, tuned_head, len(test)))
+
+    console.rule("5/5  report: the same policies replayed on the test traces, with plots and every round")
+    report(
+        traces=str(output / "traces" / "test"),
+        draft=str(folder / "draft"),
+        head=[str(head)],
+        tuned=str(output / "tuned.json"),
+        out=str(output / "report.html"),
+        title="accept-head demo: the embedded pair",
+    )
+    console.print(f"{output / 'summary.json'} holds these numbers; {head} is the head.", highlight=False)
     console.print(f"Took {(time.monotonic() - start) / 60:.1f} minutes.", highlight=False)
 
 
@@ -163,10 +183,10 @@ class Decoders:
     def __exit__(self, *_: object) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def run(self, policies: dict[str, str], prompts: Sequence[Prompt]) -> list[Measured]:
-        """Decode all prompts with each policy. policies: name → SPEC."""
+    def run(self, policies: dict[str, tuple[str, dict[str, Any]]], prompts: Sequence[Prompt]) -> list[Measured]:
+        """Decode all prompts with each policy. policies: name → (SPEC, params)."""
         batches = [prompts[start : start + DECODE_BATCH] for start in range(0, len(prompts), DECODE_BATCH)]
-        futures = {name: [self.pool.submit(_decode, spec, b) for b in batches] for name, spec in policies.items()}
+        futures = {name: [self.pool.submit(_decode, spec, b) for b in batches] for name, (spec, _) in policies.items()}
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         measured = []
         with Progress(*columns) as progress:
@@ -177,7 +197,7 @@ class Decoders:
                 for future in mine:
                     counts += future.result()
                     progress.advance(task)
-                measured.append(Measured(name=name, params=_params(name), counts=counts))
+                measured.append(Measured(name=name, params=policies[name][1], counts=counts))
         return measured
 
 
@@ -207,21 +227,19 @@ def _decode(spec: str, batch: Sequence[Prompt]) -> list[DecodeCounts]:
     return [row.counts for row in stats]
 
 
-def _params(name: str) -> dict[str, Any]:
-    kind, _, value = name.partition(":")
-    if kind == "fixed":
-        return {"k": int(value)}
-    return {"threshold": float(value)} if kind == "head" else {}
-
-
-def _best_threshold(measured: Sequence[Measured], costs: ForwardCosts) -> float:
-    """The threshold with the highest throughput by eq. 3.1."""
-
-    def speed(policy: Measured) -> float:
-        total = DecodeCounts.total(policy.counts)
-        return throughput(costs, discard_rate=total.discard_rate, verification_rate=total.verification_rate)
-
-    return float(max(measured, key=speed).params["threshold"])
+def _tuned(path: Path, head: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    """What `tune` chose: name → (SPEC, params), the head first. A name is the SPEC without the head's path."""
+    chosen = {}
+    for row in read_json(path)["policies"]:
+        if "threshold" not in row["params"]:
+            continue
+        params = row["params"]
+        options = "".join(
+            f",{key}={params[key]}" for key, usual in (("k_min", 1), ("k_max", 20)) if params[key] != usual
+        )
+        name = row["name"].replace(f"head:{head}", "head") + options
+        chosen[name] = (row["name"] + options, params)
+    return chosen
 
 
 def _oracle(folder: Path) -> Measured:
@@ -231,16 +249,16 @@ def _oracle(folder: Path) -> Measured:
     return Measured(name="oracle", params={}, counts=counts)
 
 
-def _table(rows: list[dict[str, Any]], threshold: float) -> Table:
+def _table(rows: list[dict[str, Any]], tuned: Sequence[str]) -> Table:
     table = Table(
         title="held-out prompts; throughput by eq. 3.1 with the forward times measured above",
-        caption="* threshold chosen on the dev prompts",
+        caption="* chosen on the dev prompts, by replay",
     )
     for column in ("policy", "discard\nrate", "verification\nrate", "tokens/s", "speed-up", "gain over\nbest fixed K"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     table.add_column("oracle gap\nclosed", justify="right")
     for row in rows:
-        chosen = row["params"].get("threshold") == threshold
+        chosen = row["name"] in tuned
         table.add_row(
             f"{row['name']}{' *' if chosen else ''}",
             f"{row['discard_rate']:.3f}",
@@ -254,13 +272,13 @@ def _table(rows: list[dict[str, Any]], threshold: float) -> Table:
     return table
 
 
-def _sentence(rows: list[dict[str, Any]], threshold: float, prompts: int) -> str:
-    chosen = next(row for row in rows if row["params"].get("threshold") == threshold)
+def _sentence(rows: list[dict[str, Any]], tuned: str, prompts: int) -> str:
+    chosen = next(row for row in rows if row["name"] == tuned)
     fixed = max((row for row in rows if row["name"].startswith("fixed:")), key=lambda row: row["throughput"])
     low, high = (100 * bound for bound in chosen["ci95"]["oracle_gap_closed"])
     gain, gap = 100 * chosen["gain_over_best_fixed"], 100 * chosen["oracle_gap_closed"]
     return (
-        f"On {prompts} held-out prompts the head (threshold {threshold}) decodes {chosen['speedup']:.2f}x as fast as "
+        f"On {prompts} held-out prompts the head ({tuned}) decodes {chosen['speedup']:.2f}x as fast as "
         f"the target alone and {abs(gain):.1f} % {'faster' if gain > 0 else 'slower'} than the best fixed draft length "
         f"(K = {fixed['params']['k']}), which {'closes' if gap > 0 else 'is'} {gap:.1f} % of the gap to an oracle "
         f"that knows every rejection (95 % interval {low:.1f} to {high:.1f} %)."
@@ -271,5 +289,6 @@ def _clean(folder: Path) -> Path:
     """Remove what an earlier demo left, and nothing else."""
     for name in ("traces", "head", "head-run"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    (folder / "summary.json").unlink(missing_ok=True)
+    for path in (folder / "summary.json", folder / "costs.json", folder / "tuned.json", *folder.glob("report.*")):
+        path.unlink(missing_ok=True)
     return folder

@@ -1,0 +1,30 @@
+"""What the divergence of verified positions says of the ones to come (DSDE, equations §6): lagging signals."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DECAY, SHORT, LONG = 0.85, 10, 30
+
+
+def weighted_variance(history: Tensor, valid: Tensor, decay: float = DECAY) -> Tensor:
+    """Var_w = Σ α·(KLD − μ_w)² / Σ α with α = decay^age, the newest of age 0 and last.
+
+    history: (..., window) divergences in nats; valid: (..., window) bool, at least one each → (...).
+    """
+    age = torch.arange(history.shape[-1] - 1, -1, -1, dtype=history.dtype, device=history.device)
+    weight = decay**age * valid
+    total = weight.sum(-1, keepdim=True)
+    mean = (weight * history).sum(-1, keepdim=True) / total
+    return (weight * (history - mean).square()).sum(-1) / total.squeeze(-1)
+
+
+def variance_ratio(history: Tensor, valid: Tensor, short: int = SHORT, decay: float = DECAY) -> Tensor:
+    """WVIR = Var_w(latest `short`) / Var_w(all): above 1 where things have become less steady. 1 where nothing varies.
+
+    history, valid: (..., window) as above → (...).
+    """
+    latest = weighted_variance(history[..., -short:], valid[..., -short:], decay)
+    overall = weighted_variance(history, valid, decay)
+    return torch.where(overall > 0, latest / overall.clamp(min=torch.finfo(overall.dtype).tiny), 1.0)
