@@ -229,17 +229,8 @@ def _decode(spec: str, batch: Sequence[Prompt]) -> list[DecodeCounts]:
 
 def _tuned(path: Path, head: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     """What `tune` chose: name → (SPEC, params), the head first. A name is the SPEC without the head's path."""
-    chosen = {}
-    for row in read_json(path)["policies"]:
-        if "threshold" not in row["params"]:
-            continue
-        params = row["params"]
-        options = "".join(
-            f",{key}={params[key]}" for key, usual in (("k_min", 1), ("k_max", 20)) if params[key] != usual
-        )
-        name = row["name"].replace(f"head:{head}", "head") + options
-        chosen[name] = (row["name"] + options, params)
-    return chosen
+    rows = [row for row in read_json(path)["policies"] if "threshold" in row["params"]]
+    return {row["spec"].replace(f"head:{head}", "head"): (row["spec"], row["params"]) for row in rows}
 
 
 def _oracle(folder: Path) -> Measured:

@@ -137,12 +137,12 @@ class AcceptanceHead(
         if self.config.signals:
             if signals is None:
                 raise InputError(f"this head reads the draft signals {self.config.signals}, but none were given")
-            hidden = hidden + self.signal_input(self._normalised(signals))
+            hidden = hidden + self.signal_input(self.normalised(signals))
         for block in self.blocks:
             hidden = block(hidden)
         return self.output(hidden)
 
-    def _normalised(self, signals: Tensor) -> Tensor:
+    def normalised(self, signals: Tensor) -> Tensor:
         """(..., 3) → (..., those of the config), with mean 0 and deviation 1 on the training traces."""
         used = signals[..., [SIGNALS.index(name) for name in self.config.signals]].to(self.output.weight.dtype)
         mean, std = (used.new_tensor(values) for values in (self.config.signal_mean, self.config.signal_std))

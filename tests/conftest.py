@@ -152,6 +152,7 @@ def make_traces() -> Callable[..., list[dict[str, Any]]]:
                     "target_logprob": (-random.random(response)).tolist(),
                     "draft_logprob": (-random.random(response)).tolist(),
                     **{name: random.random(response).tolist() for name in signals},
+                    "divergence": [0.5] * response,
                 }
             )
         return records

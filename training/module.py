@@ -1,111 +1,223 @@
-"""The training step: a frozen draft makes hidden states, the head learns from them."""
+"""The training step: a frozen draft makes hidden states, one head or a whole sweep of heads learns from them."""
 
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead
-from accept_head.objective import weighted_bce
 from accept_head.pair import attention_mask_for, base_model
+from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
 from accept_head.training.mixing import DraftBatch
 
 AXIS = {"token": 0, "next": 1}  # of DraftBatch.labels and .mask
+LOG_EVERY = 10  # optimizer steps
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head to train. name: how a sweep calls it, "" when it is the only one. w_rej: its loss weight of rejection."""
+
+    name: str
+    head: AcceptanceHead
+    w_rej: float
 
 
 class HeadTraining(L.LightningModule):
-    """Trains `head` on `draft`'s hidden states.
+    """Trains heads that differ in depth and w_rej alone, all on the same hidden states of `draft`.
 
-    The loss of a step is one ratio of sums over all its traces. Micro-batches and processes add numerators' gradients;
-    the denominator is summed over both and divided out once, just before the optimizer steps. The result does not
-    depend on how a step was divided.
+    The loss of a step is, for each head, one ratio of sums over all its traces. Micro-batches and processes add
+    numerators' gradients; the denominator is summed over both and divided out once, just before the optimizer steps.
+    The result does not depend on how a step was divided, nor on which heads are trained together.
     """
+
+    train_sums: Tensor
 
     def __init__(
         self,
-        head: AcceptanceHead,
+        candidates: Sequence[Candidate],
         draft: PreTrainedModel,
         *,
         lr: float,
         total_steps: int,
+        steps_per_epoch: int,
         warmup_share: float,
         w_acc: float,
-        w_rej: float,
     ):
         super().__init__()
-        self.head = head
-        self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the head only and DDP wraps only it
+        self.candidates = tuple(candidates)
+        self.heads = nn.ModuleList(candidate.head for candidate in candidates)
+        self.predictions = self.candidates[0].head.config.predictions
+        self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the heads only and DDP wraps only them
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
-        self.w_acc, self.w_rej = w_acc, w_rej
-        self.step_sums = torch.zeros(2)  # of this rank's micro-batches in this step: loss, weight
-        self.dev_outputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self.dev_quality: dict[str, Quality] = {}
+        self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
+        self.w_acc = w_acc
+        # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
+        self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
+        # The KLs and counts of the last epoch so far, over all ranks: (heads, 2 × predictions).
+        sums = torch.zeros(len(self.candidates), 2 * len(self.predictions), dtype=torch.float64)
+        self.register_buffer("train_sums", sums)
+        self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
+        self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
+        self.pool: ThreadPoolExecutor | None = None
+        self.judged_step = -1  # optimizer steps before dev_quality was measured
 
-    def head_logits(self, batch: DraftBatch) -> Tensor:
-        """(batch, seq, predictions)."""
+    def hidden_states(self, batch: DraftBatch) -> Tensor:
+        """(batch, seq, hidden_size)."""
         (draft,) = self.draft
         with torch.no_grad():
-            hidden = base_model(draft)(
+            return base_model(draft)(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 attention_mask=attention_mask_for(draft, batch.allowed),
                 use_cache=False,
             )[0]
-        return self.head(hidden, batch.signals)
 
     def training_step(self, batch: DraftBatch, batch_index: int) -> Tensor:
-        logits = self.head_logits(batch)
-        value = torch.zeros((), device=logits.device)
-        weight = torch.zeros((), device=logits.device)
-        for index, prediction in enumerate(self.head.config.predictions):
-            axis = AXIS[prediction]
-            part = weighted_bce(
-                logits[..., index], batch.labels[..., axis], batch.mask[..., axis], w_acc=self.w_acc, w_rej=self.w_rej
-            )
-            value, weight = value + part.value, weight + part.weight
-        # One host sync a micro-batch, next to a whole draft forward: a loss that is not finite must not reach the head.
-        if not torch.isfinite(value):
-            traces = batch.indices.tolist()
-            raise InputError(
-                f"the loss is {value.item()} at step {self.global_step}, batch of traces {traces}; nothing was saved "
-                "since the last checkpoint; look at these traces, or lower --lr"
-            )
-        self.step_sums = self.step_sums.to(value.device) + torch.stack([value, weight]).detach()
-        return value
+        device = batch.input_ids.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        hidden = self.hidden_states(batch)
+        with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
+            positions = self._positions(batch, hidden)
+            losses = self._losses(positions, dtype)
+            values = torch.stack([loss.value for loss in losses])
+            self._check_finite(values, batch)
+            self.step_sums = self.step_sums.to(values.device) + self._sums(positions, values, losses)
+        gradients = [gradient for loss in losses for gradient in loss.gradients]
+        return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
+
+    def _losses(self, positions: Positions, dtype: torch.dtype) -> list[HeadLoss]:
+        """Of every head. On a CPU the heads of a sweep are dealt to this process's share of the cores: each is computed
+        by one thread, by the same operations as alone, so the bits do not depend on how many there are."""
+
+        def loss(index: int) -> HeadLoss:
+            candidate = self.candidates[index]
+            with torch.no_grad():  # which is a setting of each thread
+                return head_loss(candidate.head, positions, w_acc=self.w_acc, w_rej=candidate.w_rej, dtype=dtype)
+
+        order = range(len(self.candidates))
+        if len(order) == 1 or positions.hidden.device.type != "cpu":
+            return [loss(index) for index in order]
+        if self.pool is None:
+            ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+            workers = max(1, (os.cpu_count() or 1) // ranks)
+            self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
+        deepest_first = sorted(order, key=lambda index: -self.candidates[index].head.config.depth)
+        found = dict(zip(deepest_first, self.pool.map(loss, deepest_first), strict=True))
+        return [found[index] for index in order]
+
+    def _counted(self, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """(where some prediction counts (batch, seq), labels there (n, predictions), which of them count)."""
+        axes = [AXIS[prediction] for prediction in self.predictions]
+        mask = batch.mask[..., axes]
+        used = mask.any(-1)
+        return used, batch.labels[used][:, axes].float(), mask[used]
+
+    def _positions(self, batch: DraftBatch, hidden: Tensor) -> Positions:
+        used, labels, mask = self._counted(batch)
+        head = self.candidates[0].head  # all normalise the same signals alike
+        return Positions(
+            hidden=hidden[used].float(),
+            signals=head.normalised(batch.signals[used]) if head.config.signals else None,
+            accept=torch.where(mask, labels, 0.0),
+            reject=torch.where(mask, 1 - labels, 0.0),
+        )
+
+    def _sums(self, positions: Positions, values: Tensor, losses: Sequence[HeadLoss]) -> Tensor:
+        """One micro-batch's part of `step_sums`."""
+        accept, reject = positions.accept, positions.reject
+        w_rej = values.new_tensor([candidate.w_rej for candidate in self.candidates])
+        weights = self.w_acc * accept.sum() + w_rej * reject.sum()
+        entropy = -(torch.xlogy(accept, accept) + torch.xlogy(reject, reject)).sum(0)
+        kl = torch.stack([loss.cross_entropy for loss in losses]) - entropy
+        count = (accept + reject).sum(0).expand_as(kl)
+        return torch.cat([torch.stack([values, weights], -1), kl, count], -1)
+
+    def _check_finite(self, values: Tensor, batch: DraftBatch) -> None:
+        """Raise InputError for the first head whose loss is not finite: it must not reach the weights.
+
+        One host sync a micro-batch, next to a whole draft forward.
+        """
+        finite = values.isfinite()
+        if finite.all():
+            return
+        index = int((~finite).nonzero()[0])
+        name = self.candidates[index].name
+        raise InputError(
+            f"{f'head {name}: ' if name else ''}the loss is {values[index].item()} at step {self.global_step}, batch "
+            f"of traces {batch.indices.tolist()}; nothing was saved since the last checkpoint; look at these traces, "
+            "or lower --lr"
+        )
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        loss, weight = self.trainer.strategy.reduce(self.step_sums, reduce_op="sum").unbind()
+        sums: Tensor = self.trainer.strategy.reduce(self.step_sums, reduce_op="sum")
+        weights = sums[:, 1].clamp(min=1e-12)
         # Lightning divided by the number of micro-batches, DDP by the number of processes: multiply both back.
-        scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / weight.clamp(min=1e-12)
-        for parameter in self.head.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        self.log("train_loss", loss / weight.clamp(min=1e-12), prog_bar=True, rank_zero_only=True)
+        scales = self.trainer.accumulate_grad_batches * self.trainer.world_size / weights
+        for candidate, scale in zip(self.candidates, scales, strict=True):
+            for parameter in candidate.head.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        if self.global_step in self.last_epoch:
+            self.train_sums += sums[:, 2:]
+        self._log_losses(sums[:, 0] / weights)
         self.step_sums = torch.zeros_like(self.step_sums)
 
+    def _log_losses(self, losses: Tensor) -> None:
+        """losses: (heads,). A sweep shows their mean, and writes each to the logs now and then."""
+        self.log("train_loss", losses.mean(), prog_bar=True, rank_zero_only=True)
+        if len(self.candidates) > 1 and (self.global_step + 1) % LOG_EVERY == 0:
+            names = [f"train_loss/{candidate.name}" for candidate in self.candidates]
+            for logger in self.loggers:
+                logger.log_metrics(dict(zip(names, losses.tolist(), strict=True)), step=self.global_step)
+
+    def train_quality(self, index: int) -> dict[str, dict[str, float]]:
+        """For each prediction of one head: mean binary KL over the training positions of the last epoch, and their
+        number. Measured by the way, in the steps of that epoch, each before its own update, without loss weights."""
+        kl, count = self.train_sums[index].view(2, -1).tolist()
+        return {
+            prediction: {"count": round(count[axis]), "binary_kl": kl[axis] / max(count[axis], 1)}
+            for axis, prediction in enumerate(self.predictions)
+        }
+
     def validation_step(self, batch: DraftBatch, batch_index: int) -> None:
-        logits = self.head_logits(batch).float()
-        for index, prediction in enumerate(self.head.config.predictions):
-            mask = batch.mask[..., AXIS[prediction]]
-            pair = logits[..., index][mask].cpu(), batch.labels[..., AXIS[prediction]][mask].cpu()
-            self.dev_outputs.setdefault(prediction, []).append(pair)
+        hidden = self.hidden_states(batch)
+        used, labels, mask = self._counted(batch)
+        hidden, signals = hidden[used], batch.signals[used]
+        logits = torch.stack([candidate.head(hidden, signals).float() for candidate in self.candidates])
+        self.dev_outputs.append((logits.cpu(), labels.cpu(), mask.cpu()))
 
     def on_validation_epoch_end(self) -> None:
-        outputs, self.dev_outputs = self.dev_outputs, {}
-        for prediction in self.head.config.predictions:
-            pairs = _gather_all(outputs.get(prediction, []))
-            logits = torch.cat([logits for logits, _ in pairs])
-            labels = torch.cat([labels for _, labels in pairs])
-            self.dev_quality[prediction] = quality(logits, labels)
-            for name, value in self.dev_quality[prediction].to_dict().items():
-                self.log(f"dev_{prediction}_{name}", float(value), prog_bar=name == "binary_kl", rank_zero_only=True)
+        outputs, self.dev_outputs = _gather_all(self.dev_outputs), []
+        logits = torch.cat([logits for logits, _, _ in outputs], dim=1)
+        labels, mask = (torch.cat([output[part] for output in outputs]) for part in (1, 2))
+        for index, candidate in enumerate(self.candidates):
+            for axis, prediction in enumerate(self.predictions):
+                counted = mask[:, axis]
+                found = quality(logits[index, counted, axis], labels[counted, axis])
+                self.dev_quality[index][prediction] = found
+                self._log_quality(candidate.name, prediction, found)
+        self.judged_step = self.global_step
+
+    def _log_quality(self, name: str, prediction: str, found: Quality) -> None:
+        values = {f"dev_{prediction}_{key}": float(value) for key, value in found.to_dict().items()}
+        if name:  # Lightning's bookkeeping of a sweep's many values would cost more than they do
+            for logger in self.loggers:
+                logger.log_metrics({f"{key}/{name}": value for key, value in values.items()}, step=self.global_step)
+            return
+        for key, value in values.items():
+            self.log(key, value, prog_bar=key.endswith("binary_kl"), rank_zero_only=True)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the start of an optimizer step, under however many micro-batches that step is divided into now.
@@ -118,16 +230,17 @@ class HeadTraining(L.LightningModule):
             progress[part] |= dict.fromkeys(("ready", "started", "processed", "completed"), batches)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.head.parameters(), lr=self.lr)
+        # Adam is elementwise: one of it for all heads is one for each. Fused: one pass over the weights.
+        optimizer = torch.optim.Adam(self.heads.parameters(), lr=self.lr, fused=True)
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def _gather_all(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+def _gather_all(outputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Every rank's list, in rank order."""
     if not torch.distributed.is_initialized():
-        return pairs
+        return outputs
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, pairs)
-    return [pair for rank_pairs in everyone for pair in rank_pairs]
+    torch.distributed.all_gather_object(everyone, outputs)
+    return [output for rank_outputs in everyone for output in rank_outputs]

@@ -67,3 +67,30 @@ RECIPES = {
     # before the token is as good a judge as the one at it, and judges one draft forward earlier.
     "default": Recipe(signals=True, packing="prefix", epochs=10, batch_size=16),
 }
+
+
+def variants(recipe: Recipe, depth: int | list[int] | None, w_rej: float | list[float] | None) -> dict[str, Recipe]:
+    """The recipe of every head of a run, by the head's name.
+
+    Single values are one head, named "". With a list it is a sweep: one head for each combination of the two, named
+    like depth3-w_rej6. Raises InputError naming the option when a list is empty or has a value twice.
+    """
+    if not isinstance(depth, list) and not isinstance(w_rej, list):
+        return {"": recipe.override(depth=depth, w_rej=w_rej)}
+    depths = _listed("depth", recipe.depth if depth is None else depth)
+    weights = _listed("w_rej", recipe.w_rej if w_rej is None else w_rej)
+    return {f"depth{d}-w_rej{_short(w)}": recipe.override(depth=d, w_rej=w) for d in depths for w in weights}
+
+
+def _listed(option: str, values: Any) -> list[Any]:
+    values = values if isinstance(values, list) else [values]
+    if not values:
+        raise InputError(f"--{option} is an empty list, expected at least one value")
+    if twice := [value for place, value in enumerate(values) if value in values[:place]]:
+        raise InputError(f"--{option} is {values}, which has {twice[0]} twice")
+    return values
+
+
+def _short(number: float) -> str:
+    """6.0 as 6, and all digits where rounding would make two numbers one."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)

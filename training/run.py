@@ -14,20 +14,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from accept_head.errors import InputError
-from accept_head.files import read_json, writable_folder, write_json
 from accept_head.head import AcceptanceHead, HeadConfig, Predicts
-from accept_head.hub import save_head
 from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
 from accept_head.signals import SIGNALS
 from accept_head.trace import TraceConfig, check_made_by, read_traces
-from accept_head.training.data import TraceData, split_dev
+from accept_head.training.data import StepSampler, TraceData, split_dev
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
 from accept_head.training.mixing import Packing
-from accept_head.training.module import HeadTraining
-from accept_head.training.recipe import RECIPES, Recipe
+from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
+from accept_head.training.output import prepare_run, print_quality, save_heads
+from accept_head.training.recipe import RECIPES, Recipe, variants
 from accept_head.version import VERSION
-
-RUN_NAME = "run.json"
 
 
 def train(
@@ -36,11 +33,11 @@ def train(
     out: str,
     dev_traces: str | None = None,
     recipe: Literal["default", "specdecpp"] = "default",
-    depth: int | None = None,
+    depth: int | list[int] | None = None,
     predicts: Predicts | None = None,
     signals: bool | None = None,
     w_acc: float | None = None,
-    w_rej: float | None = None,
+    w_rej: float | list[float] | None = None,
     packing: Packing | None = None,
     r: float | None = None,
     epochs: int | None = None,
@@ -57,20 +54,24 @@ def train(
     """Train an acceptance prediction head on traces and save it to a folder.
 
     Checkpoints and logs go to `OUT-run`, beside the head; the same command continues an interrupted run from there.
-    A setting that is left out comes from the recipe.
+    A setting that is left out comes from the recipe. A list for `depth` or `w_rej` is a sweep: the heads of all
+    combinations are trained on the same draft forwards, each as if it were alone.
+
+    metrics.json has the quality on the dev traces, and the binary KL on the training traces, unweighted, measured by
+    the way during the steps of the last epoch.
 
     Args:
         traces: Folder made by `accept-head collect`.
         draft: The draft that the traces were made with.
-        out: Folder for the head.
+        out: Folder for the head; of a sweep, for a folder a head, named like depth3-w_rej6.
         dev_traces: Traces to evaluate on; a tenth of `traces` when left out.
         recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs), or
             `default` (ours).
-        depth: Residual blocks of the head, 0 to 4.
+        depth: Residual blocks of the head, 0 to 4; or a list, like [0,1,2,3,4].
         predicts: token, next or both.
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
         w_acc: Loss weight of acceptance.
-        w_rej: Loss weight of rejection.
+        w_rej: Loss weight of rejection; or a list, like [1,3,6,12].
         packing: `exact`, or `mixing` (the paper's token mixing), for a head that reads the state at the drawn token;
             `prefix` for one that reads the state before it and so needs no draft forward on the token it judges.
         r: Share of target tokens in token mixing.
@@ -89,9 +90,10 @@ def train(
     if signals is None and predicts not in (None, "token"):
         signals = False  # they describe a drawn token, which such a head does not judge, or not alone
     chosen = RECIPES[recipe].override(
-        depth=depth, predicts=predicts, signals=signals, w_acc=w_acc, w_rej=w_rej, packing=packing, r=r, epochs=epochs,
-        batch_size=batch_size, warmup_share=warmup_share,
+        predicts=predicts, signals=signals, w_acc=w_acc, packing=packing, r=r, epochs=epochs, batch_size=batch_size,
+        warmup_share=warmup_share,
     )  # fmt: skip
+    variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
         raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")
     limit_cpu_threads()
@@ -113,10 +115,15 @@ def train(
         seed=seed,
         workers=workers,
     )
-    head_folder = Path(out)
-    module, sampler = _build(chosen, draft_model, data, options, seed)
-    run = {**asdict(chosen), "precision": precision, "seed": seed, "traces": trace_config.content()}
-    run_folder = _prepare_run(head_folder, run)
+    recipes = variants(chosen, depth, w_rej)
+    module, sampler = _build(recipes, draft_model, data, options, seed)
+    sweep = list(recipes) != [""]
+    run = {
+        **asdict(chosen),
+        **{name: _swept(name, recipes, sweep) for name in ("depth", "w_rej")},
+        **{"precision": precision, "seed": seed, "traces": trace_config.content()},
+    }
+    run_folder = prepare_run(Path(out), run, sweep=sweep)
     loggers: list[Logger] = [CSVLogger(run_folder, name="csv")]  # a resumed run logs to a new version_N
     loggers.append(TensorBoardLogger(run_folder, name="tensorboard", version=""))
     checkpoints = ModelCheckpoint(
@@ -128,32 +135,24 @@ def train(
         accumulate_grad_batches=sampler.accumulate,
         val_check_interval=sampler.steps_per_epoch * sampler.accumulate,
         logger=loggers,
-        log_every_n_steps=10,
+        log_every_n_steps=LOG_EVERY,
         callbacks=[checkpoints],
         num_sanity_val_steps=0,
     )
     last = run_folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    trainer.validate(module, data, verbose=False)
+    if module.judged_step != trainer.global_step:  # a finished run that is run again has nothing left to fit
+        trainer.validate(module, data, verbose=False)
     if trainer.is_global_zero:
-        save_head(
-            module.head.float().cpu(),
-            head_folder,
-            metrics={
-                "dev": {name: quality.to_dict() for name, quality in module.dev_quality.items()},
-                "train_traces": len(train_set),
-                "dev_traces": len(dev_set),
-                "steps": trainer.global_step,
-            },
-            training={"accept_head": VERSION, "recipe": recipe, **asdict(chosen), "precision": precision, "seed": seed},
+        save_heads(
+            Path(out),
+            module,
+            recipes,
+            metrics={"train_traces": len(train_set), "dev_traces": len(dev_set), "steps": trainer.global_step},
+            training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed},
             traces=trace_config,
         )
-        for name, quality in module.dev_quality.items():
-            print(
-                f"{head_folder}: {name} head, dev binary KL {quality.binary_kl:.4f} nats "
-                f"({quality.constant_kl:.4f} for the best constant), AUROC {quality.auroc:.3f}, "
-                f"ECE {quality.ece:.3f}, predicted {quality.mean_predicted:.3f}, observed {quality.mean_observed:.3f}"
-            )
+        print_quality(Path(out), module)
     trainer.strategy.barrier("saved")
 
 
@@ -179,46 +178,38 @@ def _read_splits(
     return config, traces, dev
 
 
-def _prepare_run(head_folder: Path, run: dict[str, Any]) -> Path:
-    """Folder of checkpoints and logs; refuses one that belongs to a run with other settings."""
-    if head_folder.exists() and (not head_folder.is_dir() or not (head_folder / "model.safetensors").exists()):
-        raise InputError(f"--out {head_folder}: exists and is not a head; choose another folder")
-    writable_folder(head_folder.parent)
-    run_folder = writable_folder(head_folder.parent / f"{head_folder.name}-run")
-    path = run_folder / RUN_NAME
-    if path.exists() and (run_folder / "last.ckpt").exists():
-        before = read_json(path)
-        changed = [key for key in run if before.get(key) != run[key]]
-        if changed:
-            raise InputError(
-                f"--out {head_folder}: {run_folder} holds an unfinished or finished run with another {changed[0]} "
-                f"({before.get(changed[0])}, now {run[changed[0]]}); choose another --out or remove that folder"
-            )
-    else:
-        write_json(path, run)
-    return run_folder
+def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
+    """The value of a setting in these recipes; of a sweep, the list of its values in order."""
+    values = list(dict.fromkeys(getattr(recipe, name) for recipe in recipes.values()))
+    return values if sweep else values[0]
 
 
-def _build(recipe: Recipe, draft: Any, data: TraceData, options: dict[str, Any], seed: int) -> tuple[HeadTraining, Any]:
+def _build(
+    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int
+) -> tuple[HeadTraining, StepSampler]:
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    common = next(iter(recipes.values()))
+    signals = _signal_statistics(data.train.traces) if common.signals else {}
+    candidates = []
+    for name, recipe in recipes.items():
         config = HeadConfig(
             hidden_size=hidden_size(draft),
             depth=recipe.depth,
             predicts=recipe.predicts,
             reads="before" if recipe.packing == "prefix" else "drawn",
-            **(_signal_statistics(data.train.traces) if recipe.signals else {}),
+            **signals,
         )
-        head = AcceptanceHead(config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # each head starts as it would alone
+            candidates.append(Candidate(name, AcceptanceHead(config), recipe.w_rej))
     module = HeadTraining(
-        head,
+        candidates,
         draft,
-        lr=recipe.lr,
+        lr=common.lr,
         total_steps=sampler.total_steps,
-        warmup_share=recipe.warmup_share,
-        w_acc=recipe.w_acc,
-        w_rej=recipe.w_rej,
+        steps_per_epoch=sampler.steps_per_epoch,
+        warmup_share=common.warmup_share,
+        w_acc=common.w_acc,
     )
     return module, sampler
 

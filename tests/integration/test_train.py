@@ -94,6 +94,7 @@ def test_head_folder_holds_weights_config_metrics_settings_and_a_card(head, rand
     assert measured["steps"] == 4 * (measured["train_traces"] // 8)
     names = {"count", "binary_kl", "constant_kl", "brier", "ece", "auroc", "mean_predicted", "mean_observed"}
     assert set(measured["dev"]) == {"token"} and set(measured["dev"]["token"]) == names
+    assert set(measured["train"]) == {"token"} and set(measured["train"]["token"]) == {"count", "binary_kl"}
 
 
 def test_weights_are_float32_and_learned(head):
@@ -105,9 +106,9 @@ def test_weights_are_float32_and_learned(head):
 def test_checkpoint_holds_the_head_and_not_the_draft(head, random_pair_folder):
     path = run_folder(head) / "last.ckpt"
     state = torch.load(path, weights_only=True)["state_dict"]
-    assert set(state) == {f"head.{name}" for name in weights(head)}
+    assert state.pop("train_sums").shape == (1, 2)
     assert {name: tensor.shape for name, tensor in state.items()} == {
-        f"head.{name}": tensor.shape for name, tensor in weights(head).items()
+        f"heads.0.{name}": tensor.shape for name, tensor in weights(head).items()
     }
     values = sum(tensor.numel() for tensor in state.values())
     draft = sum(t.numel() for t in load_file(random_pair_folder / "draft" / "model.safetensors").values())
@@ -153,7 +154,9 @@ def test_two_processes_under_accelerate_launch_train_the_same_head(head, argumen
     assert are_close(weights(tmp_path / "two"), weights(head))
     one, two = metrics(head), metrics(tmp_path / "two")
     assert two["dev"]["token"] == pytest.approx(one["dev"]["token"], rel=1e-3, abs=1e-4)
-    assert {name: two[name] for name in two if name != "dev"} == {name: one[name] for name in one if name != "dev"}
+    assert two["train"]["token"] == pytest.approx(one["train"]["token"], rel=1e-3)
+    counts = ("train_traces", "dev_traces", "steps")
+    assert [two[name] for name in counts] == [one[name] for name in counts]
 
 
 def test_micro_batches_do_not_change_the_head(head, train, tmp_path):
@@ -221,7 +224,7 @@ def test_resume_test_would_see_a_run_that_starts_again_from_other_weights(interr
     """Bits in the checkpoint do matter: with its weights changed a little, the head is another one."""
     path = run_folder(interrupted) / "last.ckpt"
     checkpoint = torch.load(path, weights_only=True)
-    checkpoint["state_dict"]["head.output.weight"] += 0.01
+    checkpoint["state_dict"]["heads.0.output.weight"] += 0.01
     torch.save(checkpoint, path)
     resumed = train(interrupted, *LONG)
     assert (resumed / "model.safetensors").read_bytes() != (undisturbed / "model.safetensors").read_bytes()

@@ -15,7 +15,7 @@ from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.signals import SIGNALS
 from accept_head.trace import trace_features
 from accept_head.training.data import TraceData
-from accept_head.training.module import HeadTraining
+from accept_head.training.module import Candidate, HeadTraining
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3)]  # 8 traces: one step
 W_ACC, W_REJ = 1.0, 6.0
@@ -26,7 +26,7 @@ class Recording(HeadTraining):
 
     def on_before_optimizer_step(self, optimizer):
         super().on_before_optimizer_step(optimizer)
-        self.seen = [parameter.grad.clone() for parameter in self.head.parameters()]
+        self.seen = [parameter.grad.clone() for parameter in self.heads.parameters()]
 
 
 @pytest.fixture
@@ -39,23 +39,24 @@ def traces(make_traces):
     return Dataset.from_list(make_traces(LENGTHS), features=trace_features())
 
 
-def new_head(predicts="both"):
+def new_head(predicts="both", depth=2, seed=0):
     """predicts: as in a HeadConfig; or the token, with the draft `signals` read too, maybe from the state `before`."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     more = {}
     if predicts in ("signals", "before"):
         reads, predicts = "before" if predicts == "before" else "drawn", "token"
         more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25), "reads": reads}
-    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=2, predicts=predicts, **more))
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=depth, predicts=predicts, **more))
     for block in head.blocks:  # blocks start at zero; a trained one does not
         torch.nn.init.normal_(block.linear.weight, std=0.2)
     return head
 
 
-def fit(head, draft, traces, *, micro_batch_size=8, batch_size=8, steps=1, packing="exact", **changes):
-    module = Recording(
-        head, draft, **{"lr": 1e-3, "total_steps": 10, "warmup_share": 0.0, "w_acc": W_ACC, "w_rej": W_REJ, **changes}
-    )
+def fit(head, draft, traces, *, micro_batch_size=8, batch_size=8, steps=1, packing="exact", w_rej=W_REJ, **changes):
+    """head: one, or a list of Candidates. An epoch of 8 traces is one step."""
+    candidates = head if isinstance(head, list) else [Candidate("", head, w_rej)]
+    options = {"lr": 1e-3, "total_steps": 10, "steps_per_epoch": 1, "warmup_share": 0.0, "w_acc": W_ACC, **changes}
+    module = Recording(candidates, draft, **options)
     options = {"packing": packing, "r": 0.5, "epochs": 10, "batch_size": batch_size, "seed": 0}
     data = TraceData(traces, traces, micro_batch_size=micro_batch_size, **options)
     trainer = L.Trainer(
@@ -152,7 +153,7 @@ def test_only_the_head_learns(draft, traces, packing, predicts):
     assert all(parameter.grad is None for parameter in draft.parameters())
     for new, old in zip(head.parameters(), head_before.parameters(), strict=True):
         assert not torch.equal(new, old), "a parameter of the head does not learn"
-    assert set(module.state_dict()) == {f"head.{name}" for name in head.state_dict()}
+    assert set(module.state_dict()) == {f"heads.0.{name}" for name in head.state_dict()} | {"train_sums"}
 
 
 def test_draft_weights_would_change_if_the_optimizer_held_them(draft, traces):
@@ -204,9 +205,9 @@ def test_without_poison_nothing_stops_the_run(draft, make_traces):
 
 @pytest.mark.parametrize("warmup_share", [0.0, 0.3])
 def test_learning_rate_warms_up_and_then_follows_a_cosine_to_zero(draft, warmup_share):
-    module = HeadTraining(
-        new_head(), draft, lr=0.5, total_steps=20, warmup_share=warmup_share, w_acc=W_ACC, w_rej=W_REJ
-    )
+    candidates = [Candidate("", new_head(), W_REJ)]
+    options = {"total_steps": 20, "steps_per_epoch": 20, "w_acc": W_ACC}
+    module = HeadTraining(candidates, draft, lr=0.5, warmup_share=warmup_share, **options)
     made = module.configure_optimizers()
     assert type(made["optimizer"]) is torch.optim.Adam
     rates = []
@@ -218,3 +219,69 @@ def test_learning_rate_warms_up_and_then_follows_a_cosine_to_zero(draft, warmup_
     rise = [0.5 * step / warm for step in range(warm)]
     fall = [0.25 * (1 + np.cos(np.pi * (step - warm) / (20 - warm))) for step in range(warm, 20)]
     assert rates == pytest.approx(rise + fall, abs=1e-9)
+
+
+# --- a sweep of heads -----------------------------------------------------------------------------------------------
+
+
+def sweep_of_heads(predicts, seed=0):
+    """Heads of several depths and loss weights, each made as it would be alone."""
+    candidates = []
+    for depth in (0, 2, 4):
+        for w_rej in (1.0, 6.0):
+            head = new_head(predicts, depth=depth, seed=seed)
+            candidates.append(Candidate(f"depth{depth}-w_rej{w_rej:g}", head, w_rej))
+    return candidates
+
+
+@pytest.mark.parametrize("predicts", ["token", "both", "signals"])
+@pytest.mark.parametrize("micro_batch_size", [2, 8])
+def test_each_head_of_a_sweep_has_the_bits_of_the_head_trained_alone(draft, traces, predicts, micro_batch_size):
+    together = sweep_of_heads(predicts)
+    module = fit(together, draft, traces, steps=4, micro_batch_size=micro_batch_size)
+    for candidate, alone in zip(together, sweep_of_heads(predicts), strict=True):
+        options = {"w_rej": alone.w_rej, "steps": 4, "micro_batch_size": micro_batch_size}
+        other = fit(alone.head, draft, traces, **options)
+        for name, tensor in alone.head.state_dict().items():
+            assert torch.equal(candidate.head.state_dict()[name], tensor), (candidate.name, name)
+        assert other.trainer.global_step == module.trainer.global_step == 4
+
+
+def test_bits_of_a_sweep_would_differ_after_another_seed_or_loss_weight(draft, traces):
+    together = sweep_of_heads("token")
+    fit(together, draft, traces, steps=4)
+    reference = together[3].head  # depth 2, w_rej 6
+    for seed, w_rej in ((1, 6.0), (0, 6.001)):
+        other = new_head("token", depth=2, seed=seed)
+        fit(other, draft, traces, steps=4, w_rej=w_rej)
+        assert not torch.equal(other.output.weight, reference.output.weight)
+
+
+def test_the_head_whose_loss_is_not_finite_is_named(draft, traces):
+    heads = sweep_of_heads("token")
+    with torch.no_grad():
+        heads[3].head.output.weight.fill_(float("nan"))
+    with pytest.raises(InputError, match=r"^head depth2-w_rej6: the loss is nan at step 0\b"):
+        fit(heads, draft, traces)
+
+
+@pytest.mark.parametrize("predicts", ["token", "both"])
+def test_train_quality_is_the_unweighted_kl_over_the_last_epoch(draft, traces, predicts):
+    """At a learning rate of nothing it is the dev quality on the same traces, packed exactly as well."""
+    heads = sweep_of_heads(predicts)
+    module = fit(heads, draft, traces, steps=3, total_steps=3, micro_batch_size=2, lr=1e-30)
+    validate = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    options = {"packing": "exact", "r": 0.5, "epochs": 1, "batch_size": 8, "seed": 0}
+    validate.validate(module, TraceData(traces, traces, micro_batch_size=3, **options), verbose=False)
+    for index in range(len(heads)):
+        for prediction, dev in module.dev_quality[index].items():
+            train = module.train_quality(index)[prediction]
+            assert train["count"] == dev.count
+            assert train["binary_kl"] == pytest.approx(dev.binary_kl, rel=1e-4)
+
+
+def test_train_quality_counts_no_epoch_but_the_last(draft, traces):
+    positions = sum(response for _, response in LENGTHS)
+    for steps in (2, 3):  # of 3
+        module = fit(new_head("token"), draft, traces, steps=steps, total_steps=3)
+        assert module.train_quality(0)["token"]["count"] == (positions if steps == 3 else 0)

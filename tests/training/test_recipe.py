@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from accept_head import HeadConfig, InputError
-from accept_head.training.recipe import RECIPES, Recipe
+from accept_head.training.recipe import RECIPES, Recipe, variants
 from accept_head.training.run import train
 
 
@@ -82,3 +82,37 @@ def test_every_setting_of_a_recipe_is_an_option_of_train_that_defaults_to_the_re
     options = inspect.signature(train).parameters
     for name in vars(RECIPES["default"]):
         assert options[name].default is None
+
+
+def test_single_values_are_one_head_without_a_name():
+    recipe = RECIPES["specdecpp"]
+    assert variants(recipe, None, None) == {"": recipe}
+    assert variants(recipe, 1, 3.0) == {"": recipe.override(depth=1, w_rej=3.0)}
+
+
+def test_lists_are_every_combination_by_name():
+    recipe = RECIPES["specdecpp"]
+    heads = variants(recipe, [0, 4], [1.0, 0.5, 12.0])
+    assert list(heads) == [f"depth{depth}-w_rej{weight}" for depth in (0, 4) for weight in ("1", "0.5", "12")]
+    assert heads["depth4-w_rej0.5"] == recipe.override(depth=4, w_rej=0.5)
+    assert list(variants(recipe, [2], None)) == ["depth2-w_rej6"]
+    assert list(variants(recipe, None, [1.0])) == ["depth3-w_rej1"]
+
+
+def test_close_weights_keep_names_of_their_own():
+    assert len(variants(RECIPES["default"], None, [1.0, 1.00000001])) == 2
+
+
+@pytest.mark.parametrize(
+    ("depth", "w_rej", "message"),
+    [
+        ([], None, "^--depth is an empty list"),
+        (None, [], "^--w_rej is an empty list"),
+        ([1, 2, 1], [1.0], r"^--depth is \[1, 2, 1\], which has 1 twice"),
+        (1, [3.0, 3], r"^--w_rej is .* which has 3 twice"),
+        ([1], [1.0, -2.0], "^w_rej is -2.0, expected a positive number"),
+    ],
+)
+def test_a_list_that_is_no_sweep_is_refused_by_name(depth, w_rej, message):
+    with pytest.raises(InputError, match=message):
+        variants(RECIPES["default"], depth, w_rej)

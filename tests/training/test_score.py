@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy.special import rel_entr
 from scipy.stats import chisquare
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -79,6 +80,13 @@ def signal_rows(logits, sampling):
     return processed(logits, Sampling(temperature=1.0, top_k=0) if sampling.greedy else sampling)
 
 
+def divergences_of(pair, prompt, response, sampling):
+    """(N,) KL of the target against the draft, by scipy: both softmaxes at this temperature, no token left out."""
+    plain = Sampling(temperature=sampling.temperature or 1.0, top_k=0)
+    p, q = (distributions(model, prompt, response, plain, 261) for model in (pair.target, pair.draft))
+    return rel_entr(p, q).sum(-1)
+
+
 def response_logits(model, prompt, response, vocab):
     """(N, vocab): the logits each response token was drawn from, by one ordinary forward."""
     return model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1, :vocab].numpy()
@@ -121,6 +129,7 @@ def test_every_column_equals_that_of_a_slow_loop(related_pair, sequences, sampli
         p_rows = distributions(related_pair.target, prompt, response, sampling, 261)
         draft_logits = response_logits(related_pair.draft, prompt, response, 261)
         q_rows, signals = processed(draft_logits, sampling), signal_rows(draft_logits, sampling)
+        divergences = divergences_of(related_pair, prompt, response, sampling)
         assert columns["response_ids"] == response
         assert all(len(values) == len(response) for values in columns.values())
         for i, (p, q, signal) in enumerate(zip(p_rows, q_rows, signals, strict=True)):
@@ -133,6 +142,7 @@ def test_every_column_equals_that_of_a_slow_loop(related_pair, sequences, sampli
                 "draft_logprob": math.log(signal[y]),
                 "draft_max_prob": signal.max(),
                 "draft_entropy": -sum(value * math.log(value) for value in signal if value > 0),
+                "divergence": divergences[i],
             }
             assert {name: columns[name][i] for name in expected} == pytest.approx(expected, abs=2e-4)
             outcomes.add(accepted)
@@ -145,6 +155,32 @@ def test_slow_loop_would_see_scores_read_one_position_late(random_pair, sequence
     p = distributions(random_pair.target, prompts[0], responses[0], Sampling(), 261)
     q = distributions(random_pair.draft, prompts[0], responses[0], Sampling(), 261)
     assert np.abs(np.minimum(p, q).sum(-1)[1:] - scored[0]["overlap"][:-1]).max() > 0.01
+
+
+def test_divergence_is_finite_where_top_k_leaves_the_two_nothing_in_common(random_pair, sequences):
+    prompts, responses = sequences
+    scored = score(random_pair, prompts, responses, Sampling(top_k=1), seed=5, indices=[0, 1, 2, 3])
+    overlaps = np.concatenate([row["overlap"] for row in scored])
+    divergences = np.concatenate([row["divergence"] for row in scored])
+    assert (overlaps == 0).any()
+    assert np.isfinite(divergences).all() and (divergences > 0).all()
+
+
+def test_a_draft_that_is_its_target_has_no_divergence(random_pair, sequences):
+    prompts, responses = sequences
+    pair = Pair(random_pair.target, random_pair.target, random_pair.tokenizer, 261)
+    for row in score(pair, prompts, responses, Sampling(temperature=0.7), seed=5, indices=[0, 1, 2, 3]):
+        assert row["divergence"] == [0.0] * len(row["divergence"])
+
+
+def test_the_slow_loop_would_see_a_divergence_of_the_draft_against_the_target(related_pair, sequences):
+    prompts, _ = sequences
+    responses = likely_responses(related_pair, prompts[:1], Sampling(), 8)
+    (scored,) = score(related_pair, prompts[:1], responses, Sampling(), seed=5, indices=[0])
+    turned = Pair(related_pair.draft, related_pair.target, related_pair.tokenizer, 261)
+    expected, wrong = (divergences_of(pair, prompts[0], responses[0], Sampling()) for pair in (related_pair, turned))
+    assert scored["divergence"] == pytest.approx(expected, abs=2e-4)
+    assert scored["divergence"] != pytest.approx(wrong, abs=1e-2)
 
 
 def test_greedy_acceptance_says_whether_the_two_argmaxes_agree(related_pair):
@@ -279,6 +315,7 @@ def test_finished_says_whether_the_response_ended_by_itself(random_llama, byte_t
 class _Settings:
     """The part of a TraceConfig that make_records reads."""
 
+    end_token_ids = (2,)
     sampling = Sampling()
     max_new_tokens = 10
     seed = 0

@@ -1,0 +1,143 @@
+"""Question: what does a sweep of 20 heads cost next to one head?
+
+The paper's grid (SpecDec++ table 3: depth 0 to 4, w_rej 1, 3, 6, 12) in one `accept-head train`, against the same
+command for one head: of depth 3, and of the largest depth. Whole processes, start-up included, one after another in
+turn, so that a slow moment of the machine touches all of them; the fastest of the repeats counts, CPU seconds stand
+beside. `fit` is the training alone. Then: how far the weights of the sweep's heads are from those of the heads trained
+alone.
+
+python benchmarks/sweep.py [--repeats 3] [--traces FOLDER with train and dev]
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from record import REPOSITORY, TINY, write_result
+from safetensors.torch import load_file
+
+from accept_head.errors import InputError
+from accept_head.trace import read_traces
+from accept_head.training.collect import collect
+
+DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1, 3, 6, 12)
+RECIPES = {"default": 1, "specdecpp": 6}  # and the w_rej of a head trained alone
+COUNTS = {"train": 480, "dev": 64}  # traces, as in the demo
+CHECKED = ((0, 1), (1, 12), (3, 6), (4, 3))  # depth, w_rej
+
+# `accept-head train`, which says how long Trainer.fit took.
+PROGRAM = """
+import sys, time
+from accept_head import cli
+import lightning
+fit = lightning.Trainer.fit
+def timed(*arguments, **options):
+    start = time.perf_counter()
+    fit(*arguments, **options)
+    print("fit seconds", time.perf_counter() - start)
+lightning.Trainer.fit = timed
+raise SystemExit(cli.main(sys.argv[1:]))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--traces", default=str(REPOSITORY / "runs" / "demo" / "traces"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        traces = usable_traces(Path(options.traces), folder)
+        result = {recipe: measure(recipe, traces, folder, options.repeats) for recipe in RECIPES}
+    settings = {"repeats": options.repeats, "traces": COUNTS, "depth": DEPTHS, "w_rej": WEIGHTS}
+    print(f"wrote {write_result('sweep', {**settings, 'recipes': result})}")
+
+
+def usable_traces(folder: Path, temporary: Path) -> Path:
+    """The demo's traces if they are there, else new ones like them."""
+    try:
+        if all(len(read_traces(folder / split)[1]) == count for split, count in COUNTS.items()):
+            return folder
+    except InputError as error:
+        print(f"collecting traces: {error}")
+    for split, count in COUNTS.items():
+        collect(
+            target=str(TINY / "target"),
+            draft=str(TINY / "draft"),
+            prompts=str(TINY / "prompts" / f"{split}.jsonl"),
+            out=str(temporary / "traces" / split),
+            temperature=1.0,
+            top_k=50,
+            max_new_tokens=80,
+            max_prompts=count,
+            batch_size=40,
+            shard_size=80,
+        )
+    return temporary / "traces"
+
+
+def measure(recipe: str, traces: Path, folder: Path, repeats: int) -> dict[str, Any]:
+    weight = RECIPES[recipe]
+    grid = {"depth": as_list(DEPTHS), "w_rej": as_list(WEIGHTS)}
+    jobs = {"depth3": {"depth": 3, "w_rej": weight}, "depth4": {"depth": 4, "w_rej": weight}, "sweep": grid}
+    times: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
+    for repeat in range(repeats):
+        for name, settings in jobs.items():
+            times[name].append(train(recipe, traces, folder / f"{recipe}-{name}", settings))
+            print(recipe, repeat, name, {key: round(value, 1) for key, value in times[name][-1].items()}, flush=True)
+    best = {name: {key: min(one[key] for one in ones) for key in ones[0]} for name, ones in times.items()}
+    differences, alone = {}, dict(best["depth3"])
+    for depth, w_rej in CHECKED:
+        seconds = train(recipe, traces, folder / "alone", {"depth": depth, "w_rej": w_rej})
+        alone = {key: alone[key] + seconds[key] for key in alone}
+        head = f"depth{depth}-w_rej{w_rej}"
+        differences[head] = largest_difference(folder / f"{recipe}-sweep" / head, folder / "alone")
+    each = {key: value / (1 + len(CHECKED)) for key, value in alone.items()}
+    heads = len(DEPTHS) * len(WEIGHTS)
+    result = {
+        "seconds": best,
+        "all_repeats": times,
+        "sweep_over_one_head": {
+            name: {key: best["sweep"][key] / best[name][key] for key in best[name]} for name in ("depth3", "depth4")
+        },
+        "all_heads_alone_over_sweep": {key: heads * each[key] / best["sweep"][key] for key in each},
+        "largest_weight_difference_to_alone": differences,
+    }
+    print(recipe, {name: value for name, value in result.items() if name != "all_repeats"}, flush=True)
+    return result
+
+
+def train(recipe: str, traces: Path, out: Path, settings: dict[str, Any]) -> dict[str, float]:
+    """Seconds of one command: wall, cpu (user and system) and fit (wall). What was at `out` before is removed."""
+    for path in (out, out.with_name(f"{out.name}-run")):
+        shutil.rmtree(path, ignore_errors=True)
+    data = ["--traces", str(traces / "train"), "--dev_traces", str(traces / "dev"), "--draft", str(TINY / "draft")]
+    words = [*data, "--recipe", recipe, "--out", str(out), *(f"--{name}={value}" for name, value in settings.items())]
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "train", *words], capture_output=True, text=True)
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    fit = next(float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("fit seconds"))
+    return {"wall": wall, "cpu": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, "fit": fit}
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    first, second = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+def as_list(values: tuple[int, ...]) -> str:
+    return str(list(values)).replace(" ", "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The gradients taken by hand against autograd through the head itself and the loss as it is defined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accept_head import AcceptanceHead, HeadConfig
+from accept_head.objective import binary_kl, weighted_bce
+from accept_head.signals import SIGNALS
+from accept_head.training.gradient import KnownGradients, Positions, head_loss
+
+COUNT, HIDDEN = 37, 16
+W_ACC, W_REJ = 2.0, 6.0
+
+
+def make_head(depth, predicts="token", signals=False):
+    torch.manual_seed(depth)
+    more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25)} if signals else {}
+    head = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=depth, predicts=predicts, **more))
+    for block in head.blocks:  # blocks start at zero; a trained one does not
+        torch.nn.init.normal_(block.linear.weight, std=0.2)
+        torch.nn.init.normal_(block.linear.bias, std=0.2)
+    return head
+
+
+def make_inputs(head):
+    """(hidden, signals, labels, mask); with two predictions, some positions count for one of them only."""
+    generator = torch.Generator().manual_seed(7)
+    predictions = len(head.config.predictions)
+    hidden, signals = torch.randn(COUNT, HIDDEN, generator=generator), torch.rand(COUNT, 3, generator=generator)
+    labels = torch.rand(COUNT, predictions, generator=generator)
+    labels[:3] = torch.tensor([0.0, 1.0, 0.5]).unsqueeze(-1)
+    mask = torch.rand(COUNT, predictions, generator=generator) < (0.6 if predictions > 1 else 2)
+    return hidden, signals, labels, mask
+
+
+def by_hand(head, inputs, *, w_rej=W_REJ, dtype=torch.float32):
+    hidden, signals, labels, mask = inputs
+    signals = head.normalised(signals) if head.config.signals else None
+    accept, reject = torch.where(mask, labels, 0.0), torch.where(mask, 1 - labels, 0.0)
+    with torch.no_grad():
+        return head_loss(head, Positions(hidden, signals, accept, reject), w_acc=W_ACC, w_rej=w_rej, dtype=dtype)
+
+
+def by_autograd(head, inputs):
+    hidden, signals, labels, mask = inputs
+    value = weighted_bce(head(hidden, signals), labels, mask, w_acc=W_ACC, w_rej=W_REJ).value
+    return value, torch.autograd.grad(value, list(head.parameters()))
+
+
+@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize(("predicts", "signals"), [("token", False), ("token", True), ("next", False), ("both", False)])
+def test_value_and_gradients_are_autograds(depth, predicts, signals):
+    head = make_head(depth, predicts, signals)
+    inputs = make_inputs(head)
+    got, (value, gradients) = by_hand(head, inputs), by_autograd(head, inputs)
+    torch.testing.assert_close(got.value, value, rtol=1e-5, atol=1e-5)
+    assert len(got.gradients) == len(gradients)
+    for (name, _), mine, wanted in zip(head.named_parameters(), got.gradients, gradients, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_comparison_would_see_another_loss_weight():
+    head = make_head(2, signals=True)
+    inputs = make_inputs(head)
+    _, gradients = by_autograd(head, inputs)
+    for mine, wanted in zip(by_hand(head, inputs, w_rej=5.5).gradients, gradients, strict=True):
+        assert not torch.allclose(mine, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("predicts", ["token", "both"])
+def test_cross_entropy_less_the_labels_entropy_is_the_binary_kl(predicts):
+    """Without loss weights, each prediction on its own."""
+    head = make_head(3, predicts)
+    hidden, _, labels, mask = inputs = make_inputs(head)
+    cross_entropy = by_hand(head, inputs).cross_entropy
+    kl = binary_kl(labels, head(hidden))
+    for axis in range(len(head.config.predictions)):
+        counted = mask[:, axis]
+        entropy = binary_kl(labels, torch.zeros_like(labels))[counted, axis]  # log 2 − H(a)
+        entropy = (counted.sum() * torch.log(torch.tensor(2.0)) - entropy.sum()).float()
+        torch.testing.assert_close(
+            (cross_entropy[axis] - entropy).double(), kl[counted, axis].sum(), rtol=1e-4, atol=1e-4, check_dtype=False
+        )
+
+
+def test_bfloat16_products_are_close_and_the_gradients_float32():
+    head = make_head(3, signals=True)
+    inputs = make_inputs(head)
+    exact, rounded = by_hand(head, inputs), by_hand(head, inputs, dtype=torch.bfloat16)
+    for one, other in zip(exact.gradients, rounded.gradients, strict=True):
+        assert other.dtype == torch.float32
+        assert not torch.equal(one, other)
+        assert (one - other).norm() < 0.05 * one.norm()
+
+
+def test_known_gradients_arrive_scaled_as_the_loss_is():
+    weights = [torch.zeros(3, requires_grad=True), torch.zeros(2, requires_grad=True)]
+    gradients = [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([-1.0, 4.0])]
+    loss = KnownGradients.apply(torch.tensor(5.0), gradients, *weights)
+    assert loss.item() == 5
+    for _ in range(2):
+        (KnownGradients.apply(torch.tensor(5.0), gradients, *weights) / 4).backward()
+    for weight, gradient in zip(weights, gradients, strict=True):
+        assert torch.equal(weight.grad, gradient / 2)

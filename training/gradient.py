@@ -1,0 +1,127 @@
+"""One head's loss and gradients, by hand, right after one another.
+
+A sweep trains many small heads on the same states. Autograd would run all of them forward, then all of them backward,
+and fetch every activation from main memory again. Here a head goes forward and backward while its activations are still
+in the processor's cache; each head is computed on its own, by the same operations whatever heads stand beside it, so a
+head of a sweep has the very bits of the head trained alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accept_head.head import AcceptanceHead
+
+
+@dataclass
+class Positions:
+    """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
+
+    hidden: (n, hidden_size) float32. signals: (n, signals of the config), normalised; None when the head reads none.
+    accept, reject: (n, predictions), the label a and 1 − a; both 0 where that prediction does not count.
+    """
+
+    hidden: Tensor
+    signals: Tensor | None
+    accept: Tensor
+    reject: Tensor
+
+
+@dataclass
+class HeadLoss:
+    """value: scalar, numerator of the weighted loss. cross_entropy: (predictions,), unweighted, summed, nats.
+    gradients: of the value, in the order of `head.parameters()`."""
+
+    value: Tensor
+    cross_entropy: Tensor
+    gradients: list[Tensor]
+
+
+def head_loss(
+    head: AcceptanceHead, positions: Positions, *, w_acc: float, w_rej: float, dtype: torch.dtype = torch.float32
+) -> HeadLoss:
+    """The numerator of `objective.weighted_bce` on these positions, and its gradients.
+
+    dtype: of the matrix products, as under autocast; sums and gradients are float32.
+    """
+    first = _first_state(head, positions)
+    states, before_silu = _forward_blocks(head, first, dtype)
+    logits = F.linear(states[-1].to(dtype), head.output.weight.to(dtype), head.output.bias.to(dtype)).float()
+
+    # −A log σ(z) − R log σ(−z) = (A + R) softplus(z) − A z, and its derivative (A + R) σ(z) − A.
+    softplus = F.softplus(logits)
+    accept = w_acc * positions.accept
+    both = accept + w_rej * positions.reject
+    value = (both * softplus - accept * logits).sum()
+    cross_entropy = ((positions.accept + positions.reject) * softplus - positions.accept * logits).sum(0)
+    d_logits = (both * logits.sigmoid() - accept).to(dtype)
+
+    output = [(d_logits.t() @ states[-1].to(dtype)).float(), d_logits.sum(0).float()]
+    blocks, d_first_signals = _backward_blocks(head, positions, states, before_silu, d_logits, dtype)
+    gradients = [*blocks, *output]
+    if d_first_signals is not None:
+        gradients.append(d_first_signals)
+    return HeadLoss(value, cross_entropy, gradients)
+
+
+def _first_state(head: AcceptanceHead, positions: Positions) -> Tensor:
+    """(n, hidden_size): the draft's state, and what the signals add to it."""
+    if positions.signals is None:
+        return positions.hidden
+    return torch.addmm(positions.hidden, positions.signals, head.signal_input.weight.t())
+
+
+def _forward_blocks(head: AcceptanceHead, state: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """(the state before each block and after the last one, what each block's SiLU was given); all (n, hidden_size)."""
+    states, before_silu = [state], []
+    for block in head.blocks:
+        linear: Any = block.linear
+        before_silu.append(F.linear(states[-1].to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
+        states.append(states[-1] + F.silu(before_silu[-1]))
+    return states, before_silu
+
+
+def _backward_blocks(
+    head: AcceptanceHead,
+    positions: Positions,
+    states: Sequence[Tensor],
+    before_silu: Sequence[Tensor],
+    d_logits: Tensor,
+    dtype: torch.dtype,
+) -> tuple[list[Tensor], Tensor | None]:
+    """(weight and bias gradients of every block, first block first; gradient of the signal weights)."""
+    d_state = (d_logits @ head.output.weight.to(dtype)).float()
+    signals, d_signals = positions.signals, None
+    gradients: list[Tensor] = []
+    for level in reversed(range(len(before_silu))):
+        weight = head.blocks[level].linear.weight.to(dtype)  # type: ignore[union-attr]
+        d_linear = torch.ops.aten.silu_backward(d_state.to(dtype), before_silu[level])
+        gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
+        if level > 0:
+            d_state = d_state + d_linear @ weight
+        elif signals is not None:
+            # Nothing below the first block learns but the signal weights: sᵀd comes before the large product.
+            d_signals = ((signals.to(dtype).t() @ d_linear) @ weight).t().float()
+    if signals is not None:
+        straight = (signals.t() @ d_state).t()
+        d_signals = straight if d_signals is None else d_signals + straight
+    return gradients, d_signals
+
+
+class KnownGradients(torch.autograd.Function):
+    """A loss whose gradients are at hand already. Lightning and DDP need one that autograd can differentiate."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> Any:
+        return None, None, *(gradient * scale for gradient in ctx.gradients)

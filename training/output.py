@@ -1,0 +1,122 @@
+"""What a training run leaves: a folder a head, and beside them the run folder with checkpoints and logs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from accept_head.errors import InputError
+from accept_head.files import atomic_path, read_json, writable_folder, write_json
+from accept_head.head import AcceptanceHead
+from accept_head.hub import save_head
+from accept_head.trace import TraceConfig
+from accept_head.training.module import HeadTraining
+from accept_head.training.recipe import Recipe
+
+RUN_NAME = "run.json"
+CHECKPOINT_VERSION = 2  # 1 held a single head under other names
+
+
+def prepare_run(out: Path, run: dict[str, Any], *, sweep: bool) -> Path:
+    """Folder of checkpoints and logs; refuses one that belongs to a run with other settings."""
+    if out.exists() and not (_is_sweep(out) if sweep else _is_head(out)):
+        made = "a folder of heads made by a sweep" if sweep else "a head"
+        raise InputError(f"--out {out}: exists and is not {made}; choose another folder")
+    writable_folder(out.parent)
+    folder = writable_folder(out.parent / f"{out.name}-run")
+    path = folder / RUN_NAME
+    run = json.loads(json.dumps({**run, "checkpoint_version": CHECKPOINT_VERSION}))  # tuples as they are read back
+    if path.exists() and (folder / "last.ckpt").exists():
+        if changed := _first_change(read_json(path), run):
+            raise InputError(
+                f"--out {out}: {folder} holds an unfinished or finished run with another {changed}; "
+                "choose another --out or remove that folder"
+            )
+    else:
+        write_json(path, run)
+    return folder
+
+
+def _first_change(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """`name (before, now after)` of the first setting that differs; "" when none does."""
+    for key, value in now.items():
+        if before.get(key) != value:
+            if isinstance(value, dict) and isinstance(before.get(key), dict):
+                return f"{key}: {_first_change(before[key], value) or 'settings'}"
+            return f"{key} ({before.get(key)}, now {value})"
+    return ""
+
+
+def _is_head(folder: Path) -> bool:
+    return (folder / "model.safetensors").exists()
+
+
+def _is_sweep(folder: Path) -> bool:
+    """Whether there is nothing in the folder but heads with the names that a sweep gives."""
+    return folder.is_dir() and all(path.name.startswith("depth") and _is_head(path) for path in folder.iterdir())
+
+
+def save_heads(
+    out: Path,
+    module: HeadTraining,
+    recipes: dict[str, Recipe],
+    *,
+    metrics: dict[str, Any],
+    training: dict[str, Any],
+    traces: TraceConfig,
+) -> None:
+    """Write the head to `out`, or every head of a sweep to its own folder there; all of them or none.
+
+    metrics, training: what is the same for all heads.
+    """
+
+    def save(index: int, name: str, folder: Path) -> None:
+        head: AcceptanceHead = module.candidates[index].head
+        dev = {prediction: quality.to_dict() for prediction, quality in module.dev_quality[index].items()}
+        save_head(
+            head.float().cpu(),
+            folder,
+            metrics={"dev": dev, "train": module.train_quality(index), **metrics},
+            training={**training, **asdict(recipes[name])},
+            traces=traces,
+        )
+
+    if list(recipes) == [""]:
+        return save(0, "", out)
+    with atomic_path(out) as temporary:
+        temporary.mkdir()
+        for index, name in enumerate(recipes):
+            save(index, name, temporary / name)
+
+
+def print_quality(out: Path, module: HeadTraining) -> None:
+    """One line a head; a table for a sweep."""
+    if len(module.candidates) > 1:
+        return Console().print(_table(out, module))
+    for name, quality in module.dev_quality[0].items():
+        print(
+            f"{out / module.candidates[0].name}: {name} head, dev binary KL {quality.binary_kl:.4f} nats "
+            f"({quality.constant_kl:.4f} for the best constant), AUROC {quality.auroc:.3f}, "
+            f"ECE {quality.ece:.3f}, predicted {quality.mean_predicted:.3f}, observed {quality.mean_observed:.3f}"
+        )
+
+
+def _table(out: Path, module: HeadTraining) -> Table:
+    table = Table(title=f"{out}: binary KL in nats")
+    for column in ("head", "predicts"):
+        table.add_column(column, no_wrap=True)
+    for column in ("train KL", "dev KL", "AUROC", "ECE", "predicted", "observed"):
+        table.add_column(column, justify="right")
+    for index, candidate in enumerate(module.candidates):
+        train = module.train_quality(index)
+        for prediction, dev in module.dev_quality[index].items():
+            values = (dev.auroc, dev.ece, dev.mean_predicted, dev.mean_observed)
+            kls = (train[prediction]["binary_kl"], dev.binary_kl)
+            numbers = [*(f"{kl:.4f}" for kl in kls), *(f"{value:.3f}" for value in values)]
+            table.add_row(candidate.name, prediction, *numbers)
+    return table
