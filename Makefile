@@ -6,21 +6,30 @@ READY := $(VENV)/ready
 # Two OpenMP threads on two shared cores can be slower than one; more cores are used by more processes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint pair clean
+.PHONY: demo test test-all lint pair browser clean
 
 demo: $(READY)
 	$(BIN)/accept-head demo --out runs/demo
 
-test: $(READY) lint
+test: $(READY) lint browser
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(READY) lint
+test-all: $(READY) lint browser
 	$(BIN)/python -m pytest
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The report's page is tested in a real browser. Without one those tests are skipped, so failing to install it is no error.
+INSTALL_CHROMIUM := DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium
+browser:
+	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "installing chromium for the tests of the report"; \
+		{ $(INSTALL_CHROMIUM) || { apt-get update -qq && $(INSTALL_CHROMIUM); }; } >/dev/null 2>&1 \
+			|| echo "no chromium could be installed: its tests will be skipped"; \
+	fi
 
 # Makes the embedded pair from the data in DATA, in OUT: over an hour and a half on one core. A stage whose result is there is
 # skipped. Big freed blocks are kept, not given back to the system: page faults are a fifth of the time otherwise.

@@ -96,9 +96,16 @@ def gather_lists(function: Callable[..., object], options: Sequence[str]) -> lis
         else:
             (rest if current is None else current).append(option)
     for name, values in gathered.items():
-        single = len(values) == 1 and (values[0].startswith("[") or len(hints[name]) > 1)
-        rest += [name] if not values else [f"{name}={values[0] if single else json.dumps(list(map(_value, values)))}"]
+        rest += [name] if not values else [f"{name}={_joined(values, hints[name])}"]
     return rest
+
+
+def _joined(values: list[str], types: list[Any]) -> str:
+    """What was given for one list parameter, as the parser takes it. types: those that it may have."""
+    texts = any(get_args(kind)[:1] == (str,) for kind in types if get_origin(kind) is list)
+    if len(values) == 1 and (len(types) > 1 or isinstance(_value(values[0]), list)):
+        return values[0]
+    return json.dumps(values if texts else [_value(value) for value in values])
 
 
 def kinds(hint: Any) -> list[Any]:
@@ -108,9 +115,9 @@ def kinds(hint: Any) -> list[Any]:
 
 
 def _value(text: str) -> Any:
-    """A number, if it is one."""
+    """A number or a list, if it is one."""
     try:
-        return json.loads(text) if text[:1].isdigit() or text[:1] in "-." else text
+        return json.loads(text) if text[:1] in "-.[0123456789" else text
     except ValueError:
         return text
 

@@ -139,5 +139,8 @@ def oracle_counts(*, generated: int, rejections: int) -> DecodeCounts:
 
 
 def oracle_gap_closed(policy: Number, best_fixed: Number, oracle: Number) -> Number:
-    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)); of throughputs or arrays of them."""
-    return (policy - best_fixed) / (oracle - best_fixed)
+    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)); of throughputs or arrays of them. 0 where
+    the oracle is no faster, so that there is no gap to close."""
+    gap = np.asarray(oracle) - best_fixed
+    share = np.where(gap == 0, 0.0, (policy - best_fixed) / np.where(gap == 0, 1.0, gap))
+    return share if isinstance(policy, np.ndarray) else float(share)

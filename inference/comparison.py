@@ -23,7 +23,9 @@ class Measured:
     counts: Sequence[DecodeCounts]
 
 
-def compare(measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0) -> list[dict[str, Any]]:
+def compare(
+    measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0, resamples: int = RESAMPLES
+) -> list[dict[str, Any]]:
     """One row a policy, in the form of `summary.json` (architecture page, "The public surface").
 
     `measured` must hold `fixed:K` policies and `oracle`. throughput: tokens/s. gain_over_best_fixed and
@@ -42,7 +44,7 @@ def compare(measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0)
 
     everything = _figures(table.sum(1), costs, fixed, oracle)
     prompts = table.shape[1]
-    draws = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
+    draws = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
     resampled = _figures(np.einsum("rn,pnc->rpc", draws.astype(float), table), costs, fixed, oracle)
     return [
         {

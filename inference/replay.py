@@ -24,6 +24,7 @@ from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
 
 HIDDEN = frozenset({Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN})
+LANES = 128  # settings that walk through the responses together: bounds memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,35 +92,57 @@ def replay_thresholds(
 
     Raises InputError when a setting drafts more than the rollouts hold.
     """
-    _check_k_max(name, max(setting.k_max for setting in settings), traces)
-    levels = {setting.threshold: policy.level_of(setting.threshold) for setting in settings}
-    scores = score_tokens(traces, policy, floor=min(levels.values()))
-    along = torch.cat([scores, scores.new_zeros(1)])[traces.path]  # (P, k_max)
-    running = along.cumprod(-1) if policy.statistic == "product" else along.cummin(-1).values
-    # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
-    # level; with a lag, so many tokens later.
-    stops = {
-        threshold: (running >= level).sum(-1, dtype=torch.int32) + 1 + policy.lag for threshold, level in levels.items()
-    }
-    most = traces.drafts.int()
-    lanes = torch.stack(
-        [stops[s.threshold].clamp(min=s.k_min).minimum(most.clamp(max=s.k_max)) for s in settings], dim=-1
-    )
+    scores = score_tokens(traces, policy, floor=min(policy.level_of(setting.threshold) for setting in settings))
+    lanes = threshold_lengths(traces, policy, settings, scores)
     in_vain = None
     if policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs:  # the last token was fed just to be judged
         bounds = torch.tensor([setting.k_max for setting in settings])
-        in_vain = lanes < torch.minimum(most[:, None], bounds)
-    walked = _walk(traces, lanes, in_vain)
+        in_vain = lanes < torch.minimum(traces.drafts.int()[:, None], bounds)
     lag = {"lag": policy.lag} if Signal.DRAWN_HIDDEN in policy.reads else {}
-    return [
-        _replayed(
-            walked,
-            lane,
-            f"{name}:{setting.threshold:g}",
-            {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag},
-        )
-        for lane, setting in enumerate(settings)
-    ]
+    replayed = []
+    for start in range(0, len(settings), LANES):
+        part = slice(start, start + LANES)
+        walked = _walk(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
+        for lane, setting in enumerate(settings[part]):
+            params = {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag}
+            replayed.append(_replayed(walked, lane, f"{name}:{setting.threshold:g}", params))
+    return replayed
+
+
+def threshold_lengths(
+    traces: CoupledTraces, policy: ThresholdPolicy, settings: Sequence[Setting], scores: Tensor
+) -> Tensor:
+    """Tokens that a round from each position drafts, (P, settings) int32. scores: (M,) by `score_tokens`.
+
+    Raises InputError when a setting drafts more than the rollouts hold.
+    """
+    _check_k_max(type(policy).__name__, max(setting.k_max for setting in settings), traces)
+    running = torch.cat([scores, scores.new_zeros(1)])[traces.path]  # (P, k_max)
+    for depth in range(1, running.shape[1]):  # not cumprod, which may round otherwise than the policy does
+        before, here = running[:, depth - 1], running[:, depth]
+        running[:, depth] = before * here if policy.statistic == "product" else torch.minimum(before, here)
+    # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
+    # level; with a lag, so many tokens later.
+    stops = {
+        threshold: (running >= policy.level_of(threshold)).sum(-1, dtype=torch.int32) + 1 + policy.lag
+        for threshold in {setting.threshold for setting in settings}
+    }
+    most = traces.drafts.int()
+    return torch.stack(
+        [stops[s.threshold].clamp(min=s.k_min).minimum(most.clamp(max=s.k_max)) for s in settings], dim=-1
+    )
+
+
+def round_starts(traces: CoupledTraces, lengths: Tensor) -> Tensor:
+    """The positions at which rounds start, in order, when a round from each position drafts lengths, (P,)."""
+    following = torch.arange(traces.positions) + torch.minimum(lengths, traces.leading) + 1
+    starts = []
+    for start, length in zip(traces.starts.tolist(), traces.lengths.tolist(), strict=True):
+        place = start
+        while place < start + length:
+            starts.append(place)
+            place = int(following[place])
+    return torch.tensor(starts)
 
 
 @torch.no_grad()

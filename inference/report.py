@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accept_head.inference.report_page import write_report
 from transformers import PreTrainedTokenizerBase
 
 from accept_head.cost import ForwardCosts
@@ -37,6 +36,7 @@ from accept_head.inference.replay import (
     threshold_lengths,
 )
 from accept_head.inference.report_data import DomainResult, PolicyResult, ReportData, ViewedResponse
+from accept_head.inference.report_page import write_report
 from accept_head.inference.report_view import calibrate_depths, view_responses
 from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune import DECODING_NAME, LONGEST, Grid, load_heads, read_costs, search
@@ -138,13 +138,13 @@ def build_report(
     _, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     none, oracle = replay_fixed(traces, [0])[0], replay_oracle(traces)
     curves = {name: rule.curve(traces) for name, rule in rules.items()}
-    everything = [none, *fixed, oracle, *(replayed for curve in curves.values() for replayed in curve)]
+    everything = [none, *fixed, *(replayed for curve in curves.values() for replayed in curve), oracle]
     rows = compare([policy.measured() for policy in everything], costs, seed=seed)
     domains = _domains(traces, everything, costs)
     speeds = {row["name"]: row["throughput"] for row in rows}
     best = max(fixed, key=lambda policy: speeds[policy.name])
     recommended = max((curve[-1].name for curve in curves.values()), key=lambda name: speeds[name])
-    families = ["none", *["fixed"] * len(fixed), "oracle", *(name for name, curve in curves.items() for _ in curve)]
+    families = ["none", *["fixed"] * len(fixed), *(name for name, curve in curves.items() for _ in curve), "oracle"]
     main = {"none", "oracle", *(curve[-1].name for curve in curves.values())}
     main |= {f"fixed:{best.params['k'] + step}" for step in range(-NEIGHBOURS, NEIGHBOURS + 1)}
     policies = [

@@ -89,14 +89,15 @@ class ViewedToken:
     """One drafted token as the round viewer shows it.
 
     predicted: the policy's P̂ that this token is accepted; survival: the product of P̂ in its round up to here; both None
-    for a policy that predicts nothing. acceptance: the true a(Y) = min(1, p/q). draft_probability: q(Y).
+    for a policy that predicts nothing. acceptance: the true a(Y) = min(1, p/q); None where the target was never asked,
+    after a rejection. draft_probability: q(Y).
     status: "discarded" is a token drafted after the round's rejected one.
     """
 
     text: str
     predicted: float | None = None
     survival: float | None = None
-    acceptance: float
+    acceptance: float | None
     draft_probability: float
     entropy: float
     status: TokenStatus

@@ -8,9 +8,8 @@ rolled out to the longest round there may be. The hidden states of both parts ar
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, sha256, writable_folder, write_json
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.support import check_served
-from accept_head.pair import hidden_size
+from accept_head.pair import context_tokens, hidden_size
 from accept_head.randomness import uniforms
 from accept_head.sampling import Sampling, draw
 from accept_head.signals import SIGNALS, draft_signals
@@ -55,7 +54,8 @@ class RolloutConfig:
             return None
         values = read_json(path)
         known = {field.name for field in fields(cls)}
-        return cls(**values) if set(values) == known and values["version"] == ROLLOUT_VERSION else None
+        usable = set(values) == known and values["version"] == ROLLOUT_VERSION and type(values["k_max"]) is int
+        return cls(**values) if usable else None
 
 
 def trace_fingerprint(config: TraceConfig) -> str:
@@ -72,7 +72,7 @@ def roll_out(
     are. Raises InputError when the folder cannot be written to, or when the decode loop cannot serve the draft.
     """
     check_served(draft)
-    place = writable_folder(folder / FOLDER_NAME, "--traces")
+    place = folder / FOLDER_NAME
     wanted = RolloutConfig(
         traces=trace_fingerprint(config),
         draft_fingerprint=config.draft_fingerprint,
@@ -80,18 +80,21 @@ def roll_out(
         k_max=k_max,
     )
     there = RolloutConfig.load(place / CONFIG_NAME)
-    if there is None or {**asdict(there), "k_max": 0} != {**asdict(wanted), "k_max": 0} or there.k_max < k_max:
-        shutil.rmtree(place)
-        write_json(writable_folder(place, "--traces") / CONFIG_NAME, asdict(wanted))
-        there = wanted
+    usable = there is not None and replace(there, k_max=k_max) == wanted and there.k_max >= k_max
     paths = [place / f"shard-{shard:05d}.safetensors" for shard in range(shards)]
-    missing = [shard for shard, path in enumerate(paths) if not path.is_file()]
+    missing = [shard for shard, path in enumerate(paths) if not usable or not path.is_file()]
+    if missing:
+        writable_folder(place, "--traces")
+    if not usable:
+        for old in place.glob("*.safetensors"):
+            old.unlink()
+        write_json(place / CONFIG_NAME, asdict(wanted))
+    longest = there.k_max if there is not None and usable else k_max
     for shard in tqdm(missing, unit="shard", desc="rollouts", disable=not missing):
         first = shard * config.shard_size
         records = traces.with_format("numpy")[first : first + config.shard_rows(shard)]
-        tensors = roll_out_records(draft, records, config, there.k_max)
         with atomic_path(paths[shard]) as temporary:
-            save_file(tensors, temporary, metadata={"k_max": str(there.k_max)})
+            save_file(roll_out_records(draft, records, config, longest), temporary)
     return paths
 
 
@@ -141,7 +144,8 @@ def _roll_out_group(
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(device)
     prompts = torch.tensor([len(prompt) for prompt in group["prompt_ids"]])
     lengths = torch.tensor([len(response) for response in group["response_ids"]])
-    trunk = CachedModel(draft, len(ids), padded.shape[1] + k_max)
+    # Rows whose budget is spent are fed on beside the others: not beyond the last position that the draft knows.
+    trunk = CachedModel(draft, len(ids), min(padded.shape[1] + k_max, context_tokens(draft)))
     states = trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=device), 0)
     row = torch.repeat_interleave(torch.arange(len(ids)), lengths)
     step = torch.cat([torch.arange(n) for n in lengths.tolist()])

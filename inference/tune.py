@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -99,6 +100,9 @@ def tune(
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model, fingerprint)
+    for name in heads if write_decoding else ():
+        if Path(name).is_dir():
+            writable_file(Path(name) / DECODING_NAME, "--head")
     longest = max(LONGEST, *grid.k_max)
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
     tuned = search(coupled, heads, priced, grid, objective)
@@ -118,7 +122,7 @@ def tune(
         for name, values in decodings.items():
             if Path(name).is_dir():
                 write_json(Path(name) / DECODING_NAME, values)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 116)  # as wide as the table, where nobody says
     console.print(tuned_table(rows, tuned))
     for name in heads if write_decoding else ():
         console.print(
@@ -126,6 +130,8 @@ def tune(
             f"choice is in {path} only", highlight=False
         )  # fmt: skip
     console.print(f"wrote {path}", highlight=False)
+    if all(row["speedup"] <= 1 for row in rows if row["name"] not in ("none", "oracle")):
+        console.print("No policy is faster than the target alone at these costs: decode with --policy none.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +167,10 @@ class Tuned:
     chosen: dict[str, Replayed]
 
     def rows(self, seed: int = 0) -> list[dict[str, Any]]:
-        """One row a policy, in the form of the public surface (architecture page)."""
+        """One row a policy, in the form of the public surface (architecture page); spec: what `--policy` takes."""
         policies = [self.none, *self.fixed, *self.chosen.values(), self.oracle]
-        return compare([policy.measured() for policy in policies], self.costs, seed=seed)
+        rows = compare([policy.measured() for policy in policies], self.costs, seed=seed)
+        return [{**row, **({"spec": spec_of(row)} if row["name"] != "oracle" else {})} for row in rows]
 
     @property
     def best_fixed(self) -> Replayed:
@@ -195,6 +202,13 @@ def search(
     )
 
 
+def spec_of(row: Mapping[str, Any]) -> str:
+    """A row's policy as `--policy` takes it: its name, and the bounds that are not the usual ones."""
+    usual = {"k_min": 1, "k_max": LONGEST, "lag": 1}
+    options = [f",{key}={row['params'][key]}" for key in usual if row["params"].get(key, usual[key]) != usual[key]]
+    return "".join([row["name"], *options])
+
+
 def objective_of(objective: Objective, domains: Sequence[str], costs: ForwardCosts) -> Any:
     """What to maximise: Replayed → tokens/s, over all responses or in the domain where it is lowest."""
     if objective not in get_args(Objective):
@@ -224,7 +238,7 @@ def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, A
         **chosen.params,
         "objective": tuned.objective,
         "costs": asdict(tuned.costs),
-        "expected": {name: value for name, value in row.items() if name not in ("name", "params")},
+        "expected": {name: value for name, value in row.items() if name not in ("name", "params", "spec")},
         "best_fixed": tuned.best_fixed.params["k"],
         "traces": described(tuned.traces),
         "accept_head": VERSION,
@@ -260,7 +274,8 @@ def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -
 def read_costs(
     file: str | None, t_draft: float | None, t_target: float | None, target_times: float = 1.0
 ) -> ForwardCosts:
-    """From a file of `accept-head profile`, or typed in. Raises InputError naming what is missing."""
+    """From a file of `accept-head profile` (or of `tune`, which repeats them), or typed in. Raises InputError naming
+    what is missing."""
     if not 0 < target_times < math.inf:
         raise InputError(f"target_times is {target_times}, expected a positive number")
     if file is not None and (t_draft is not None or t_target is not None):
@@ -279,6 +294,7 @@ def read_costs(
 
 def _costs_of(path: Path) -> ForwardCosts:
     values = read_json(path)
+    values = values["costs"] if isinstance(values.get("costs"), dict) else values
     for name in ("t_draft", "t_target"):
         if name not in values:
             raise InputError(f"{path}: field {name!r} is missing")
@@ -314,8 +330,9 @@ def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
         if "k" in params and abs(params["k"] - best) > 1:
             continue
         low, high = row["ci95"]["oracle_gap_closed"]
+        kind, _, rest = row["name"].rpartition("/")  # a head's folder without those it is in
         table.add_row(
-            row["name"] + (f", lag {params['lag']}" if "lag" in params else ""),
+            (f"head:{rest}" if kind else rest) + (f", lag {params['lag']}" if "lag" in params else ""),
             f"{params['k_min']} to {params['k_max']}" if "k_max" in params else "",
             f"{row['discard_rate']:.3f}",
             f"{row['verification_rate']:.3f}",
@@ -323,6 +340,6 @@ def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
             f"{row['speedup']:.3f}x",
             f"{100 * row['gain_over_best_fixed']:+.1f} %",
             f"{100 * row['oracle_gap_closed']:+.1f} %",
-            f"{100 * low:.1f} to {100 * high:.1f}",
+            f"{100 * low:.1f} to {100 * high:.1f}" if "threshold" in params else "",
         )
     return table

@@ -17,6 +17,7 @@ from accept_head.inference.policy import DraftStep, RowPolicy, Signal
 
 class ThresholdPolicy(RowPolicy):
     """Stop after Y_k ⇔ the statistic of the scores of Y_1..Y_k is below `level`; never before k_min, always at k_max.
+    A token that k_min kept the rule from stopping at is not forgotten: the round then ends at k_min.
 
     statistic: `product` of scores in [0, 1], or `minimum`: either never rises with k. lag: 1 if Y_k is judged only
     after Y_{k+1} is drawn. reads: what `score` looks at, of the token that is judged; `needs` can differ with a lag.

@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.special import rel_entr
 
-from accept_head.acceptance import acceptance_probability, couple_with_target, overlap, residual
+from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap, residual
 from accept_head.sampling import draw
 
 EXACT = 1e-12  # float64 sums over at most five tokens
@@ -232,3 +233,62 @@ def test_an_accepted_token_has_a_positive_acceptance_probability_even_if_the_tar
     )
     labels = acceptance_probability(p.expand(8, -1), q.expand(8, -1), ids)
     assert (labels[accepted] > 0).all(), f"accepted {int(accepted.sum())} of 8 tokens whose label is 0"
+
+
+# --- divergence
+
+INFINITE = float("inf")
+
+
+def kl(p, q):
+    """Σ p·log(p/q), by scipy, in float64."""
+    return rel_entr(p.numpy(), q.numpy()).sum()
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=4),
+    st.lists(st.floats(-8, 8, width=32), min_size=4, max_size=4),
+    st.floats(-50, 50, width=32),
+)
+def test_divergence_is_the_kl_of_both_softmaxes(target, draft, shift):
+    target, draft = torch.tensor(target), torch.tensor(draft)
+    expected = kl(target.double().softmax(-1), draft.double().softmax(-1))
+    assert divergence(target, draft).item() == pytest.approx(expected, abs=2e-6, rel=1e-4)
+    assert divergence(target + shift, draft).item() == pytest.approx(expected, abs=5e-5, rel=1e-3)
+    assert divergence(target, draft).item() >= 0
+
+
+def test_divergence_is_of_the_target_against_the_draft():
+    target, draft = torch.tensor([2.0, 0.0, -1.0]), torch.tensor([0.0, 0.0, 0.0])
+    p, q = target.double().softmax(-1), draft.double().softmax(-1)
+    assert abs(kl(p, q) - kl(q, p)) > 0.05
+    assert divergence(target, draft).item() == pytest.approx(kl(p, q), abs=1e-6)
+    assert divergence(draft, target).item() == pytest.approx(kl(q, p), abs=1e-6)
+
+
+def test_divergence_of_equal_models_is_zero():
+    logits = 10 * torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
+    assert (divergence(logits, logits.clone()) == 0).all()
+
+
+def test_divergence_is_finite_or_infinite_but_never_nan():
+    """A token that a model rules out: no matter, if the target does; infinite, if only the draft does."""
+    target = torch.tensor([[0.0, 1.0, -INFINITE], [0.0, 1.0, -INFINITE], [0.0, 1.0, 2.0], [-1e30, 0.0, 1e4]])
+    draft = torch.tensor([[1.0, 0.0, 3.0], [1.0, 0.0, -INFINITE], [1.0, 0.0, -INFINITE], [0.0, 1.0, 2.0]])
+    values = divergence(target, draft)
+    assert not values.isnan().any()
+    for row in (0, 1, 3):
+        expected = kl(target[row].double().softmax(-1), draft[row].double().softmax(-1))
+        assert values[row].item() == pytest.approx(expected, rel=1e-5)
+    assert values[2].item() == INFINITE
+
+
+def test_divergence_has_one_value_a_row_and_takes_any_precision():
+    generator = torch.Generator().manual_seed(0)
+    target, draft = torch.randn(2, 3, 5, 40, generator=generator)
+    whole = divergence(target, draft)
+    assert whole.shape == (3, 5) and whole.dtype == torch.float32
+    assert torch.allclose(divergence(target[1], draft[1]), whole[1], atol=1e-6)
+    half = divergence(target.bfloat16(), draft.bfloat16())
+    assert half.dtype == torch.float32 and torch.allclose(half, whole, atol=0.05)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 
 from accept_head import InputError
 from accept_head.cost import DecodeCounts, ForwardCosts
-from accept_head.inference.comparison import Measured, compare
+from accept_head.inference.comparison import Measured, compare, throughputs
 
 COSTS = ForwardCosts(t_draft=0.02, t_target=0.1)
 
@@ -66,3 +69,110 @@ def test_a_comparison_without_baseline_or_oracle_is_refused():
     for missing in ("fixed", "oracle"):
         with pytest.raises(InputError):
             compare([row for row in rows() if not row.name.startswith(missing)], COSTS)
+
+
+def test_throughput_counts_the_draft_forwards_that_drew_nothing():
+    """Eq. 3.1, not its short form 5.1: a head read at lag 0 feeds the draft more tokens than it drafts."""
+    plain = policy("head:0.5", (100, 30, 45))
+    idle = Measured(name="head:0.5,lag=0", params={}, counts=[
+        DecodeCounts(generated=100, discarded=30, target_forwards=45, draft_forwards=85 + 20)
+    ])  # fmt: skip
+    table = compare([policy("fixed:2", (100, 40, 50)), policy("oracle", (100, 0, 30)), plain, idle], COSTS)
+    assert table[2]["throughput"] == pytest.approx(100 / (0.02 * 85 + 0.1 * 45))
+    assert table[3]["throughput"] == pytest.approx(100 / (0.02 * 105 + 0.1 * 45))
+    assert table[2]["discard_rate"] == table[3]["discard_rate"]
+
+
+def test_the_target_alone_runs_at_its_own_pace():
+    """Where nothing is drafted a token takes t_autoregressive, not a verification."""
+    costs = ForwardCosts(t_draft=0.02, t_target=0.1, t_autoregressive=0.08)
+    table = {row["name"]: row for row in compare(rows(), costs)}
+    none = Measured(name="none", params={}, counts=[
+        DecodeCounts(generated=100, discarded=0, target_forwards=100, draft_forwards=0)
+    ])  # fmt: skip
+    (alone, *_) = compare([none, policy("fixed:2", (100, 40, 50)), policy("oracle", (100, 0, 30))], costs)
+    assert (alone["throughput"], alone["speedup"]) == pytest.approx((12.5, 1.0))
+    assert table["fixed:2"]["speedup"] == pytest.approx(0.08 / 0.068)
+
+
+def test_throughputs_of_a_table_are_those_of_its_rows():
+    random = np.random.default_rng(0)
+    table = random.integers(1, 50, (3, 5, 4)).astype(float)
+    table[1, 2, 3] = 0
+    values = throughputs(table, COSTS)
+    assert values.shape == (3, 5)
+    for place in np.ndindex(3, 5):
+        generated, _, verified, drafts = table[place]
+        seconds = 0.02 * drafts + 0.1 * verified if drafts else 0.1 * generated
+        assert values[place] == pytest.approx(generated / seconds)
+
+
+def many(seed=0, prompts=40):
+    """Policies whose counts vary from prompt to prompt, alike for all of them."""
+    random = np.random.default_rng(seed)
+    hard = random.integers(0, 30, prompts)
+    return [
+        policy("fixed:2", *[(100, 30 + int(h), 45 + int(h)) for h in hard]),
+        policy("fixed:4", *[(100, 80 + 3 * int(h), 25 + 2 * int(h)) for h in hard]),
+        policy("oracle", *[(100, 0, 20 + int(h)) for h in hard]),
+        policy("head:0.5", *[(100, 20 + int(h), 28 + int(h)) for h in hard]),
+    ]
+
+
+def test_intervals_are_those_of_a_bootstrap_over_prompts():
+    """Resampled one at a time, with numbers of its own, and the best fixed length chosen in each resample."""
+    measured, random = many(), np.random.default_rng(99)
+    (row,) = [row for row in compare(measured, COSTS) if row["name"] == "head:0.5"]
+    tables = [np.array([[c.generated, c.discarded, c.target_forwards] for c in one.counts]) for one in measured]
+
+    def figures(chosen):
+        speeds = []
+        for table in tables:
+            generated, discarded, verified = table[chosen].sum(0)
+            speeds.append(1 / (0.02 * (1 + discarded / generated) + 0.08 * verified / generated))
+        best = max(speeds[:2])
+        return speeds[3], speeds[3] / best - 1, (speeds[3] - best) / (speeds[2] - best)
+
+    draws = np.array([figures(random.integers(0, 40, 40)) for _ in range(3000)])
+    for name, column in (("throughput", 0), ("gain_over_best_fixed", 1), ("oracle_gap_closed", 2)):
+        low, high = np.quantile(draws[:, column], [0.025, 0.975])
+        assert row["ci95"][name] == pytest.approx([low, high], abs=0.12 * (high - low))
+
+
+def test_prompts_are_resampled_for_all_policies_together():
+    """All are slower on hard prompts; their ratio varies far less than if each had resamples of its own."""
+    measured = many()
+    alone = compare(measured, COSTS)[3]["ci95"]
+    shuffled = Measured(name="head:0.5", params={}, counts=measured[3].counts[::-1])
+    apart = compare([*measured[:3], shuffled], COSTS)[3]["ci95"]
+    widths = [high - low for low, high in (alone["gain_over_best_fixed"], apart["gain_over_best_fixed"])]
+    assert widths[1] > 1.5 * widths[0]
+    assert alone["throughput"] != apart["throughput"]
+
+
+def test_seed_and_resamples_decide_the_intervals_and_nothing_else():
+    measured = many()
+    usual, other, few = (
+        compare(measured, COSTS),
+        compare(measured, COSTS, seed=1),
+        compare(measured, COSTS, resamples=50),
+    )
+    for changed in (other, few):
+        for one, two in zip(usual, changed, strict=True):
+            assert one["ci95"] != two["ci95"]
+            assert {**one, "ci95": None} == {**two, "ci95": None}
+
+
+def test_one_prompt_leaves_no_interval():
+    rows = compare([policy("fixed:2", (100, 40, 50)), policy("oracle", (100, 0, 30))], COSTS)
+    for row in rows:
+        for name, (low, high) in row["ci95"].items():
+            assert low == pytest.approx(row[name]) == pytest.approx(high)
+
+
+def test_figures_are_finite_where_the_best_fixed_length_is_as_fast_as_the_oracle():
+    """A draft that is never wrong, or responses of one token."""
+    measured = [policy("fixed:2", (100, 0, 34)), policy("oracle", (100, 0, 34)), policy("head:0.5", (100, 0, 50))]
+    with np.errstate(all="ignore"):
+        rows = compare(measured, COSTS)
+    assert all(value is None or math.isfinite(value) for row in rows for value in (row["oracle_gap_closed"],))

@@ -10,7 +10,7 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.cli import main
 from accept_head.inference import make_policy
-from accept_head.inference.policies import POLICIES, ConfidencePolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies import POLICIES, ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
 from accept_head.pair import hidden_size
 from tests.inference.toy import TOKENS, llama, pair_of
 
@@ -35,7 +35,7 @@ def heads(tmp_path):
 
 
 def settings(policy):
-    """What a HeadPolicy or ConfidencePolicy was told."""
+    """What a HeadPolicy, ConfidencePolicy or EntropyPolicy was told."""
     lag = (policy.lag,) if isinstance(policy, HeadPolicy) else ()
     return (policy.threshold, policy.k_min, policy.max_draft_tokens, *lag)
 
@@ -64,6 +64,22 @@ def test_none_and_fixed_draft_k_tokens(spec, k):
 def test_confidence_takes_a_threshold_and_bounds(spec, expected):
     policy = make_policy(spec, DRAFT)
     assert type(policy) is ConfidencePolicy and settings(policy) == expected
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("entropy", (0.6, 1, 20)),
+        ("entropy:1.5", (1.5, 1, 20)),
+        ("entropy:0.3,k_max=5", (0.3, 1, 5)),
+        ("entropy,k_max=5,k_min=2", (0.6, 2, 5)),
+        ("entropy:0", (0.0, 1, 20)),
+        ("entropy:12", (12.0, 1, 20)),
+    ],
+)
+def test_entropy_takes_nats_and_bounds(spec, expected):
+    policy = make_policy(spec, DRAFT)
+    assert type(policy) is EntropyPolicy and settings(policy) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,6 +176,13 @@ WRONG = {
     "confidence:0.3,k_min=21": ["k_min 21", "k_max 20"],
     "confidence:0.3,lag=0": ["unknown option", "'lag'", "k_max", "k_min"],
     "confidence:0.3,threshold=1": ["unknown option", "'threshold'"],
+    "entropy:-0.1": ["threshold", "-0.1", "nats"],
+    "entropy:nan": ["threshold", "nan"],
+    "entropy:inf": ["threshold", "inf"],
+    "entropy:abc": ["entropy:abc", "expected entropy[:NATS]"],
+    "entropy:0.3,k_max=0": ["k_max 0"],
+    "entropy:0.3,k_min=5,k_max=4": ["k_min 5", "k_max 4"],
+    "entropy:0.3,lag=0": ["unknown option", "'lag'"],
     "head": ["'head'", "expected head:PATH[:THRESHOLD]"],
     "head:": ["'head:'", "expected head:PATH[:THRESHOLD]"],
     "head:0.5": ["0.5", "decoding.json"],
@@ -268,10 +291,10 @@ def test_the_list_names_every_policy(arguments, capsys):
 def test_the_console_command_lists_them_too(run_warm):
     done = run_warm("generate", "--list-policies")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"  {name}" in done.stdout for name in ("none", "fixed:K", "confidence", "head:PATH"))
+    assert all(f"  {name}" in done.stdout for name in ("none", "fixed:K", "confidence", "entropy", "head:PATH"))
 
 
-@pytest.mark.parametrize("spec", ["none", "fixed:4", "confidence:0.4", "head:PATH:0.5"])
+@pytest.mark.parametrize("spec", ["none", "fixed:4", "confidence:0.4", "entropy:0.6", "head:PATH:0.5"])
 def test_each_listed_form_can_be_built(heads, spec):
     policy = make_policy(spec.replace("PATH", str(heads())), DRAFT)
     assert policy.max_draft_tokens >= 0

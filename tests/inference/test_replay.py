@@ -1,0 +1,345 @@
+"""Replay's two fast ways and its general one against a slow walk, round by round, that decides token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accept_head import InputError
+from accept_head.cost import ForwardCosts, total_time
+from accept_head.inference import RowPolicy
+from accept_head.inference import replay as module
+from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policy import Signal
+from accept_head.inference.replay import (
+    Setting,
+    replay,
+    replay_fixed,
+    replay_oracle,
+    replay_thresholds,
+    score_tokens,
+)
+from tests.inference.test_coupled import HIDDEN, MADE_UP, folder, make_sample, samples, walk  # noqa: F401
+from tests.inference.toy import random_head
+
+
+def head_of(**config):
+    """Sure of most tokens, so that a product falls slowly."""
+    head = random_head(HIDDEN, **config)
+    torch.nn.init.constant_(head.output.bias, 1.5)
+    return head
+
+
+DRAWN, SIGNALS, BEFORE = head_of(), head_of(signals=True), head_of(reads="before", signals=True)
+RULES = {
+    "confidence": ConfidencePolicy,
+    "entropy": EntropyPolicy,
+    "head before": lambda threshold, **bounds: HeadPolicy(BEFORE, threshold, **bounds),
+    "head lag 1": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=1, **bounds),
+    "head lag 0": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=0, **bounds),
+    "head with signals lag 1": lambda threshold, **bounds: HeadPolicy(SIGNALS, threshold, lag=1, **bounds),
+    "head with signals lag 0": lambda threshold, **bounds: HeadPolicy(SIGNALS, threshold, lag=0, **bounds),
+}
+LAGGING = {"head lag 1", "head with signals lag 1"}
+COSTLY = {"head lag 0", "head with signals lag 0"}
+
+
+def head_score(head, hidden):
+    """P̂ of one token, by the head's own forward on one row."""
+
+    def score(token):
+        state = token.fed if hidden == "fed" else token.drawn
+        signals = torch.tensor([[token.logprob, token.entropy, token.max_prob]]) if head.config.signals else None
+        with torch.no_grad():
+            return float(head.probability(state[None], signals=signals))
+
+    return score
+
+
+SCORES = {
+    "confidence": lambda token: np.exp(token.logprob),
+    "entropy": lambda token: -token.entropy,
+    "head before": head_score(BEFORE, "fed"),
+    "head lag 1": head_score(DRAWN, "drawn"),
+    "head lag 0": head_score(DRAWN, "drawn"),
+    "head with signals lag 1": head_score(SIGNALS, "drawn"),
+    "head with signals lag 0": head_score(SIGNALS, "drawn"),
+}
+
+
+def decider(name, threshold, k_min, k_max):
+    """SpecDec++ §4.2 (or a plain cut-off), token by token: (how many are drafted, forwards for nothing)."""
+    score, lag = SCORES[name], int(name in LAGGING)
+
+    def stop_is_known_after(tokens):
+        scores = [score(token) for token in tokens]
+        if name.startswith("head"):
+            return 1 - np.prod(scores) > threshold
+        return scores[-1] < threshold if name == "confidence" else -scores[-1] > threshold
+
+    def decide(tokens):
+        most = min(len(tokens), k_max)
+        stopped = False
+        for depth in range(1, most):
+            judged = tokens[: depth - lag]
+            stopped = stopped or (len(judged) > 0 and bool(stop_is_known_after(judged)))
+            if stopped and depth >= k_min:
+                return depth, int(name in COSTLY)
+        return most, 0
+
+    return decide
+
+
+def assert_same(replayed, walked):
+    """All figures; of the slow walk, or of another replay."""
+    assert np.array_equal(replayed.counts, walked.counts)
+    size = len(walked.draft_lengths)
+    for name in ("draft_lengths", "at_risk", "accepted"):
+        assert getattr(replayed, name)[:size].tolist() == getattr(walked, name).tolist(), name
+
+
+def setting_of(draw_thresholds, k_max):
+    bounds = st.tuples(st.integers(1, k_max), st.integers(1, k_max)).map(sorted)
+    return st.builds(lambda t, b: Setting(threshold=t, k_min=b[0], k_max=b[1]), draw_thresholds, bounds)
+
+
+THRESHOLDS = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0).map(lambda x: round(x, 3)))
+
+
+# --- the slow walk ---------------------------------------------------------------------------------------------------
+
+
+@MADE_UP
+@given(samples(k_max=8), st.lists(st.integers(0, 8), min_size=1, max_size=4))
+def test_fixed_lengths_replay_as_the_slow_walk(folder, sample, lengths):  # noqa: F811
+    traces = sample.couple(folder)
+    for k, fast in zip(lengths, replay_fixed(traces, lengths), strict=True):
+        assert (fast.name, fast.params) == ((f"fixed:{k}", {"k": k}) if k else ("none", {}))
+        assert_same(fast, walk(sample, lambda tokens, k=k: (min(k, len(tokens)), 0), 8))
+
+
+@pytest.mark.parametrize("name", RULES)
+@MADE_UP
+@given(sample=samples(k_max=7), chosen=st.lists(setting_of(THRESHOLDS, 7), min_size=1, max_size=3))
+def test_threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answers(folder, name, sample, chosen):  # noqa: F811
+    traces = sample.couple(folder)
+    fast = replay_thresholds(traces, RULES[name](0.5), chosen, name)
+    for setting, one in zip(chosen, fast, strict=True):
+        bounds = {"k_min": setting.k_min, "k_max": setting.k_max}
+        assert_same(one, walk(sample, decider(name, setting.threshold, **bounds), 7))
+        assert_same(one, replay(traces, RULES[name](setting.threshold, **bounds), name))
+        lag = {"lag": int(name in LAGGING)} if name in LAGGING | COSTLY else {}
+        assert one.params == {"threshold": setting.threshold, **bounds, **lag}
+        assert one.name == f"{name}:{setting.threshold:g}"
+
+
+@MADE_UP
+@given(samples(k_max=7), st.integers(0, 7))
+def test_the_general_replay_of_a_fixed_length_is_the_fast_one(folder, sample, k):  # noqa: F811
+    traces = sample.couple(folder)
+    assert_same(replay(traces, FixedPolicy(k), f"fixed:{k}"), replay_fixed(traces, [k])[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda t: replace(t, drafts=torch.minimum(t.drafts, t.leading + 1)),  # rollouts left out
+        lambda t: replace(t, leading=torch.minimum(t.leading + 1, t.drafts)),  # a rejected token counts
+        lambda t: replace(t, entropy=t.entropy.roll(1), logprob=t.logprob.roll(1)),
+    ],
+)
+@pytest.mark.parametrize("name", ["confidence", "entropy", "head with signals lag 0"])
+def test_the_slow_walk_sees_a_wrong_replay(folder, name, wrong):  # noqa: F811
+    sample = make_sample(5, responses=30)
+    threshold = 0.6
+    walked = walk(sample, decider(name, threshold, 1, 6), 6)
+    traces = sample.couple(folder)
+    (right,) = replay_thresholds(traces, RULES[name](0.5), [Setting(threshold=threshold, k_max=6)], name)
+    assert_same(right, walked)
+    (one,) = replay_thresholds(wrong(traces), RULES[name](0.5), [Setting(threshold=threshold, k_max=6)], name)
+    assert not np.array_equal(one.counts, walked.counts)
+
+
+def test_lags_are_told_apart(folder):  # noqa: F811
+    sample = make_sample(5, responses=30)
+    traces = sample.couple(folder)
+    lags = [
+        replay_thresholds(traces, RULES[name](0.5), [Setting(threshold=0.4, k_max=6)], name)[0].counts.sum(0)
+        for name in ("head lag 0", "head lag 1")
+    ]
+    assert lags[0][3] > lags[0][0] - lags[0][2] + lags[0][1] - len(sample.records)  # forwards for nothing
+    assert lags[0][1] < lags[1][1] and lags[0][2] > lags[1][2]
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if name.startswith("head")])
+@MADE_UP
+@given(sample=samples(k_max=7), chosen=st.lists(setting_of(THRESHOLDS, 7), min_size=1, max_size=3))
+def test_pruned_scores_change_nothing(folder, name, sample, chosen):  # noqa: F811
+    traces = sample.couple(folder)
+    pruned = replay_thresholds(traces, RULES[name](0.5), chosen, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "score_tokens", lambda *arguments, **_: score_tokens(*arguments))
+        whole = replay_thresholds(traces, RULES[name](0.5), chosen, name)
+    for one, other in zip(pruned, whole, strict=True):
+        assert_same(one, other)
+
+
+def test_pruning_leaves_out_most_tokens_of_a_strict_rule_and_too_much_of_it_is_seen(folder):  # noqa: F811
+    sample = make_sample(5, responses=40, accept=0.4)
+    traces = sample.couple(folder)
+    policy = RULES["head lag 1"](0.5)
+    scored = [int((score_tokens(traces, policy, floor)[traces.positions :] > 0).sum()) for floor in (0.0, 0.9, 1.0)]
+    assert scored[0] > 3 * scored[1] > 0 and scored[2] == 0
+    setting = [Setting(threshold=0.9, k_max=6)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "score_tokens", lambda traces, policy, floor: score_tokens(traces, policy, floor + 0.5))
+        (wrong,) = replay_thresholds(traces, policy, setting, "head")
+    (right,) = replay_thresholds(traces, policy, setting, "head")
+    assert wrong.total.discarded < right.total.discarded
+
+
+def test_more_settings_than_walk_together_change_nothing(folder, monkeypatch):  # noqa: F811
+    traces = make_sample(7, responses=8).couple(folder)
+    chosen = [Setting(threshold=t, k_max=6) for t in np.linspace(0, 1, 11).tolist()]
+    together = replay_thresholds(traces, RULES["confidence"](0.5), chosen, "confidence")
+    monkeypatch.setattr(module, "LANES", 3)
+    for one, other in zip(replay_thresholds(traces, RULES["confidence"](0.5), chosen, "c"), together, strict=True):
+        assert_same(one, other)
+        assert one.params == other.params
+
+
+# --- the oracle ------------------------------------------------------------------------------------------------------
+
+
+def theorem_4_1(record):
+    """S: the positions but the last at which the proposal is rejected; nothing is discarded, |S| + 1 verifications."""
+    generated = len(record["accepted"])
+    verified = 1 + sum(not kept for kept in record["accepted"][:-1])
+    return [generated, 0, verified, generated - verified]
+
+
+@MADE_UP
+@given(samples())
+def test_the_oracle_has_the_counts_of_theorem_4_1(folder, sample):  # noqa: F811
+    oracle = replay_oracle(sample.couple(folder))
+    assert oracle.counts.tolist() == [theorem_4_1(record) for record in sample.records]
+    assert oracle.at_risk.tolist() == oracle.accepted.tolist()
+
+
+@MADE_UP
+@given(samples(), st.integers(0, 1000), st.floats(0.01, 0.99))
+def test_no_policy_is_faster_than_the_oracle(folder, sample, seed, ratio):  # noqa: F811
+    random = np.random.default_rng(seed)
+    traces = sample.couple(folder)
+    costs = ForwardCosts(t_draft=ratio, t_target=1.0)
+
+    def time(counts):
+        return total_time(costs, draft_forwards=counts[:, 3], target_forwards=counts[:, 2])
+
+    best = time(replay_oracle(traces).counts)
+    for share in (0.1, 0.5, 0.9):
+        counts = walk(sample, lambda tokens, n=share: (random.binomial(len(tokens), n), 0), traces.k_max).counts
+        assert (time(counts) >= best - 1e-9).all()
+    for one in replay_fixed(traces, range(traces.k_max + 1)):
+        assert (time(one.counts) >= best - 1e-9).all()
+
+
+def test_an_oracle_that_forgets_a_verification_would_be_seen(folder):  # noqa: F811
+    sample = make_sample(5, responses=30)
+    oracle = replay_oracle(sample.couple(folder))
+    wrong = [[n, 0, max(1, v - 1), n - max(1, v - 1)] for n, _, v, _ in map(theorem_4_1, sample.records)]
+    assert oracle.counts.tolist() != wrong
+
+
+# --- what policies are told ------------------------------------------------------------------------------------------
+
+
+class Curious(RowPolicy):
+    """Asks for everything, and remembers what it is told."""
+
+    needs = frozenset(Signal)
+    max_draft_tokens = 4
+
+    def __init__(self):
+        self.steps, self.outcomes, self.started = [], [], None
+
+    def start(self, batch, device):
+        self.started = batch
+
+    def admit(self, rows):
+        self.admitted = rows.tolist()
+
+    def keep_drafting(self, step):
+        self.steps.append(step)
+        return step.active
+
+    def observe(self, outcome):
+        self.outcomes.append(outcome)
+
+
+def test_a_policy_is_told_what_the_decode_loop_would_tell_it(folder):  # noqa: F811
+    sample = make_sample(11, responses=6)
+    policy = Curious()
+    replayed = replay(sample.couple(folder), policy, "curious")
+    assert (policy.started, policy.admitted) == (6, list(range(6)))
+    walked = walk(sample, lambda tokens: (min(4, len(tokens)), 0), 6)
+    assert np.array_equal(replayed.counts, walked.counts)
+    first = [sample.round(row, 0, 4) for row in range(6)]
+    for step in policy.steps[: max(map(len, first))]:
+        for row, tokens in enumerate(first):
+            if step.active[row]:
+                token = tokens[step.depth - 1]
+                assert step.token_ids[row] == token.id
+                assert torch.equal(step.fed_hidden[row], token.fed)
+                assert step.drawn_hidden is None or torch.equal(step.drawn_hidden[row], token.drawn)
+                assert float(step.logprob[row]) == pytest.approx(token.logprob)
+                assert float(step.entropy[row]) == pytest.approx(token.entropy)
+                assert float(step.max_prob[row]) == pytest.approx(token.max_prob)
+            assert bool(step.active[row]) == (step.depth < len(tokens)), "asked only where a token may follow"
+    outcome = policy.outcomes[0]
+    assert outcome.drafted.tolist() == [len(tokens) for tokens in first]
+    assert outcome.accepted.tolist() == [sum(t.accepted for t in tokens) for tokens in first]
+    assert sum(int(outcome.live.sum()) for outcome in policy.outcomes) == walked.counts[:, 2].sum()
+
+
+class Incurious(Curious):
+    needs = frozenset({Signal.ENTROPY})
+
+
+def test_a_policy_is_told_nothing_that_it_did_not_ask_for(folder):  # noqa: F811
+    policy = Incurious()
+    replay(make_sample(11).couple(folder), policy, "incurious")
+    for step in policy.steps:
+        assert step.entropy is not None
+        assert step.fed_hidden is step.drawn_hidden is step.logprob is step.max_prob is None
+
+
+def test_rounds_longer_than_the_rollouts_are_refused_with_both_numbers(folder):  # noqa: F811
+    traces = make_sample(1).couple(folder)
+    for ask in (
+        lambda: replay_fixed(traces, [3, 7]),
+        lambda: replay_thresholds(traces, ConfidencePolicy(), [Setting(threshold=0.5, k_max=7)], "confidence"),
+        lambda: replay(traces, FixedPolicy(7), "fixed:7"),
+    ):
+        with pytest.raises(InputError, match=r"up to 7 tokens.* rounds of 6"):
+            ask()
+
+
+def test_totals_and_measured_counts_are_sums_and_choices_of_responses(folder):  # noqa: F811
+    replayed = replay_fixed(make_sample(1).couple(folder), [3])[0]
+    total = replayed.total
+    assert [total.generated, total.discarded, total.target_forwards, total.draft_forwards] == (
+        replayed.counts.sum(0).tolist()
+    )
+    chosen = replayed.measured([2, 0])
+    assert [count.generated for count in chosen.counts] == [replayed.counts[2, 0], replayed.counts[0, 0]]
+    assert (chosen.name, chosen.params) == ("fixed:3", {"k": 3})
+    assert len(replayed.measured().counts) == 5

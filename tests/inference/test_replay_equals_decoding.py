@@ -1,0 +1,321 @@
+"""Replay prices a policy as the real decode loop does: the same policy object, the same held-out prompts.
+
+At T = 0 on the same responses: each response's counts are equal (the issue asks for 1 % of the pooled rates). At T = 1
+both are samples: z = difference / √(se² + se²) with standard errors over prompts; |z| > 3.89 fails, a false alarm in
+10,000 a comparison (fewer, since both see the same prompts), and most must lie in the joint 95 % interval.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from accept_head import Sampling
+from accept_head.inference import RowPolicy, generate
+from accept_head.inference import replay as module
+from accept_head.inference.coupled import load_coupled
+from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.replay import Setting, replay, replay_fixed, replay_thresholds
+from accept_head.prompts import load_prompts
+from tests.inference.test_rollouts import collected
+from tests.inference.toy import random_head
+
+GREEDY, SAMPLED = Sampling(temperature=0), Sampling(top_k=50)
+NEWLINE, PERIOD = 203, 18  # frequent tokens of the embedded pair; as end tokens, many responses finish by themselves
+Z_LIMIT, Z_95 = 3.89, 1.96
+K_MAX = 12
+
+
+@cache
+def head(**config):
+    """Untrained, with predictions from doubtful to sure, so that each threshold makes other rounds."""
+    made = random_head(128, std=0.05, **config)
+    torch.nn.init.constant_(made.output.bias, 1.5)
+    return made
+
+
+class Cautious(RowPolicy):
+    """Drafts one token more than were accepted last time: it remembers rows from round to round."""
+
+    max_draft_tokens = 6
+
+    def start(self, batch, device):
+        self.next = torch.zeros(batch, dtype=torch.long, device=device)
+
+    def admit(self, rows):
+        self.next[rows] = 3
+
+    def select(self, rows):
+        self.next = self.next[rows]
+
+    def start_round(self, live):
+        return self.next.clone()
+
+    def observe(self, outcome):
+        self.next = torch.where(outcome.live, (outcome.accepted + 1).clamp(max=6), self.next)
+
+
+POLICIES = {
+    "none": lambda: FixedPolicy(0),
+    "fixed:5": lambda: FixedPolicy(5),
+    "confidence:0.15": lambda: ConfidencePolicy(0.15, k_max=K_MAX),
+    "entropy:1.2, k_min 2": lambda: EntropyPolicy(1.2, k_min=2, k_max=K_MAX),
+    "head lag 1, 0.3": lambda: HeadPolicy(head(signals=True), 0.3, k_max=K_MAX),
+    "head lag 1, 0.5": lambda: HeadPolicy(head(signals=True), 0.5, k_max=K_MAX),
+    "head lag 1, 0.8": lambda: HeadPolicy(head(), 0.8, k_min=2, k_max=8),
+    "head lag 0, 0.5": lambda: HeadPolicy(head(signals=True), 0.5, lag=0, k_max=K_MAX),
+    "head before, 0.5": lambda: HeadPolicy(head(reads="before", signals=True), 0.5, k_max=K_MAX),
+    "cautious": Cautious,
+}
+
+
+def replayed(traces, policy):
+    """By the fast way, if it has one."""
+    if isinstance(policy, FixedPolicy):
+        return replay_fixed(traces, [policy.max_draft_tokens])[0].counts
+    if not hasattr(policy, "threshold"):
+        return replay(traces, policy, "any").counts
+    setting = Setting(threshold=policy.threshold, k_min=policy.k_min, k_max=policy.max_draft_tokens)
+    return replay_thresholds(traces, policy, [setting], "rule")[0].counts
+
+
+class Held:
+    """Coupled traces of the first held-out prompts, and the decode loop on the same."""
+
+    def __init__(self, pair, prompts, folder, sampling, ends, new_tokens):
+        self.pair, self.sampling, self.ends, self.new_tokens = pair, sampling, ends, new_tokens
+        self.prompts = prompts
+        models = (pair.target, pair.draft)
+        options = {"max_new_tokens": new_tokens, "ends": ends, "shard_size": 32, "batch_size": 32}
+        collected(models, prompts, folder, sampling=sampling, **options)
+        self.traces = load_coupled(folder, pair.draft, "draft", k_max=K_MAX)
+        self.responses = [list(ids) for ids in self.traces.traces["response_ids"]]
+
+    def decode(self, policy, seed=11):
+        """→ counts (n, 4) as Replayed has them, and the responses."""
+        result = generate(
+            self.pair.target,
+            self.pair.draft,
+            self.prompts,
+            policy=policy,
+            sampling=self.sampling,
+            max_new_tokens=self.new_tokens,
+            batch_size=16,
+            end_token_ids=self.ends,
+            seed=seed,
+        )
+        rows = [[s.generated, s.discarded, s.rounds, s.draft_forwards] for s in result.stats]
+        return np.array(rows, dtype=float), result.tokens
+
+
+@pytest.fixture(scope="module")
+def held_out(embedded_pair, embedded_pair_folder, tmp_path_factory):
+    """held_out(sampling, ends, prompts, new_tokens, most) → Held, made once. most: tokens kept of a prompt."""
+    path = str(embedded_pair_folder / "prompts" / "test.jsonl")
+
+    @cache
+    def make(sampling, ends, count, new_tokens, most=None):
+        prompts = [list(prompt.ids[:most]) for prompt in load_prompts(path, embedded_pair.tokenizer, max_prompts=count)]
+        folder = tmp_path_factory.mktemp("held-out") / "traces"
+        return Held(embedded_pair, prompts, folder, sampling, list(ends), new_tokens)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def decoded():
+    """decoded(held, name) → counts and responses by the loop, made once."""
+
+    @cache
+    def make(held, name):
+        return held.decode(POLICIES[name]())
+
+    return make
+
+
+def rates(counts):
+    """Discard rate and verification rate."""
+    total = counts.sum(0)
+    return total[1] / total[0], total[2] / total[0]
+
+
+def z_scores(one, other):
+    """Of both rates; the standard error of a ratio of sums over prompts by the delta method."""
+    scores = []
+    for column in (1, 2):
+        values, variances = [], []
+        for counts in (one, other):
+            n, rate = len(counts), counts[:, column].sum() / counts[:, 0].sum()
+            off = counts[:, column] - rate * counts[:, 0]
+            values.append(rate)
+            variances.append((off**2).sum() * n / (n - 1) / counts[:, 0].sum() ** 2)
+        difference, error = values[0] - values[1], math.sqrt(sum(variances))
+        scores.append(difference / error if error else math.copysign(math.inf, difference) if difference else 0.0)
+    return scores
+
+
+def agree_within_1_percent(one, other):
+    return all(abs(a - b) <= 0.01 * b for a, b in zip(rates(one), rates(other), strict=True))
+
+
+def agree_in_distribution(one, other):
+    return max(map(abs, z_scores(one, other))) < Z_LIMIT
+
+
+CHECKS = {GREEDY: agree_within_1_percent, SAMPLED: agree_in_distribution}
+
+# Wrong in a way that a real mistake would be.
+WRONG = {
+    "rollouts left out": lambda t: replace(t, drafts=torch.minimum(t.drafts, t.leading + 1)),
+    "the rejected token counts as accepted": lambda t: replace(t, leading=torch.minimum(t.leading + 1, t.drafts)),
+    "rounds end before the rejected token": lambda t: replace(t, drafts=torch.minimum(t.drafts, t.leading)),
+}
+
+
+class Wanted:
+    """What the quick and the long test share."""
+
+    def check_greedy(self, held, decoded, name):
+        counts, responses = decoded(held, name)
+        assert responses == held.responses
+        mine = replayed(held.traces, POLICIES[name]())
+        assert np.array_equal(mine, counts)
+        assert agree_within_1_percent(mine, counts)
+
+    def check_sampled(self, held, decoded, name):
+        counts, _ = decoded(held, name)
+        mine = replayed(held.traces, POLICIES[name]())
+        assert agree_in_distribution(mine, counts), z_scores(mine, counts)
+
+    def inside(self, held, decoded, names):
+        """How many of both rates of all policies lie in the joint 95 % interval, and of how many."""
+        pairs = [(replayed(held.traces, POLICIES[name]()), decoded(held, name)[0]) for name in names]
+        scores = [score for pair in pairs for score in z_scores(*pair)]
+        return sum(abs(score) < Z_95 for score in scores), len(scores)
+
+
+QUICK = [name for name in POLICIES if name not in ("none", "head lag 1, 0.8", "cautious")]
+LENGTHS = {GREEDY: 32, SAMPLED: 40}
+
+
+@pytest.fixture(scope="module")
+def quick(held_out):
+    """40 prompts, and a period ends a response: some finish early, some do not."""
+    return lambda sampling: held_out(sampling, (PERIOD,), 40, LENGTHS[sampling], 32)
+
+
+class TestQuick(Wanted):
+    @pytest.mark.parametrize("name", [*QUICK, "cautious"])
+    def test_greedy_counts_are_those_of_the_loop(self, quick, decoded, name):
+        self.check_greedy(quick(GREEDY), decoded, name)
+
+    @pytest.mark.parametrize("name", QUICK)
+    def test_sampled_rates_are_those_of_the_loop(self, quick, decoded, name):
+        self.check_sampled(quick(SAMPLED), decoded, name)
+
+    def test_most_sampled_rates_lie_in_the_joint_95_percent_interval(self, quick, decoded):
+        inside, count = self.inside(quick(SAMPLED), decoded, QUICK)
+        assert count == 14 and inside >= 12
+
+    @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+    def test_responses_end_in_all_ways(self, quick, sampling):
+        """So that the tests above have seen accepted, rejected and drafted end tokens."""
+        traces = quick(sampling).traces
+        finished, short = np.array(traces.traces["finished"]), (traces.lengths < LENGTHS[sampling]).numpy()
+        accepted = np.array([flags[-1] for flags in traces.traces["accepted"]])
+        assert 5 < finished.sum() < 35
+        assert {True, False} == set(accepted[finished])
+        assert int((traces.ids[: traces.positions] == PERIOD).sum()) > finished[accepted].sum(), "none is rejected"
+        assert (traces.ids[traces.positions :] == PERIOD).any()
+        assert (traces.drafts[(traces.starts + traces.lengths - 1)[finished & short]] > 0).all()
+
+    @pytest.mark.parametrize("name", ["fixed:5", "confidence:0.15", "head lag 1, 0.5", "head lag 0, 0.5"])
+    @pytest.mark.parametrize("mistake", WRONG)
+    def test_a_wrong_replay_fails_both_checks(self, quick, decoded, mistake, name):
+        for sampling, agree in CHECKS.items():
+            held = quick(sampling)
+            counts, _ = decoded(held, name)
+            assert agree(replayed(held.traces, POLICIES[name]()), counts)
+            assert not agree(replayed(WRONG[mistake](held.traces), POLICIES[name]()), counts)
+
+    def test_the_replay_of_another_policy_fails_both_checks(self, quick, decoded):
+        """Another lag, threshold, length."""
+        others = {"head lag 1, 0.5": "head lag 0, 0.5", "head lag 1, 0.3": "head lag 1, 0.8", "fixed:5": "none"}
+        for sampling, agree in CHECKS.items():
+            held = quick(sampling)
+            for name, other in others.items():
+                assert not agree(replayed(held.traces, POLICIES[other]()), decoded(held, name)[0])
+
+    def test_a_state_read_one_token_early_is_seen(self, quick, decoded, monkeypatch):
+        held, name = quick(GREEDY), "head lag 1, 0.3"
+
+        def early(traces, rows, fed, *_):
+            return module._step(traces, rows, fed.device, fed, fed)
+
+        monkeypatch.setattr(module, "_on_path", early)
+        assert not agree_within_1_percent(replayed(held.traces, POLICIES[name]()), decoded(held, name)[0])
+
+
+@pytest.mark.parametrize("new_tokens", [1, 2, 3])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_shortest_responses(held_out, decoded, sampling, new_tokens):
+    held = held_out(sampling, (PERIOD, NEWLINE), 12, new_tokens, 32)
+    for name in ("none", "fixed:5", "entropy:1.2, k_min 2", "head lag 1, 0.5", "head lag 0, 0.5"):
+        counts, responses = decoded(held, name)
+        mine = replayed(held.traces, POLICIES[name]())
+        if sampling is GREEDY:
+            assert responses == held.responses
+            assert np.array_equal(mine, counts)
+        else:
+            assert agree_in_distribution(mine, counts), name
+        assert (mine[:, 3] <= (new_tokens - 1) * mine[:, 2]).all()
+
+
+OWN, MANY = (2,), (PERIOD, NEWLINE)
+CASES = [(OWN, name) for name in POLICIES] + [
+    (MANY, name) for name in ("fixed:5", "head lag 1, 0.5", "head lag 0, 0.5")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+class TestLong(Wanted):
+    """160 whole prompts, 80 tokens: the pair's own end token, and frequent ones."""
+
+    @pytest.mark.parametrize(("ends", "name"), CASES)
+    def test_greedy_counts_are_those_of_the_loop(self, held_out, decoded, name, ends):
+        self.check_greedy(held_out(GREEDY, ends, 160, 80), decoded, name)
+
+    @pytest.mark.parametrize(("ends", "name"), CASES)
+    def test_sampled_rates_are_those_of_the_loop(self, held_out, decoded, name, ends):
+        self.check_sampled(held_out(SAMPLED, ends, 160, 80), decoded, name)
+
+    def test_most_sampled_rates_lie_in_the_joint_95_percent_interval(self, held_out, decoded):
+        inside, count = self.inside(held_out(SAMPLED, OWN, 160, 80), decoded, POLICIES)
+        assert count == 20 and inside >= 17
+
+    @pytest.mark.parametrize("mistake", WRONG)
+    def test_a_wrong_replay_fails_both_checks(self, held_out, decoded, mistake):
+        for sampling, agree in CHECKS.items():
+            for ends, names in ((OWN, QUICK), (MANY, ("fixed:5", "head lag 1, 0.5"))):
+                held = held_out(sampling, ends, 160, 80)
+                for name in names:
+                    assert not agree(replayed(WRONG[mistake](held.traces), POLICIES[name]()), decoded(held, name)[0])
+
+
+def test_z_scores_are_those_of_a_bootstrap_over_prompts():
+    random = np.random.default_rng(0)
+    one, other = np.zeros((2, 60, 4))
+    for counts, share in ((one, 0.3), (other, 0.4)):
+        counts[:, 0] = random.integers(5, 40, 60)
+        counts[:, 1] = random.binomial(counts[:, 0].astype(int), share)
+        counts[:, 2] = counts[:, 0] / 2
+    draws = random.multinomial(60, np.full(60, 1 / 60), size=4000) * 1.0
+    errors = [np.std((draws @ counts[:, 1]) / (draws @ counts[:, 0])) for counts in (one, other)]
+    expected = (rates(one)[0] - rates(other)[0]) / math.hypot(*errors)
+    assert z_scores(one, other)[0] == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,228 @@
+"""The rules with a threshold, asked token by token: what they stop after, with which bounds, and what they look at."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import entropy as scipy_entropy
+
+from accept_head import InputError, Sampling
+from accept_head.inference import generate
+from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, HeadPolicy
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import DraftStep, Signal
+from tests.inference.toy import random_head, toy_pair
+
+HIDDEN = 4
+
+
+class Scripted(ThresholdPolicy):
+    """Its scores are given: step.logprob."""
+
+    needs = reads = frozenset({Signal.LOGPROB})
+
+    def __init__(self, threshold, *, statistic="minimum", k_min=1, k_max=20):
+        self.statistic = statistic
+        super().__init__("scripted", threshold, k_min, k_max)
+
+    @staticmethod
+    def level_of(threshold):
+        return threshold
+
+    def score(self, step):
+        return step.logprob
+
+
+def step(depth, active, **signals):
+    ids = torch.zeros(len(active), dtype=torch.long)
+    return DraftStep(depth=depth, token_ids=ids, active=torch.tensor(active), **signals)
+
+
+def drafted(policy, rows, signal="logprob"):
+    """Tokens that each row drafts when its signals are rows[r]; as the decode loop asks."""
+    table = torch.tensor(rows)
+    active, counts = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.long)
+    most = policy.start_round(active).clamp(max=table.shape[1])
+    for depth in range(1, table.shape[1] + 1):
+        counts += active
+        active = active & (counts < most)
+        active = active & policy.keep_drafting(step(depth, active.tolist(), **{signal: table[:, depth - 1]}))
+        if not active.any():
+            break
+    return counts.tolist()
+
+
+def by_hand(scores, statistic, level, k_min, k_max):
+    most = min(k_max, len(scores))
+    for k in range(k_min, most):
+        value = math.prod(scores[:k]) if statistic == "product" else min(scores[:k])
+        if value < level:
+            return k
+    return most
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    st.lists(st.lists(st.integers(1, 16).map(lambda n: n / 16), min_size=6, max_size=6), min_size=1, max_size=4),
+    st.sampled_from(["product", "minimum"]),
+    st.integers(0, 32).map(lambda n: n / 32),
+    st.integers(1, 4),
+    st.integers(4, 9),
+)
+def test_a_rule_stops_when_its_statistic_is_below_the_level_within_its_bounds(rows, statistic, level, k_min, k_max):
+    """Scores are multiples of 1/16: products of six are exact."""
+    policy = Scripted(level, statistic=statistic, k_min=k_min, k_max=k_max)
+    for _ in range(2):  # nothing is left of a round before
+        assert drafted(policy, rows) == [by_hand(scores, statistic, level, k_min, k_max) for scores in rows]
+
+
+def test_a_statistic_at_the_level_goes_on_and_one_below_it_stops():
+    assert drafted(Scripted(0.5), [[0.5, 0.5, 0.5]]) == [3]
+    assert drafted(Scripted(0.5), [[0.75, 0.4375, 0.75]]) == [2]
+    assert drafted(Scripted(0.5, statistic="product"), [[0.75, 0.75, 0.75, 0.75]]) == [3]
+    assert drafted(Scripted(0.5), [[0.75, 0.75, 0.75, 0.75]]) == [4]
+
+
+def test_a_low_score_before_k_min_stops_at_k_min():
+    assert drafted(Scripted(0.5, k_min=3), [[0.1, 0.9, 0.9, 0.9]]) == [3]
+
+
+def test_rows_do_not_see_each_other():
+    rows = [[0.9, 0.9, 0.1, 0.9], [0.1, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]]
+    assert drafted(Scripted(0.5), rows) == [3, 1, 4]
+    assert drafted(Scripted(0.5), rows[::-1]) == [4, 1, 3]
+
+
+# --- entropy and confidence ------------------------------------------------------------------------------------------
+
+
+def test_entropy_stops_after_a_token_whose_distribution_is_too_spread_out():
+    assert drafted(EntropyPolicy(0.6), [[0.1, 0.6, 0.61, 0.1], [0.7, 0.1, 0.1, 0.1]], "entropy") == [3, 1]
+    assert drafted(EntropyPolicy(0.6, k_min=2, k_max=3), [[0.7, 0.1, 0.1, 0.1], [0.1] * 4], "entropy") == [2, 3]
+    assert drafted(EntropyPolicy(0.0), [[0.0, 0.0, 0.1, 0.0]], "entropy") == [3]
+
+
+@pytest.mark.parametrize(("h", "c"), [(0.6, 0.6), (0.3, 0.5), (1.1, 2.0)])
+def test_entropy_is_svips_rule_without_its_scale(h, c):
+    """Stop when √(c·H) > h."""
+    for value in torch.linspace(0, 3, 50).tolist():
+        stops = drafted(EntropyPolicy(h * h / c), [[value, 0.0]], "entropy") == [1]
+        assert stops == (math.sqrt(c * value) > h)
+
+
+def test_the_loop_shows_the_entropy_of_what_it_draws_from():
+    """Against scipy, on the distribution that the first token was really drawn from; greedy: the plain softmax."""
+    pair, seen = toy_pair(), []
+
+    class Watching(EntropyPolicy):
+        def keep_drafting(self, step):
+            if step.depth == 1:
+                seen.append(float(step.entropy[0]))
+            return super().keep_drafting(step)
+
+    for sampling in (Sampling(temperature=2.0, top_k=3), Sampling(temperature=0)):
+        seen.clear()
+        generate(pair.target, pair.draft, [[1, 2]], policy=Watching(1.0), sampling=sampling, max_new_tokens=3)
+        logits = pair.draft(torch.tensor([[1, 2]])).logits[0, -1]
+        plain = Sampling(temperature=1.0, top_k=0) if sampling.greedy else sampling
+        assert seen[0] == pytest.approx(scipy_entropy(plain.probabilities(logits).numpy()), abs=1e-5)
+
+
+def test_confidence_stops_after_an_unlikely_token():
+    logs = [[math.log(p) for p in row] for row in ([0.9, 0.41, 0.39, 0.9], [0.1, 0.9, 0.9, 0.9])]
+    assert drafted(ConfidencePolicy(0.4), logs) == [3, 1]
+    assert drafted(ConfidencePolicy(0.0), logs) == [4, 4]
+
+
+@pytest.mark.parametrize("threshold", [-0.1, math.nan, math.inf])
+def test_entropy_refuses_thresholds_that_make_no_sense(threshold):
+    with pytest.raises(InputError, match=r"entropy threshold is .*nats"):
+        EntropyPolicy(threshold)
+
+
+@pytest.mark.parametrize("bounds", [{"k_min": 0}, {"k_min": 3, "k_max": 2}, {"k_max": 0}])
+def test_entropy_refuses_bounds_that_make_no_sense(bounds):
+    with pytest.raises(InputError, match="entropy bounds"):
+        EntropyPolicy(0.5, **bounds)
+
+
+# --- the head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def states():
+    """(rows, depth, hidden): states[r, 0] is at the last verified token, states[r, k] at Y_k."""
+    return torch.randn(3, 8, HIDDEN, generator=torch.Generator().manual_seed(4))
+
+
+def head_rounds(policy, states):
+    """Tokens that each row drafts, and how many of the states at drawn tokens were shown."""
+    rows, most = states.shape[0], min(states.shape[1] - 1, policy.max_draft_tokens)
+    active, counts, shown = torch.ones(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.long), 0
+    policy.start_round(active)
+    for depth in range(1, most + 1):
+        counts += active
+        drawn = states[:, depth] if Signal.DRAWN_HIDDEN in policy.needs and depth < most else None
+        fed = states[:, depth - 1] if Signal.FED_HIDDEN in policy.needs else None
+        shown += drawn is not None
+        active = active & (counts < most)
+        active = active & policy.keep_drafting(step(depth, active.tolist(), fed_hidden=fed, drawn_hidden=drawn))
+        if not active.any():
+            break
+    return counts.tolist(), shown
+
+
+def first_stop(head, states, threshold, k_min, lag, first):
+    """SpecDec++ §4.2 by hand. first: which state judges Y_1."""
+    accepted = head.probability(states[:, first:])
+    counts = []
+    for row in accepted:
+        most = states.shape[1] - 1
+        stop = most
+        for k in range(k_min, most):
+            if k - lag >= 1 and 1 - float(row[: k - lag].prod()) > threshold:
+                stop = k
+                break
+        counts.append(stop)
+    return counts
+
+
+@pytest.mark.parametrize("k_min", [1, 2, 4])
+@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.8, 0.95])
+def test_a_head_stops_by_its_product_at_either_lag(states, threshold, k_min):
+    head, before = random_head(HIDDEN), random_head(HIDDEN, reads="before")
+    with torch.no_grad():
+        for lag in (0, 1):
+            policy = HeadPolicy(head, threshold, lag=lag, k_min=k_min)
+            assert head_rounds(policy, states)[0] == first_stop(head, states, threshold, k_min, lag, 1)
+        policy = HeadPolicy(before, threshold, k_min=k_min)
+        assert head_rounds(policy, states)[0] == first_stop(before, states, threshold, k_min, 0, 0)
+
+
+def test_a_lag_drafts_two_tokens_at_least_and_asks_for_no_state_at_a_drawn_token(states):
+    head = random_head(HIDDEN)
+    with torch.no_grad():
+        counts, shown = head_rounds(HeadPolicy(head, 0.0, lag=1), states)
+        assert counts == [2, 2, 2] and shown == 0
+        counts, shown = head_rounds(HeadPolicy(head, 0.0, lag=0), states)
+        assert counts == [1, 1, 1] and shown == 1
+
+
+def test_what_a_policy_reads_and_what_it_needs():
+    """With a lag the state at the token before is the one that this token was drawn from."""
+    drawn, before = random_head(HIDDEN), random_head(HIDDEN, reads="before", signals=True)
+    of_q = {Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB}
+    for policy, reads, needs in (
+        (HeadPolicy(drawn, 0.5, lag=0), {Signal.DRAWN_HIDDEN}, {Signal.DRAWN_HIDDEN}),
+        (HeadPolicy(drawn, 0.5, lag=1), {Signal.DRAWN_HIDDEN}, {Signal.FED_HIDDEN}),
+        (HeadPolicy(before, 0.5), {Signal.FED_HIDDEN, *of_q}, {Signal.FED_HIDDEN, *of_q}),
+        (EntropyPolicy(0.5), {Signal.ENTROPY}, {Signal.ENTROPY}),
+        (ConfidencePolicy(0.5), {Signal.LOGPROB}, {Signal.LOGPROB}),
+    ):
+        assert (policy.reads, policy.needs) == (reads, needs)
+    assert HeadPolicy(drawn, 0.5).scores == ConfidencePolicy(0.5).scores == "proposal"
+    assert EntropyPolicy(0.5).scores == "prefix"
