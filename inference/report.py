@@ -143,7 +143,9 @@ def build_report(
     domains = _domains(traces, everything, costs)
     speeds = {row["name"]: row["throughput"] for row in rows}
     best = max(fixed, key=lambda policy: speeds[policy.name])
-    recommended = max((curve[-1].name for curve in curves.values()), key=lambda name: speeds[name])
+    # What was chosen on these very traces is shown, not recommended.
+    elsewhere = [curve[-1].name for name, curve in curves.items() if not rules[name].chosen_here]
+    recommended = max(elsewhere, key=lambda name: speeds[name], default=None)
     families = ["none", *["fixed"] * len(fixed), *(name for name, curve in curves.items() for _ in curve), "oracle"]
     main = {"none", "oracle", *(curve[-1].name for curve in curves.values())}
     main |= {f"fixed:{best.params['k'] + step}" for step in range(-NEIGHBOURS, NEIGHBOURS + 1)}
@@ -169,7 +171,7 @@ def build_report(
     config = traces.config
     here = [name for name, rule in rules.items() if rule.chosen_here]
     return ReportData(
-        title=title,
+        title=title if elsewhere else f"{title} (settings chosen on these traces)",
         pair=(_short(config.target), _short(config.draft)),
         sampling=config.sampling.to_dict(),
         prompts=len(traces.lengths),
