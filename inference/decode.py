@@ -7,7 +7,9 @@ end. Rows come and go; a row's tokens do not depend on the rows around it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -52,7 +54,7 @@ class Decoder:
     ) -> Iterator[Finished]:
         """Continue every request; each is handed out as it finishes, and a waiting one takes its place."""
         device = self.target.model.device
-        self.policy, self.processing, self.seed = policy, processing, seed
+        self.policy, self.processing, self.stopping, self.seed = policy, processing, stopping, seed
         self.rows = Rows(self.batch, self.max_length, policy.max_draft_tokens + 1, device)
         for model in (self.target, self.draft):
             model.restore(self.batch)
@@ -60,20 +62,23 @@ class Decoder:
         waiting = iter(requests)
         self._admit(waiting)
         while self.rows.live_rows:
-            drafted = self._draft(stopping)
+            begin = time.perf_counter()
+            drafted = self._draft()
             verified, logits, scores = self._verify(drafted)
             outcome = self.rows.accept(drafted.lengths, verified, stopping, len(drafted.ids))
-            policy.observe(outcome)
+            if Signal.DIVERGENCE in policy.needs:
+                outcome = replace(outcome, divergence=drafted.divergence(scores, processing.sampling.temperature))
             if watch:
                 watch(Round(self.rows, drafted, verified, logits, scores, outcome))
             del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
-            finished = self.rows.sync(stopping)
+            finished = self.rows.sync(stopping)  # the device has done the round's work now
+            policy.observe(replace(outcome, seconds=time.perf_counter() - begin))
             yield from finished
             if finished:
                 self._admit(waiting)
                 self._compact()
 
-    def _draft(self, stopping: Stopping) -> Drafted:
+    def _draft(self) -> Drafted:
         """Let each live row draft until its policy, its budget or a drawn end token says stop.
 
         Host syncs: one for the round's largest budget, and, only if the policy can stop early, one a drafted token:
@@ -84,7 +89,7 @@ class Decoder:
         budget = checked(policy, "start_round", policy.start_round(rows.live), len(rows.live))
         budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * rows.live
         most = int(budget.max())
-        drafted = Drafted(ids=[], probabilities=[], lengths=torch.zeros_like(budget))
+        drafted = Drafted(ids=[], probabilities=[], scores=[], lengths=torch.zeros_like(budget))
         if most == 0:
             return drafted
         self.uniforms = self._uniforms(most)
@@ -94,13 +99,18 @@ class Decoder:
         for depth in range(1, most + 1):
             scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
             q = None if processing.greedy else processing.probabilities(scores)
+            if policy.peeks:
+                declined = active & ~self._peek(depth, active, scores, q, fed)
+                active, in_vain = active & ~declined, in_vain + declined
+                if not active.any():
+                    break
             ids = scores.argmax(-1) if q is None else draw(q, self.uniforms[:, DRAFT, depth - 1])
             rows.write_draft(depth, ids)
-            drafted.append(ids, q, active)
+            drafted.append(ids, q, active, scores if Signal.DIVERGENCE in policy.needs else None)
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
             ahead = self._feed(ids, depth) if look_ahead and depth < most else None
             # What is drawn is kept, so not drafting beyond an end token changes no distribution.
-            drew = active = active & ~stopping.is_end(ids) & (drafted.lengths < budget)
+            drew = active = active & ~self.stopping.is_end(ids) & (drafted.lengths < budget)
             if policy.stops_early:
                 signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
                 step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, ahead)
@@ -112,6 +122,13 @@ class Decoder:
             fed = ahead or self._feed(ids, depth)
         rows.draft_forwards += drafted.lengths + in_vain
         return drafted
+
+    def _peek(self, depth: int, active: Tensor, scores: Tensor, q: Tensor | None, fed: Forward) -> Tensor:
+        """Ask the policy whether to draw from the distribution at hand → (batch,) bool."""
+        policy = self.policy
+        signal_q = self.processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
+        step = DraftStep.of(policy.needs, depth, None, active, signal_q, fed, None)
+        return checked(policy, "draw_next", policy.draw_next(step), len(active))
 
     def _verify(self, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
         """One target forward on the last token and the draft, then the ratio test."""
@@ -166,7 +183,8 @@ class Decoder:
         if self.policy.max_draft_tokens:
             self.draft.fill(self.rows.tokens, taken, [0] * len(taken), ends)
             self.rows.mark_fed(taken)
-        self.policy.admit(torch.tensor(taken, device=self.rows.keys.device))
+        index = torch.tensor(taken, device=self.rows.keys.device)
+        self.policy.admit(index, self.rows.lengths[index])
 
     def _compact(self) -> None:
         """Drop idle rows when nobody waits for them and they are a quarter of the batch. Compiled shapes stay."""

@@ -19,13 +19,15 @@ from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
 
 class Signal(Enum):
-    """What a policy reads of a draft step. The host computes what is asked for and nothing else."""
+    """What a policy reads of a draft step or of a verified round. The host computes what is asked for, nothing else."""
 
     FED_HIDDEN = auto()  # the draft's last hidden state at the token before Y: what Y was drawn from, so it is free
     DRAWN_HIDDEN = auto()  # the same at Y itself: known only after one more draft forward
     LOGPROB = auto()  # log q(Y)
     ENTROPY = auto()  # of q, nats
     MAX_PROB = auto()  # max q
+    DIVERGENCE = auto()  # KL(p ‖ q), nats, of plain softmaxes at the sampling temperature, at verified positions
+    SECONDS = auto()  # that the round took
 
 
 OF_Q = frozenset({Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB})  # read from the draft's distribution
@@ -35,14 +37,15 @@ OF_Q = frozenset({Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB})  # read from
 class DraftStep:
     """The state after drawing Y_depth. Fields that the policy did not ask for are None.
 
-    depth: 1 for the first token of the round. token_ids: (batch,) Y_depth. active: (batch,) bool, rows still drafting;
-    what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden); drawn_hidden is None at the last token
-    that the round can have, where nothing depends on it. logprob, entropy, max_prob: (batch,), of the distribution
-    Y_depth was drawn from; when decoding is greedy, of the draft's plain softmax.
+    depth: 1 for the first token of the round. token_ids: (batch,) Y_depth; None before it is drawn. active: (batch,)
+    bool, rows still drafting; what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden);
+    drawn_hidden is None at the last token that the round can have, where nothing depends on it. logprob, entropy,
+    max_prob: (batch,), of the distribution Y_depth is drawn from; when decoding is greedy, of the draft's plain
+    softmax.
     """
 
     depth: int
-    token_ids: Tensor
+    token_ids: Tensor | None
     active: Tensor
     fed_hidden: Tensor | None = None
     drawn_hidden: Tensor | None = None
@@ -55,7 +58,7 @@ class DraftStep:
         cls,
         needs: frozenset[Signal],
         depth: int,
-        token_ids: Tensor,
+        token_ids: Tensor | None,
         active: Tensor,
         q: Tensor,
         fed: Forward,
@@ -69,7 +72,7 @@ class DraftStep:
             active=active,
             fed_hidden=fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None,
             drawn_hidden=ahead.hidden[:, 0] if Signal.DRAWN_HIDDEN in needs and ahead is not None else None,
-            logprob=draft_logprob(q, token_ids) if Signal.LOGPROB in needs else None,
+            logprob=draft_logprob(q, token_ids) if Signal.LOGPROB in needs and token_ids is not None else None,
             entropy=draft_entropy(q) if Signal.ENTROPY in needs else None,
             max_prob=draft_max_prob(q) if Signal.MAX_PROB in needs else None,
         )
@@ -77,11 +80,24 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class VerifyOutcome:
-    """What verification said. drafted, accepted: (batch,) tokens of this round; live: (batch,) bool."""
+    """What verification said. drafted, accepted: (batch,) tokens of this round; live: (batch,) bool, rows that took
+    part; lengths: (batch,) tokens of each row now, its prompt included.
+
+    divergence: (batch, most drafted), of which the first min(drafted, accepted + 1) of a row count: what was drafted
+    after a rejection follows a prefix that is not the text's. seconds: of the whole round. None if not asked for.
+    """
 
     drafted: Tensor
     accepted: Tensor
     live: Tensor
+    lengths: Tensor
+    divergence: Tensor | None = None
+    seconds: float | None = None
+
+    @property
+    def judged(self) -> Tensor:
+        """(batch,) drafted tokens of which verification tells whether they were accepted."""
+        return torch.minimum(self.drafted, self.accepted + 1)
 
 
 class DraftPolicy(Protocol):
@@ -94,13 +110,15 @@ class DraftPolicy(Protocol):
     max_draft_tokens: int
     # False: each row drafts exactly its budget, and the host need not ask after each token whether all have stopped.
     stops_early: bool
+    # True: the host also asks `draw_next` before each token is drawn.
+    peeks: bool
 
     def start(self, batch: int, device: torch.device) -> None:
         """A batch of this many rows begins; nothing is known of any."""
         ...
 
-    def admit(self, rows: Tensor) -> None:
-        """These rows, (n,) int, hold new sequences from now on: forget what was known of the old ones."""
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        """These rows, (n,) int, hold new sequences from now on, prompts of (n,) tokens: forget the old ones."""
         ...
 
     def select(self, rows: Tensor) -> None:
@@ -109,6 +127,11 @@ class DraftPolicy(Protocol):
 
     def start_round(self, live: Tensor) -> Tensor:
         """(batch,) int: most tokens each row may draft now; 0 = do not speculate. live: (batch,) bool."""
+        ...
+
+    def draw_next(self, step: DraftStep) -> Tensor:
+        """(batch,) bool, before Y_depth is drawn, if the policy peeks. `step` has what its distribution says, ENTROPY,
+        MAX_PROB and FED_HIDDEN; its token_ids are not known yet. To stop here costs a draft forward for nothing."""
         ...
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
@@ -126,12 +149,13 @@ class RowPolicy:
     needs: frozenset[Signal] = frozenset()
     scores: Literal["prefix", "proposal"] = "prefix"
     stops_early = True
+    peeks = False
     max_draft_tokens: int
 
     def start(self, batch: int, device: torch.device) -> None:
         pass
 
-    def admit(self, rows: Tensor) -> None:
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
         pass
 
     def select(self, rows: Tensor) -> None:
@@ -139,6 +163,9 @@ class RowPolicy:
 
     def start_round(self, live: Tensor) -> Tensor:
         return torch.full_like(live, self.max_draft_tokens, dtype=torch.long)
+
+    def draw_next(self, step: DraftStep) -> Tensor:
+        return step.active
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
         return step.active
@@ -149,7 +176,7 @@ class RowPolicy:
 
 def checked(policy: DraftPolicy, method: str, answer: object, batch: int) -> Tensor:
     """`answer` itself, if it is a tensor as the interface asks for. Raises InputError naming policy and method."""
-    dtype, kind = (torch.bool, "bool") if method == "keep_drafting" else (torch.long, "int64")
+    dtype, kind = (torch.long, "int64") if method == "start_round" else (torch.bool, "bool")
     if isinstance(answer, Tensor) and answer.shape == (batch,) and answer.dtype == dtype:
         return answer
     got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__

@@ -1,9 +1,9 @@
 """Replay: what a policy would have cost on coupled traces, without a model in the loop.
 
-Three ways in, all in distribution what the decode loop does (equations §4, post-hoc coupling):
+Two ways in, both in distribution what the decode loop does (equations §4, post-hoc coupling):
 replay_fixed       draft lengths, all in one pass
 replay_thresholds  rules that stop when a running statistic falls below a level: one pass for all levels and bounds
-replay             any policy: the object that decodes, asked the same questions in the same order
+Any other policy goes through `replay_host`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accept_head.errors import InputError
 from accept_head.inference.comparison import Measured
 from accept_head.inference.coupled import CoupledTraces
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
+from accept_head.inference.policy import DraftStep, Signal
 
 HIDDEN = frozenset({Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN})
 LANES = 128  # settings that walk through the responses together: bounds memory
@@ -65,11 +65,12 @@ class Setting:
 
 def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed]:
     """fixed:K for each K; `none` for 0."""
-    _check_k_max("fixed", max(lengths), traces)
+    check_k_max("fixed", max(lengths), traces)
     lanes = torch.minimum(traces.drafts[:, None], torch.tensor(lengths))  # (P, lengths)
     walked = _walk(traces, lanes)
     return [
-        _replayed(walked, lane, f"fixed:{k}" if k else "none", {"k": k} if k else {}) for lane, k in enumerate(lengths)
+        replayed_of(walked, lane, f"fixed:{k}" if k else "none", {"k": k} if k else {})
+        for lane, k in enumerate(lengths)
     ]
 
 
@@ -81,7 +82,7 @@ def replay_oracle(traces: CoupledTraces) -> Replayed:
         for row in traces.traces["accepted"]
         for count in [oracle_counts(generated=len(row), rejections=list(row[:-1]).count(False))]
     ]
-    return _replayed(walked, 0, "oracle", {})
+    return replayed_of(walked, 0, "oracle", {})
 
 
 def replay_thresholds(
@@ -95,7 +96,7 @@ def replay_thresholds(
     scores = score_tokens(traces, policy, floor=min(policy.level_of(setting.threshold) for setting in settings))
     lanes = threshold_lengths(traces, policy, settings, scores)
     in_vain = None
-    if policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs:  # the last token was fed just to be judged
+    if policy.peeks or (policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs):  # a forward just to judge
         bounds = torch.tensor([setting.k_max for setting in settings])
         in_vain = lanes < torch.minimum(traces.drafts.int()[:, None], bounds)
     lag = {"lag": policy.lag} if Signal.DRAWN_HIDDEN in policy.reads else {}
@@ -105,7 +106,7 @@ def replay_thresholds(
         walked = _walk(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
         for lane, setting in enumerate(settings[part]):
             params = {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag}
-            replayed.append(_replayed(walked, lane, f"{name}:{setting.threshold:g}", params))
+            replayed.append(replayed_of(walked, lane, f"{name}:{setting.threshold:g}", params))
     return replayed
 
 
@@ -116,15 +117,16 @@ def threshold_lengths(
 
     Raises InputError when a setting drafts more than the rollouts hold.
     """
-    _check_k_max(type(policy).__name__, max(setting.k_max for setting in settings), traces)
+    check_k_max(type(policy).__name__, max(setting.k_max for setting in settings), traces)
     running = torch.cat([scores, scores.new_zeros(1)])[traces.path]  # (P, k_max)
     for depth in range(1, running.shape[1]):  # not cumprod, which may round otherwise than the policy does
         before, here = running[:, depth - 1], running[:, depth]
         running[:, depth] = before * here if policy.statistic == "product" else torch.minimum(before, here)
     # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
-    # level; with a lag, so many tokens later.
+    # level; with a lag, so many tokens later; and one that peeks, just before it.
+    later = 0 if policy.peeks else 1 + policy.lag
     stops = {
-        threshold: (running >= policy.level_of(threshold)).sum(-1, dtype=torch.int32) + 1 + policy.lag
+        threshold: (running >= policy.level_of(threshold)).sum(-1, dtype=torch.int32) + later
         for threshold in {setting.threshold for setting in settings}
     }
     most = traces.drafts.int()
@@ -153,7 +155,7 @@ def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = 
     gets the score 0: whoever draws it (k_min may force it) is below all levels already, and cannot rise again.
     """
     if not policy.reads & HIDDEN:
-        step = _step(traces, slice(None), torch.device("cpu"))
+        step = draft_step(traces, slice(None), torch.device("cpu"))
         return policy.score(step).float()
     device = _device_of(policy)
     on = torch.zeros(traces.positions)
@@ -188,7 +190,7 @@ def _score_rollouts(
         tokens = traces.positions + numbers[alive] * steps + slot
         rows = alive.to(hidden.device)
         drawn = hidden[rows, slot + 1] if slot + 1 < steps else None
-        score = policy.score(_step(traces, tokens, hidden.device, hidden[rows, slot], drawn)).float().cpu()
+        score = policy.score(draft_step(traces, tokens, hidden.device, hidden[rows, slot], drawn)).float().cpu()
         out[alive, slot] = score
         running[alive] = running[alive] * score if policy.statistic == "product" else running[alive].minimum(score)
 
@@ -198,10 +200,10 @@ def _on_path(traces: CoupledTraces, positions: slice, fed: Tensor, hidden: Tenso
     next position's is drawn from (at a response's end, where nobody asks, it is any other)."""
     drawn = fed.roll(-1, 0)
     drawn[rejected] = hidden[:, 0]
-    return _step(traces, positions, fed.device, fed, drawn)
+    return draft_step(traces, positions, fed.device, fed, drawn)
 
 
-def _step(
+def draft_step(
     traces: CoupledTraces,
     tokens: slice | Tensor,
     device: torch.device,
@@ -223,7 +225,7 @@ def _step(
 
 
 @dataclass(frozen=True)
-class _Walked:
+class Walked:
     """counts: (n, lanes, 4). lengths: (lanes, k_max + 1) rounds by tokens drafted; judged, accepted: (lanes, k_max + 1)
     rounds by depths at risk and by tokens accepted."""
 
@@ -233,7 +235,7 @@ class _Walked:
     accepted: np.ndarray
 
 
-def _walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> _Walked:
+def _walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
     """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
     position drafts; in_vain: (P, lanes) bool, whether it feeds the last of them for nothing."""
     responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1
@@ -255,10 +257,10 @@ def _walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -
         place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
     generated = traces.lengths[:, None].expand(responses, width)
     counts = torch.stack([generated, discarded, rounds, forwards], dim=-1).double().numpy()
-    return _Walked(counts, *histograms.view(3, width, sizes).numpy())
+    return Walked(counts, *histograms.view(3, width, sizes).numpy())
 
 
-def _replayed(walked: _Walked, lane: int, name: str, params: dict[str, Any]) -> Replayed:
+def replayed_of(walked: Walked, lane: int, name: str, params: dict[str, Any]) -> Replayed:
     return Replayed(
         name=name,
         params=params,
@@ -274,100 +276,6 @@ def _at_least(histogram: np.ndarray) -> np.ndarray:
     return histogram[::-1].cumsum()[::-1][1:]
 
 
-@torch.no_grad()
-def replay(traces: CoupledTraces, policy: DraftPolicy, name: str, params: dict[str, Any] | None = None) -> Replayed:
-    """Ask the policy itself, round by round, with all responses as the rows of one batch.
-
-    Slower than the other two (a call a drafted token), but for every policy, whatever it remembers.
-    """
-    _check_k_max(name, policy.max_draft_tokens, traces)
-    table = _HiddenTable(traces, policy.needs)
-    rows = torch.arange(len(traces.lengths))
-    place, end = traces.starts.clone(), traces.starts + traces.lengths
-    counts = torch.zeros(len(rows), 4, dtype=torch.long)
-    counts[:, 0] = traces.lengths
-    histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
-    policy.start(len(rows), table.device)
-    policy.admit(rows.to(table.device))
-    while (live := place < end).any():
-        here = place.clamp(max=traces.positions - 1)
-        budget = checked(policy, "start_round", policy.start_round(live.to(table.device)), len(rows)).cpu()
-        budget = torch.minimum(budget, traces.drafts[here]).clamp(min=0) * live
-        drafted, in_vain = _draft(traces, policy, table, here, budget)
-        accepted = torch.minimum(drafted, traces.leading[here])
-        counts[:, 1] += drafted - accepted
-        counts[:, 2] += live
-        counts[:, 3] += drafted + in_vain
-        for histogram, value in zip(histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True):
-            histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
-        policy.observe(
-            VerifyOutcome(
-                drafted=drafted.to(table.device), accepted=accepted.to(table.device), live=live.to(table.device)
-            )
-        )
-        place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
-    walked = _Walked(counts[:, None].double().numpy(), *histograms[:, None].numpy())
-    return _replayed(walked, 0, name, params or {})
-
-
-def _draft(
-    traces: CoupledTraces, policy: DraftPolicy, table: _HiddenTable, here: Tensor, budget: Tensor
-) -> tuple[Tensor, Tensor]:
-    """One round of every row, as Decoder._draft: tokens drafted, and forwards beyond them, (rows,) each."""
-    if not policy.stops_early:
-        return budget, torch.zeros_like(budget)
-    drafted, in_vain, active = torch.zeros_like(budget), torch.zeros_like(budget), budget > 0
-    most = int(budget.max())
-    for depth in range(1, most + 1):
-        drafted += active
-        tokens = traces.path[here, depth - 1].clamp(max=len(traces.ids) - 1)
-        drew = active = active & (drafted < budget)
-        fed, drawn = table.states(tokens)
-        look_ahead = drawn is not None and depth < most
-        step = _step(traces, tokens, table.device, fed, drawn if look_ahead else None)
-        kept = policy.keep_drafting(_at(step, depth, active.to(table.device), policy.needs))
-        active = active & checked(policy, "keep_drafting", kept, len(active)).cpu()
-        if look_ahead:
-            in_vain += drew & ~active
-        if not active.any():
-            break
-    return drafted, in_vain
-
-
-def _at(step: DraftStep, depth: int, active: Tensor, needs: frozenset[Signal]) -> DraftStep:
-    """As the decode loop would show it: nothing that the policy did not ask for."""
-    return DraftStep(
-        depth=depth,
-        token_ids=step.token_ids.long(),
-        active=active,
-        fed_hidden=step.fed_hidden,
-        drawn_hidden=step.drawn_hidden,
-        logprob=step.logprob if Signal.LOGPROB in needs else None,
-        entropy=step.entropy if Signal.ENTROPY in needs else None,
-        max_prob=step.max_prob if Signal.MAX_PROB in needs else None,
-    )
-
-
-class _HiddenTable:
-    """Hidden states of all tokens, for policies that ask for them: all of them are in memory."""
-
-    def __init__(self, traces: CoupledTraces, needs: frozenset[Signal]):
-        self.needs, self.device = needs, torch.device("cpu")
-        if not needs & HIDDEN:
-            return
-        parts = [(fed, hidden) for _, _, fed, hidden in traces.hidden()]
-        fed, hidden = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        steps = traces.k_max - 1
-        self.fed = torch.cat([fed, hidden.reshape(-1, fed.shape[-1])])
-        # The state at a token stands with the next token of its response or rollout, or with its own rollout's first.
-        self.next = torch.arange(1, len(self.fed) + 1).clamp(max=len(self.fed) - 1)
-        self.next[traces.rejected] = traces.positions + torch.arange(len(traces.rejected)) * steps
-
-    def states(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        fed = self.fed[tokens] if Signal.FED_HIDDEN in self.needs else None
-        return fed, self.fed[self.next[tokens]] if Signal.DRAWN_HIDDEN in self.needs else None
-
-
 def _device_of(policy: ThresholdPolicy) -> torch.device:
     head = getattr(policy, "head", None)
     return next(head.parameters()).device if head is not None else torch.device("cpu")
@@ -380,6 +288,6 @@ def _counts(row: Sequence[float]) -> DecodeCounts:
     )
 
 
-def _check_k_max(name: str, k_max: int, traces: CoupledTraces) -> None:
+def check_k_max(name: str, k_max: int, traces: CoupledTraces) -> None:
     if k_max > traces.k_max:
         raise InputError(f"{name} drafts up to {k_max} tokens, but the rollouts are for rounds of {traces.k_max}")

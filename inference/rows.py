@@ -169,7 +169,7 @@ class Rows:
         self.drafted += drafted
         self.accepted += accepted
         self.round_accepted = accepted
-        outcome = VerifyOutcome(drafted=drafted, accepted=accepted, live=self.live)
+        outcome = VerifyOutcome(drafted=drafted, accepted=accepted, live=self.live, lengths=self.lengths.clone())
         self.live = self.live & ~ended & (self.lengths < self.max_lengths)
         return outcome
 

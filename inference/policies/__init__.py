@@ -12,14 +12,30 @@ from transformers import PreTrainedModel
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub import load_head
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
 from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
+from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size
 
-__all__ = ["POLICIES", "ConfidencePolicy", "EntropyPolicy", "FixedPolicy", "HeadPolicy", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "AdaEdlPolicy",
+    "ConfidencePolicy",
+    "CumulativeConfidencePolicy",
+    "EntropyPolicy",
+    "FixedPolicy",
+    "HeadPolicy",
+    "MaxProbPolicy",
+    "MeanMaxProbPolicy",
+    "SvipPolicy",
+    "make_policy",
+]
 
 Options = dict[str, Any]
 
@@ -77,12 +93,13 @@ def _fixed(argument: str, draft: PreTrainedModel, options: Options) -> DraftPoli
     return FixedPolicy(int(argument))
 
 
-def _confidence(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
-    return ConfidencePolicy(_number(argument) if argument else 0.4, **options)
+def _rule(policy: Callable[..., DraftPolicy]) -> Callable[[str, PreTrainedModel, Options], DraftPolicy]:
+    """A rule with one number, which has a default."""
 
+    def build(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+        return policy(_number(argument), **options) if argument else policy(**options)
 
-def _entropy(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
-    return EntropyPolicy(_number(argument) if argument else 0.6, **options)
+    return build
 
 
 def _head(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
@@ -133,12 +150,28 @@ def _number(text: str) -> float:
 POLICIES = {
     "none": Entry("none", "no drafting: the target alone", _none, lambda: FixedPolicy(0)),
     "fixed": Entry("fixed:K", "K draft tokens every round", _fixed, lambda k: FixedPolicy(k)),
-    "confidence": Entry(
-        "confidence[:THRESHOLD]", "stop after a token that the draft gave less than this", _confidence, ConfidencePolicy
-    ),
-    "entropy": Entry(
-        "entropy[:NATS]", "stop after a token whose distribution had more entropy than this", _entropy, EntropyPolicy
-    ),
+    **{
+        name: Entry(f"{name}[:{number}]", line, _rule(policy), policy)
+        for name, number, line, policy in (
+            ("confidence", "THRESHOLD", "stop after a token that the draft gave less than this", ConfidencePolicy),
+            (
+                "cumulative-confidence",
+                "THRESHOLD",
+                "LLMCad: stop when all drawn tokens together had less than this",
+                CumulativeConfidencePolicy,
+            ),
+            ("max-prob", "THRESHOLD", "Kangaroo, p-min: stop after a token where max q was less", MaxProbPolicy),
+            (
+                "max-prob-mean",
+                "THRESHOLD",
+                "vLLM's RFC: stop all rows when their mean max q is less",
+                MeanMaxProbPolicy,
+            ),
+            ("entropy", "NATS", "stop after a token whose distribution had more entropy than this", EntropyPolicy),
+            ("svip", "THRESHOLD", "SVIP: the same on the scale of its authors", SvipPolicy),
+            ("adaedl", "LAMBDA", "AdaEDL: do not draw where a bound by entropy is below a moving level", AdaEdlPolicy),
+        )
+    },
     "head": Entry(
         "head:PATH[:THRESHOLD]",
         "SpecDec++: stop when the predicted chance of a rejection so far passes the threshold",

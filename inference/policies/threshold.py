@@ -20,7 +20,8 @@ class ThresholdPolicy(RowPolicy):
     A token that k_min kept the rule from stopping at is not forgotten: the round then ends at k_min.
 
     statistic: `product` of scores in [0, 1], or `minimum`: either never rises with k. lag: 1 if Y_k is judged only
-    after Y_{k+1} is drawn. reads: what `score` looks at, of the token that is judged; `needs` can differ with a lag.
+    after Y_{k+1} is drawn. peeks: True if Y_k is judged before it is drawn, by what its distribution says; the round
+    then ends before it. reads: what `score` looks at, of the token that is judged; `needs` can differ with a lag.
     """
 
     stops_early = True
@@ -53,12 +54,16 @@ class ThresholdPolicy(RowPolicy):
         self.running = torch.full(live.shape, start, device=live.device)
         return super().start_round(live)
 
+    def draw_next(self, step: DraftStep) -> Tensor:
+        self._add(self.score(step))
+        return step.active if step.depth <= self.k_min else step.active & (self.running >= self.level)
+
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        token = self.judged(step)
+        token = None if self.peeks else self.judged(step)
         if token is None:
             return step.active
-        score = self.score(token)
+        self._add(self.score(token))
+        return step.active if step.depth < self.k_min else step.active & (self.running >= self.level)
+
+    def _add(self, score: Tensor) -> None:
         self.running = self.running * score if self.statistic == "product" else torch.minimum(self.running, score)
-        if step.depth < self.k_min:
-            return step.active
-        return step.active & (self.running >= self.level)

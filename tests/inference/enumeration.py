@@ -288,6 +288,11 @@ class _Overheard:
         self.director.start_round(budget)
         return budget
 
+    def draw_next(self, step: DraftStep) -> Tensor:
+        keep = self.policy.draw_next(step)
+        self.director.keep_drafting(keep)
+        return keep
+
     def keep_drafting(self, step: DraftStep) -> Tensor:
         keep = self.policy.keep_drafting(step)
         self.director.keep_drafting(keep)

@@ -17,7 +17,14 @@ from accept_head.acceptance import residual
 from accept_head.inference import decode, generate, verify
 from accept_head.inference.attention import AttentionKinds
 from accept_head.inference.decode import Decoder
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
+from accept_head.inference.policies import (
+    AdaEdlPolicy,
+    ConfidencePolicy,
+    CumulativeConfidencePolicy,
+    FixedPolicy,
+    MaxProbPolicy,
+    SvipPolicy,
+)
 from accept_head.inference.verify import Verified
 from tests.inference.enumeration import (
     PROVED,
@@ -52,6 +59,10 @@ POLICIES = {
     "fixed:3": lambda: FixedPolicy(3),
     **HEADS,
     "confidence": lambda: ConfidencePolicy(0.35),
+    "cumulative-confidence": lambda: CumulativeConfidencePolicy(0.2),
+    "max-prob": lambda: MaxProbPolicy(0.45),
+    "svip": lambda: SvipPolicy(0.38),
+    "adaedl": lambda: AdaEdlPolicy(0.56),
 }
 
 

@@ -14,16 +14,24 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts, total_time
 from accept_head.inference import RowPolicy
 from accept_head.inference import replay as module
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies import (
+    ConfidencePolicy,
+    CumulativeConfidencePolicy,
+    EntropyPolicy,
+    FixedPolicy,
+    HeadPolicy,
+    MaxProbPolicy,
+    SvipPolicy,
+)
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay import (
     Setting,
-    replay,
     replay_fixed,
     replay_oracle,
     replay_thresholds,
     score_tokens,
 )
+from accept_head.inference.replay_host import replay
 from tests.inference.test_coupled import HIDDEN, MADE_UP, folder, make_sample, samples, walk  # noqa: F401
 from tests.inference.toy import random_head
 
@@ -38,7 +46,10 @@ def head_of(**config):
 DRAWN, SIGNALS, BEFORE = head_of(), head_of(signals=True), head_of(reads="before", signals=True)
 RULES = {
     "confidence": ConfidencePolicy,
+    "cumulative-confidence": CumulativeConfidencePolicy,
+    "max-prob": MaxProbPolicy,
     "entropy": EntropyPolicy,
+    "svip": SvipPolicy,
     "head before": lambda threshold, **bounds: HeadPolicy(BEFORE, threshold, **bounds),
     "head lag 1": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=1, **bounds),
     "head lag 0": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=0, **bounds),
@@ -63,7 +74,10 @@ def head_score(head, hidden):
 
 SCORES = {
     "confidence": lambda token: np.exp(token.logprob),
+    "cumulative-confidence": lambda token: np.exp(token.logprob),
+    "max-prob": lambda token: token.max_prob,
     "entropy": lambda token: -token.entropy,
+    "svip": lambda token: -np.sqrt(0.15 * token.entropy),
     "head before": head_score(BEFORE, "fed"),
     "head lag 1": head_score(DRAWN, "drawn"),
     "head lag 0": head_score(DRAWN, "drawn"),
@@ -80,7 +94,9 @@ def decider(name, threshold, k_min, k_max):
         scores = [score(token) for token in tokens]
         if name.startswith("head"):
             return 1 - np.prod(scores) > threshold
-        return scores[-1] < threshold if name == "confidence" else -scores[-1] > threshold
+        if name == "cumulative-confidence":
+            return np.prod(scores) < threshold
+        return scores[-1] < threshold if name in ("confidence", "max-prob") else -scores[-1] > threshold
 
     def decide(tokens):
         most = min(len(tokens), k_max)
@@ -274,7 +290,7 @@ class Curious(RowPolicy):
     def start(self, batch, device):
         self.started = batch
 
-    def admit(self, rows):
+    def admit(self, rows, lengths):
         self.admitted = rows.tolist()
 
     def keep_drafting(self, step):
@@ -288,7 +304,8 @@ class Curious(RowPolicy):
 def test_a_policy_is_told_what_the_decode_loop_would_tell_it(folder):  # noqa: F811
     sample = make_sample(11, responses=6)
     policy = Curious()
-    replayed = replay(sample.couple(folder), policy, "curious")
+    costs = ForwardCosts(t_draft=0.01, t_target=0.1)
+    replayed = replay(sample.couple(folder), policy, "curious", costs=costs)
     assert (policy.started, policy.admitted) == (6, list(range(6)))
     walked = walk(sample, lambda tokens: (min(4, len(tokens)), 0), 6)
     assert np.array_equal(replayed.counts, walked.counts)
@@ -306,6 +323,13 @@ def test_a_policy_is_told_what_the_decode_loop_would_tell_it(folder):  # noqa: F
             assert bool(step.active[row]) == (step.depth < len(tokens)), "asked only where a token may follow"
     outcome = policy.outcomes[0]
     assert outcome.drafted.tolist() == [len(tokens) for tokens in first]
+    assert outcome.seconds == pytest.approx(0.01 * max(map(len, first)) + 0.1)
+    for row, record in enumerate(sample.records):
+        count = int(outcome.judged[row])
+        assert outcome.divergence[row, :count].tolist() == pytest.approx(record["divergence"][:count])
+        assert outcome.lengths[row] == len(record["prompt_ids"]) + min(
+            int(outcome.accepted[row]) + 1, len(record["response_ids"])
+        )
     assert outcome.accepted.tolist() == [sum(t.accepted for t in tokens) for tokens in first]
     assert sum(int(outcome.live.sum()) for outcome in policy.outcomes) == walked.counts[:, 2].sum()
 
@@ -317,6 +341,7 @@ class Incurious(Curious):
 def test_a_policy_is_told_nothing_that_it_did_not_ask_for(folder):  # noqa: F811
     policy = Incurious()
     replay(make_sample(11).couple(folder), policy, "incurious")
+    assert policy.outcomes[0].divergence is None
     for step in policy.steps:
         assert step.entropy is not None
         assert step.fed_hidden is step.drawn_hidden is step.logprob is step.max_prob is None

@@ -19,8 +19,17 @@ from accept_head import Sampling
 from accept_head.inference import RowPolicy, generate
 from accept_head.inference import replay as module
 from accept_head.inference.coupled import load_coupled
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
-from accept_head.inference.replay import Setting, replay, replay_fixed, replay_thresholds
+from accept_head.inference.policies import (
+    AdaEdlPolicy,
+    ConfidencePolicy,
+    EntropyPolicy,
+    FixedPolicy,
+    HeadPolicy,
+    MaxProbPolicy,
+)
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.replay import Setting, replay_fixed, replay_thresholds
+from accept_head.inference.replay_host import replay
 from accept_head.prompts import load_prompts
 from tests.inference.test_rollouts import collected
 from tests.inference.toy import random_head
@@ -71,6 +80,8 @@ POLICIES = {
     "head lag 0, 0.5": lambda: HeadPolicy(head(signals=True), 0.5, lag=0, k_max=K_MAX),
     "head before, 0.5": lambda: HeadPolicy(head(reads="before", signals=True), 0.5, k_max=K_MAX),
     "cautious": Cautious,
+    "adaedl:0.5": lambda: AdaEdlPolicy(0.5, k_max=K_MAX),
+    "max-prob:0.5": lambda: MaxProbPolicy(0.5, k_max=K_MAX),
 }
 
 
@@ -78,7 +89,7 @@ def replayed(traces, policy):
     """By the fast way, if it has one."""
     if isinstance(policy, FixedPolicy):
         return replay_fixed(traces, [policy.max_draft_tokens])[0].counts
-    if not hasattr(policy, "threshold"):
+    if not isinstance(policy, ThresholdPolicy):
         return replay(traces, policy, "any").counts
     setting = Setting(threshold=policy.threshold, k_min=policy.k_min, k_max=policy.max_draft_tokens)
     return replay_thresholds(traces, policy, [setting], "rule")[0].counts
@@ -255,7 +266,7 @@ class TestQuick(Wanted):
         held, name = quick(GREEDY), "head lag 1, 0.3"
 
         def early(traces, rows, fed, *_):
-            return module._step(traces, rows, fed.device, fed, fed)
+            return module.draft_step(traces, rows, fed.device, fed, fed)
 
         monkeypatch.setattr(module, "_on_path", early)
         assert not agree_within_1_percent(replayed(held.traces, POLICIES[name]()), decoded(held, name)[0])

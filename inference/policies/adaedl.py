@@ -1,0 +1,63 @@
+"""AdaEDL: stop before drawing where an entropy-based lower bound of the acceptance falls below a moving threshold."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
+
+
+class AdaEdlPolicy(RowPolicy):
+    """Do not draw Y_k ⇔ 1 − √(γ·H(q_k)) < λ, for k > k_min (arXiv:2410.18351; field.md B4). λ starts at `threshold`
+    and follows each row's own acceptance, after every round that drafted:
+
+        AR ← β₁·AR + (1 − β₁)·accepted/drafted
+        λ' = λ + ε if AR < α;  λ − ε otherwise, unless all that the row may draft was accepted;  λ if it was
+        λ  ← β₂·λ + (1 − β₂)·λ'
+
+    γ 0.2, β₁ 0.5, β₂ 0.9, ε 0.01, α 0.9, as in the implementations that quote the paper (there is no official one);
+    λ₀ is swept from 0.3 to 0.9 there. AR starts at α. A row's state begins anew with each request.
+    """
+
+    needs = frozenset({Signal.ENTROPY})
+    scores: Literal["prefix", "proposal"] = "prefix"
+    peeks = True
+    GAMMA, BETA_RATE, BETA_LEVEL, STEP, WANTED = 0.2, 0.5, 0.9, 0.01, 0.9
+
+    def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):
+        if not 0 <= threshold <= 1:
+            raise InputError(f"adaedl threshold is {threshold}, expected a number from 0 to 1")
+        check_bounds("adaedl", k_min, k_max)
+        self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.levels = torch.full((batch,), self.threshold, device=device)
+        self.rates = torch.full((batch,), self.WANTED, device=device)
+
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        self.levels[rows], self.rates[rows] = self.threshold, self.WANTED
+
+    def select(self, rows: Tensor) -> None:
+        self.levels, self.rates = self.levels[rows], self.rates[rows]
+
+    def draw_next(self, step: DraftStep) -> Tensor:
+        if step.depth <= self.k_min:
+            return step.active
+        assert step.entropy is not None
+        bound = 1 - (self.GAMMA * step.entropy.clamp(min=0)).sqrt()
+        return step.active & (bound >= self.levels)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        drafted = outcome.live & (outcome.drafted > 0)
+        rate = outcome.accepted / outcome.drafted.clamp(min=1)
+        rates = self.BETA_RATE * self.rates + (1 - self.BETA_RATE) * rate
+        full = outcome.accepted == self.max_draft_tokens
+        change = torch.where(rates < self.WANTED, self.STEP, torch.where(full, 0.0, -self.STEP))
+        levels = self.BETA_LEVEL * self.levels + (1 - self.BETA_LEVEL) * (self.levels + change)
+        self.rates = torch.where(drafted, rates, self.rates)
+        self.levels = torch.where(drafted, levels, self.levels)

@@ -1,0 +1,55 @@
+"""Stop where the draft's best guess is a poor one."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal
+
+
+class MaxProbPolicy(ThresholdPolicy):
+    """Stop after Y_k ⇔ max q_k < threshold, row by row; Y_k is kept. Kangaroo (0.6, at most 6 tokens), llama.cpp's
+    p-min (0.75, there over the ten best and dropping Y_k, which greedy drafts allow).
+    """
+
+    needs = reads = frozenset({Signal.MAX_PROB})
+    scores: Literal["prefix", "proposal"] = "prefix"
+    grid = tuple(round(0.05 * step, 2) for step in range(1, 20))
+
+    def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):
+        if not 0 <= threshold <= 1:
+            raise InputError(f"max-prob threshold is {threshold}, expected a probability from 0 to 1")
+        super().__init__("max-prob", threshold, k_min, k_max)
+
+    @staticmethod
+    def level_of(threshold: float) -> float:
+        return threshold
+
+    def score(self, step: DraftStep) -> Tensor:
+        assert step.max_prob is not None
+        return step.max_prob
+
+
+class MeanMaxProbPolicy(RowPolicy):
+    """Stop all rows ⇔ the mean of max q over the rows still drafting < threshold (vLLM's Dynamic Speculation Length
+    RFC, there 0.4 to 0.6). Global by design: what a row drafts depends on the rows around it."""
+
+    needs = frozenset({Signal.MAX_PROB})
+    scores: Literal["prefix", "proposal"] = "prefix"
+
+    def __init__(self, threshold: float = 0.4, *, k_max: int = 20):
+        if not 0 <= threshold <= 1:
+            raise InputError(f"max-prob-mean threshold is {threshold}, expected a probability from 0 to 1")
+        if k_max < 1:
+            raise InputError(f"max-prob-mean k_max is {k_max}, expected a positive integer")
+        self.threshold, self.max_draft_tokens = threshold, k_max
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        assert step.max_prob is not None
+        total = torch.where(step.active, step.max_prob, 0.0).sum()
+        return step.active & (total >= self.threshold * step.active.sum())
