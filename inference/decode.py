@@ -52,7 +52,7 @@ class Decoder:
     ) -> Iterator[Finished]:
         """Continue every request; each is handed out as it finishes, and a waiting one takes its place."""
         device = self.target.model.device
-        self.policy, self.processing, self.seed = policy, processing, seed
+        self.policy, self.processing, self.stopping, self.seed = policy, processing, stopping, seed
         self.rows = Rows(self.batch, self.max_length, policy.max_draft_tokens + 1, device)
         for model in (self.target, self.draft):
             model.restore(self.batch)
@@ -60,7 +60,7 @@ class Decoder:
         waiting = iter(requests)
         self._admit(waiting)
         while self.rows.live_rows:
-            drafted = self._draft(stopping)
+            drafted = self._draft()
             verified, logits, scores = self._verify(drafted)
             outcome = self.rows.accept(drafted.lengths, verified, stopping, len(drafted.ids))
             policy.observe(outcome)
@@ -73,7 +73,7 @@ class Decoder:
                 self._admit(waiting)
                 self._compact()
 
-    def _draft(self, stopping: Stopping) -> Drafted:
+    def _draft(self) -> Drafted:
         """Let each live row draft until its policy, its budget or a drawn end token says stop.
 
         Host syncs: one for the round's largest budget, and, only if the policy can stop early, one a drafted token:
@@ -100,7 +100,7 @@ class Decoder:
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
             ahead = self._feed(ids, depth) if look_ahead and depth < most else None
             # What is drawn is kept, so not drafting beyond an end token changes no distribution.
-            drew = active = active & ~stopping.is_end(ids) & (drafted.lengths < budget)
+            drew = active = active & ~self.stopping.is_end(ids) & (drafted.lengths < budget)
             if policy.stops_early:
                 signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
                 step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, ahead)
