@@ -23,7 +23,7 @@ from accept_head.files import read_json, writable_file
 from accept_head.head import AcceptanceHead
 from accept_head.inference.comparison import compare
 from accept_head.inference.coupled import CoupledTraces, load_coupled
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, HeadPolicy
+from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.profile import device_name
 from accept_head.inference.replay import (
@@ -39,7 +39,7 @@ from accept_head.inference.report_data import DomainResult, PolicyResult, Report
 from accept_head.inference.report_page import write_report
 from accept_head.inference.report_view import calibrate_depths, view_responses
 from accept_head.inference.rollouts import trace_fingerprint
-from accept_head.inference.tune import DECODING_NAME, LONGEST, Grid, load_heads, read_costs, search
+from accept_head.inference.tune import DECODING_NAME, LONGEST, RULES, Grid, load_heads, read_costs, search
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
 NEIGHBOURS = 2  # fixed lengths on either side of the best that the main table shows
@@ -108,7 +108,7 @@ Choice = dict[str, Any]  # threshold, k_min, k_max and, for some heads, lag
 
 
 def read_choices(heads: Sequence[str], tuned: Mapping[str, Any]) -> dict[str, Choice]:
-    """The setting of each rule that was chosen somewhere: heads by name, `confidence`, `entropy`."""
+    """The setting of each rule that was chosen somewhere: heads and other rules by name."""
     choices = {}
     for row in tuned.get("policies", []):
         name, _, _ = str(row.get("name")).rpartition(":")
@@ -213,20 +213,20 @@ def _rules(
 ) -> dict[str, _Rule]:
     """Every rule at the setting chosen elsewhere, or else at the best one here; keys are short names."""
     grid = Grid()
-    missing = [name for name in (*heads, "confidence", "entropy") if "threshold" not in chosen.get(name, {})]
+    missing = [name for name in (*heads, *RULES) if "threshold" not in chosen.get(name, {})]
     found = search(traces, {name: heads[name] for name in heads if name in missing}, costs, grid) if missing else None
     short = {name: _short(name) for name in heads}
     if len(set(short.values())) < len(short):
         short = {name: name for name in heads}
     rules = {}
-    for name in (*heads, "confidence", "entropy"):
+    for name in (*heads, *RULES):
         choice = found.chosen[name].params if found and name in missing else chosen[name]
         choice = {"k_min": 1, "k_max": traces.k_max, **choice}
         if name in heads:
             policy: ThresholdPolicy = HeadPolicy(heads[name], 0.5, lag=choice.get("lag"))
         else:
-            policy = ConfidencePolicy() if name == "confidence" else EntropyPolicy()
-        values = grid.nats if name == "entropy" else grid.thresholds
+            policy = RULES[name]()
+        values = grid.of(name) if name in RULES else grid.thresholds
         label = short.get(name, name)
         rules[label] = _Rule(policy, label, values, choice, name in missing)
     return rules

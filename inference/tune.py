@@ -6,9 +6,10 @@ The policies that need no training go through the same search on the same traces
 from __future__ import annotations
 
 import datetime
+import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -25,9 +26,18 @@ from accept_head.head import AcceptanceHead
 from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, HeadPolicy
+from accept_head.inference.policies import (
+    AdaEdlPolicy,
+    ConfidencePolicy,
+    CumulativeConfidencePolicy,
+    EntropyPolicy,
+    HeadPolicy,
+    MaxProbPolicy,
+    SvipPolicy,
+)
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
+from accept_head.inference.replay_host import replay
 from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
 from accept_head.trace import CONFIG_NAME
@@ -35,8 +45,16 @@ from accept_head.version import VERSION
 
 Objective = Literal["mean", "worst-domain"]
 DECODING_NAME = "decoding.json"
-PROBABILITIES = tuple(round(0.05 * step, 2) for step in range(1, 20))
-NATS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
+PROBABILITIES = ThresholdPolicy.grid
+# Rules that need no training, by name. The first are priced in one pass each; the others have a memory and are asked.
+RULES: dict[str, Callable[..., ThresholdPolicy]] = {
+    "confidence": ConfidencePolicy,
+    "cumulative-confidence": CumulativeConfidencePolicy,
+    "max-prob": MaxProbPolicy,
+    "entropy": EntropyPolicy,
+    "svip": SvipPolicy,
+}
+LEARNERS: dict[str, type[AdaEdlPolicy]] = {"adaedl": AdaEdlPolicy}
 K_MIN, K_MAX, LONGEST = (1, 2), (4, 8, 20), 20
 
 
@@ -74,7 +92,7 @@ def tune(
         t_draft: Seconds of one draft forward, in place of `costs`.
         t_target: Seconds of one target forward.
         target_times: What if the target were so many times as slow? Nothing else changes.
-        thresholds: Thresholds to try for heads and confidence; 0.05, 0.10, ... 0.95 when left out.
+        thresholds: Thresholds to try for heads, confidence and max-prob; 0.05, 0.10, ... 0.95 when left out.
         k_min: Fewest tokens after which a rule may stop, to try; 1 and 2 when left out.
         k_max: Most tokens of a round, to try; 4, 8 and 20 when left out.
         lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
@@ -136,10 +154,10 @@ def tune(
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What to try. thresholds: of heads and confidence, probabilities; nats: of entropy."""
+    """What to try. thresholds: of heads, and of the rules whose own grid is these probabilities; nats: of entropy."""
 
     thresholds: Sequence[float] = PROBABILITIES
-    nats: Sequence[float] = NATS
+    nats: Sequence[float] = EntropyPolicy.grid
     k_min: Sequence[int] = K_MIN
     k_max: Sequence[int] = K_MAX
     lags: Sequence[int] = (0, 1)
@@ -147,6 +165,11 @@ class Grid:
     @property
     def bounds(self) -> list[tuple[int, int]]:
         return [(low, high) for low in self.k_min for high in self.k_max if low <= high]
+
+    def of(self, rule: str) -> Sequence[float]:
+        """Thresholds of a rule that needs no training."""
+        own: Sequence[float] = getattr(RULES[rule], "grid", PROBABILITIES)
+        return self.nats if rule == "entropy" else self.thresholds if own == PROBABILITIES else own
 
     def settings(self, thresholds: Sequence[float]) -> list[Setting]:
         return [Setting(threshold=t, k_min=low, k_max=high) for low, high in self.bounds for t in thresholds]
@@ -187,8 +210,10 @@ def search(
     """Replay everything and choose. heads: by the name that a SPEC would give them."""
     none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     families = {name: _replay_head(traces, name, head, grid) for name, head in heads.items()}
-    families["confidence"] = _replay(traces, ConfidencePolicy(), grid.settings(grid.thresholds), "confidence")
-    families["entropy"] = _replay(traces, EntropyPolicy(), grid.settings(grid.nats), "entropy")
+    for name, rule in RULES.items():
+        families[name] = replay_thresholds(traces, rule(), grid.settings(grid.of(name)), name)
+    for name, learner in LEARNERS.items():
+        families[name] = [_ask(traces, name, learner, value, max(grid.k_max)) for value in learner.grid]
     value = objective_of(objective, traces.domains, costs)
     return Tuned(
         traces=traces,
@@ -204,7 +229,10 @@ def search(
 
 def spec_of(row: Mapping[str, Any]) -> str:
     """A row's policy as `--policy` takes it: its name, and the bounds that are not the usual ones."""
+    name = row["name"].partition(":")[0]
     usual = {"k_min": 1, "k_max": LONGEST, "lag": 1}
+    if name in RULES:  # its authors' bound may be another
+        usual["k_max"] = inspect.signature(RULES[name]).parameters["k_max"].default
     options = [f",{key}={row['params'][key]}" for key in usual if row["params"].get(key, usual[key]) != usual[key]]
     return "".join([row["name"], *options])
 
@@ -223,11 +251,13 @@ def objective_of(objective: Objective, domains: Sequence[str], costs: ForwardCos
 def _replay_head(traces: CoupledTraces, name: str, head: AcceptanceHead, grid: Grid) -> list[Replayed]:
     lags: Iterable[int | None] = (None,) if head.config.reads == "before" else grid.lags
     policies = [HeadPolicy(head, 0.5, lag=lag) for lag in lags]
-    return [r for policy in policies for r in _replay(traces, policy, grid.settings(grid.thresholds), f"head:{name}")]
+    settings = grid.settings(grid.thresholds)
+    return [r for policy in policies for r in replay_thresholds(traces, policy, settings, f"head:{name}")]
 
 
-def _replay(traces: CoupledTraces, policy: ThresholdPolicy, settings: list[Setting], name: str) -> list[Replayed]:
-    return replay_thresholds(traces, policy, settings, name)
+def _ask(traces: CoupledTraces, name: str, rule: type[AdaEdlPolicy], threshold: float, k_max: int) -> Replayed:
+    params = {"threshold": threshold, "k_min": 1, "k_max": k_max}
+    return replay(traces, rule(threshold, k_max=k_max), f"{name}:{threshold:g}", params)
 
 
 def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

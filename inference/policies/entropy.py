@@ -20,6 +20,7 @@ class EntropyPolicy(ThresholdPolicy):
 
     needs = reads = frozenset({Signal.ENTROPY})
     scores: Literal["prefix", "proposal"] = "prefix"
+    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
 
     def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold < float("inf"):

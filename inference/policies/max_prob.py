@@ -19,7 +19,6 @@ class MaxProbPolicy(ThresholdPolicy):
 
     needs = reads = frozenset({Signal.MAX_PROB})
     scores: Literal["prefix", "proposal"] = "prefix"
-    grid = tuple(round(0.05 * step, 2) for step in range(1, 20))
 
     def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:

@@ -26,6 +26,7 @@ class ThresholdPolicy(RowPolicy):
 
     stops_early = True
     statistic: ClassVar[Literal["product", "minimum"]] = "minimum"
+    grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # thresholds to tune over
     lag = 0
     reads: frozenset[Signal]
 
