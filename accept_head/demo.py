@@ -228,9 +228,12 @@ def _decode(spec: str, batch: Sequence[Prompt]) -> list[DecodeCounts]:
 
 
 def _tuned(path: Path, head: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What `tune` chose: name → (SPEC, params), the head first. A name is the SPEC without the head's path."""
+    """What `tune` chose for the head, and the best rule that needs no training: name → (SPEC, params). A name is the
+    SPEC without the head's path."""
     rows = [row for row in read_json(path)["policies"] if "threshold" in row["params"]]
-    return {row["spec"].replace(f"head:{head}", "head"): (row["spec"], row["params"]) for row in rows}
+    heads = [row for row in rows if row["name"].startswith("head:")]
+    rival = max((row for row in rows if row not in heads), key=lambda row: row["throughput"])
+    return {row["spec"].replace(f"head:{head}", "head"): (row["spec"], row["params"]) for row in (*heads, rival)}
 
 
 def _oracle(folder: Path) -> Measured:

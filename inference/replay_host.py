@@ -105,8 +105,15 @@ class _Host:
             verification = self.costs.t_target if int(drafted.max()) else self.costs.t_autoregressive
             seconds = forwards * self.costs.t_draft + verification
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
-        parts = (part.to(device) for part in (drafted, accepted, live, lengths))
-        self.policy.observe(VerifyOutcome(*parts, divergence=divergence, seconds=seconds))
+        outcome = VerifyOutcome(
+            drafted=drafted.to(device),
+            accepted=accepted.to(device),
+            live=live.to(device),
+            lengths=lengths.to(device),
+            divergence=divergence,
+            seconds=seconds,
+        )
+        self.policy.observe(outcome)
 
     def draft(self, here: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """One round of every row, as Decoder._draft: tokens drafted, and forwards beyond them, (rows,) each."""

@@ -14,7 +14,10 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, HeadPolicy
+from accept_head.inference.policies import (
+    CumulativeConfidencePolicy,
+    SvipPolicy,
+)
 from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, read_costs, search
 from tests.inference.test_coupled import make_sample, walk
@@ -28,9 +31,10 @@ HEADS = {"heads/drawn": SIGNALS, "heads/before": BEFORE}
 FAMILIES = {
     "heads/drawn": ["head with signals lag 0", "head with signals lag 1"],
     "heads/before": ["head before"],
-    "confidence": ["confidence"],
-    "entropy": ["entropy"],
+    **{name: [name] for name in ("confidence", "cumulative-confidence", "max-prob", "entropy", "svip")},
 }
+OWN = {"cumulative-confidence": CumulativeConfidencePolicy.grid, "svip": SvipPolicy.grid}  # not the grid's thresholds
+LEARNERS = ["adaedl"]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def brute_force(sample):
                 walk(sample, decider(rule, h, low, high), 6).counts,
             )
             for rule in rules
-            for h in (0.2, 0.5, 0.8)
+            for h in OWN.get(family, (0.2, 0.5, 0.8))
             for low in (1, 3)
             for high in (2, 4, 6)
             if low <= high
@@ -91,7 +95,7 @@ OBJECTIVES = {
 def test_the_choice_is_the_best_of_all_settings(sample, traces, brute_force, objective, times):
     costs = replace(COSTS, t_target=0.1 * times, t_autoregressive=0.09 * times)
     tuned = search(traces, HEADS, costs, GRID, objective)
-    assert list(tuned.chosen) == list(FAMILIES)
+    assert list(tuned.chosen) == [*FAMILIES, *LEARNERS]
     for family, settings in brute_force.items():
         assert len(tuned.families[family]) == len(settings)
         values = [OBJECTIVES[objective](sample, counts, costs) for _, counts in settings]
@@ -123,8 +127,8 @@ def test_a_slower_target_wants_longer_drafts(traces):
     for times in (0.5, 1, 5, 30):
         tuned = search(traces, HEADS, replace(COSTS, t_target=0.1 * times), GRID)
         fixed.append(tuned.best_fixed.params["k"])
-        for family, chosen in tuned.chosen.items():
-            lengths[family].append(length(chosen))
+        for family in FAMILIES:
+            lengths[family].append(length(tuned.chosen[family]))
     for values in (fixed, *lengths.values()):
         assert values == sorted(values) and values[0] < values[-1]
 
@@ -134,11 +138,12 @@ def test_rows_are_what_the_slow_walk_and_eq_3_1_say(sample, traces, brute_force)
     rows = tuned.rows()
     names = [row["name"] for row in rows]
     assert names[:7] == ["none", *(f"fixed:{k}" for k in range(1, 7))] and names[-1] == "oracle"
-    assert [name.rpartition(":")[0] for name in names[7:-1]] == ["head:heads/drawn", "head:heads/before", "confidence",
-                                                                 "entropy"]  # fmt: skip
+    expected = [f"head:{name}" if "/" in name else name for name in [*FAMILIES, *LEARNERS]]
+    assert [name.rpartition(":")[0] for name in names[7:-1]] == expected
     fixed = [walk(sample, lambda tokens, k=k: (min(k, len(tokens)), 0), 6).counts for k in range(7)]
     best = max(speed(counts) for counts in fixed[1:])
     oracle = np.array([theorem_4_1(record) for record in sample.records], dtype=float)
+    rows = [row for row in rows if row["name"].partition(":")[0] not in LEARNERS]
     chosen = [
         counts_of(settings, row["params"]) for settings, row in zip(brute_force.values(), rows[7:-1], strict=True)
     ]
@@ -185,15 +190,16 @@ def test_every_row_but_the_oracle_names_a_policy_as_the_decode_loop_takes_it(tra
         if "threshold" not in params:
             assert policy.max_draft_tokens == params.get("k", 0)
             continue
-        assert (policy.threshold, policy.k_min, policy.max_draft_tokens) == (params["threshold"], 2, 4)
-        assert type(policy) in (HeadPolicy, ConfidencePolicy, EntropyPolicy)
-        assert policy.lag == params.get("lag", 0)
+        bounds = (params["threshold"], params["k_min"], params["k_max"])
+        assert (policy.threshold, policy.k_min, policy.max_draft_tokens) == bounds
+        assert row["name"].partition(":")[0] in (*FAMILIES, *LEARNERS, "head")
+        assert getattr(policy, "lag", 0) == params.get("lag", 0)
 
 
 def test_thresholds_with_many_digits_survive_the_spec(tmp_path):
     rows = search(make_sample(1, responses=6).couple(tmp_path), {}, COSTS,
                   Grid(thresholds=(0.123456789,), k_max=(4,))).rows()  # fmt: skip
-    row = next(row for row in rows if row["name"].startswith("confidence"))
+    row = next(row for row in rows if row["name"].startswith("confidence:"))
     assert make_policy(row["spec"], llama(1)).threshold == pytest.approx(row["params"]["threshold"], abs=1e-6)
 
 
