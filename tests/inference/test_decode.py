@@ -161,7 +161,7 @@ class GrowsByRound(RowPolicy):
     def start(self, batch, device):
         self.rounds = torch.full((batch,), 3)  # nothing is known of any: `admit` says where rows begin
 
-    def admit(self, rows):
+    def admit(self, rows, lengths):
         self.rounds[rows] = 0
 
     def select(self, rows):
@@ -175,7 +175,7 @@ class GrowsByRound(RowPolicy):
 
 
 class NeverForgets(GrowsByRound):
-    def admit(self, rows):
+    def admit(self, rows, lengths):
         pass
 
 

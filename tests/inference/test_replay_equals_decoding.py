@@ -56,7 +56,7 @@ class Cautious(RowPolicy):
     def start(self, batch, device):
         self.next = torch.zeros(batch, dtype=torch.long, device=device)
 
-    def admit(self, rows):
+    def admit(self, rows, lengths):
         self.next[rows] = 3
 
     def select(self, rows):
@@ -231,7 +231,7 @@ class TestQuick(Wanted):
 
     def test_most_sampled_rates_lie_in_the_joint_95_percent_interval(self, quick, decoded):
         inside, count = self.inside(quick(SAMPLED), decoded, QUICK)
-        assert count == 14 and inside >= 12
+        assert count == 2 * len(QUICK) and inside >= count - 3
 
     @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     def test_responses_end_in_all_ways(self, quick, sampling):
@@ -308,7 +308,7 @@ class TestLong(Wanted):
 
     def test_most_sampled_rates_lie_in_the_joint_95_percent_interval(self, held_out, decoded):
         inside, count = self.inside(held_out(SAMPLED, OWN, 160, 80), decoded, POLICIES)
-        assert count == 20 and inside >= 17
+        assert count == 2 * len(POLICIES) and inside >= count - 4
 
     @pytest.mark.parametrize("mistake", WRONG)
     def test_a_wrong_replay_fails_both_checks(self, held_out, decoded, mistake):
