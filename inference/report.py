@@ -42,6 +42,7 @@ from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune import DECODING_NAME, LONGEST, RULES, Grid, load_heads, read_costs, search
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
+SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve
 NEIGHBOURS = 2  # fixed lengths on either side of the best that the main table shows
 
 
@@ -213,13 +214,13 @@ def _rules(
 ) -> dict[str, _Rule]:
     """Every rule at the setting chosen elsewhere, or else at the best one here; keys are short names."""
     grid = Grid()
-    missing = [name for name in (*heads, *RULES) if "threshold" not in chosen.get(name, {})]
+    missing = [name for name in (*heads, *SHOWN) if "threshold" not in chosen.get(name, {})]
     found = search(traces, {name: heads[name] for name in heads if name in missing}, costs, grid) if missing else None
     short = {name: _short(name) for name in heads}
     if len(set(short.values())) < len(short):
         short = {name: name for name in heads}
     rules = {}
-    for name in (*heads, *RULES):
+    for name in (*heads, *SHOWN):
         choice = found.chosen[name].params if found and name in missing else chosen[name]
         choice = {"k_min": 1, "k_max": traces.k_max, **choice}
         if name in heads:

@@ -78,8 +78,8 @@ def _pareto(data: ReportData) -> Plot:
     shown = [p.discard_rate for p in data.highlights()]
     right = max(1.0, 2.5 * max(shown, default=0.0))  # a K of 20 may discard ten times what others do
     beyond = any(p.discard_rate > right for p in data.policies)
-    if beyond:
-        axes.set_xlim(right=right)
+    right = right if beyond else axes.get_xlim()[1]
+    axes.set_xlim(-0.04 * right, right)
     _iso_throughput(axes, data)
     if data.chosen:
         _ring(axes, data.chosen, data.chosen.discard_rate, data.chosen.verification_rate, below=True)
