@@ -104,7 +104,7 @@ def _backward_blocks(
         d_linear = torch.ops.aten.silu_backward(d_state.to(dtype), before_silu[level])
         gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
         if level > 0:
-            d_state = d_state + d_linear @ weight
+            d_state = d_state.addmm_(d_linear, weight) if dtype == torch.float32 else d_state + d_linear @ weight
         elif signals is not None:
             # Nothing below the first block learns but the signal weights: sᵀd comes before the large product.
             d_signals = ((signals.to(dtype).t() @ d_linear) @ weight).t().float()

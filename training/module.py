@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +68,6 @@ class HeadTraining(L.LightningModule):
         self.register_buffer("train_sums", sums)
         self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
         self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
-        self.pool: ThreadPoolExecutor | None = None
         self.judged_step = -1  # optimizer steps before dev_quality was measured
 
     def hidden_states(self, batch: DraftBatch) -> Tensor:
@@ -90,32 +87,15 @@ class HeadTraining(L.LightningModule):
         hidden = self.hidden_states(batch)
         with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
             positions = self._positions(batch, hidden)
-            losses = self._losses(positions, dtype)
+            losses = [
+                head_loss(candidate.head, positions, w_acc=self.w_acc, w_rej=candidate.w_rej, dtype=dtype)
+                for candidate in self.candidates
+            ]
             values = torch.stack([loss.value for loss in losses])
             self._check_finite(values, batch)
             self.step_sums = self.step_sums.to(values.device) + self._sums(positions, values, losses)
         gradients = [gradient for loss in losses for gradient in loss.gradients]
         return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
-
-    def _losses(self, positions: Positions, dtype: torch.dtype) -> list[HeadLoss]:
-        """Of every head. On a CPU the heads of a sweep are dealt to this process's share of the cores: each is computed
-        by one thread, by the same operations as alone, so the bits do not depend on how many there are."""
-
-        def loss(index: int) -> HeadLoss:
-            candidate = self.candidates[index]
-            with torch.no_grad():  # which is a setting of each thread
-                return head_loss(candidate.head, positions, w_acc=self.w_acc, w_rej=candidate.w_rej, dtype=dtype)
-
-        order = range(len(self.candidates))
-        if len(order) == 1 or positions.hidden.device.type != "cpu":
-            return [loss(index) for index in order]
-        if self.pool is None:
-            ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-            workers = max(1, (os.cpu_count() or 1) // ranks)
-            self.pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,))
-        deepest_first = sorted(order, key=lambda index: -self.candidates[index].head.config.depth)
-        found = dict(zip(deepest_first, self.pool.map(loss, deepest_first), strict=True))
-        return [found[index] for index in order]
 
     def _counted(self, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
         """(where some prediction counts (batch, seq), labels there (n, predictions), which of them count)."""
