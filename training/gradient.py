@@ -100,7 +100,7 @@ def _backward_blocks(
     signals, d_signals = positions.signals, None
     gradients: list[Tensor] = []
     for level in reversed(range(len(before_silu))):
-        weight = head.blocks[level].linear.weight.to(dtype)  # type: ignore[union-attr]
+        weight: Any = head.blocks[level].linear.weight.to(dtype)  # type: ignore[union-attr]
         d_linear = torch.ops.aten.silu_backward(d_state.to(dtype), before_silu[level])
         gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
         if level > 0:
