@@ -52,11 +52,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--traces", default=str(REPOSITORY / "runs" / "demo" / "traces"))
+    parser.add_argument("--recipe", choices=RECIPES)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         traces = usable_traces(Path(options.traces), folder)
-        result = {recipe: measure(recipe, traces, folder, options.repeats) for recipe in RECIPES}
+        result = {
+            recipe: measure(recipe, traces, folder, options.repeats)
+            for recipe in ([options.recipe] if options.recipe else RECIPES)
+        }
     settings = {"repeats": options.repeats, "traces": COUNTS, "depth": DEPTHS, "w_rej": WEIGHTS}
     print(f"wrote {write_result('sweep', {**settings, 'recipes': result})}")
 
