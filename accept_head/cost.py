@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from accept_head.errors import InputError
 
 Number = TypeVar("Number", float, np.ndarray)
+Quantity = Any  # a number or a tensor of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,33 @@ class BatchForwardCost:
     gamma: float
     r_squared: float
 
-    def seconds(self, *, context_tokens: float, batch_tokens: float) -> float:
+    def seconds(self, *, context_tokens: Quantity, batch_tokens: Quantity) -> Quantity:
         return self.alpha * context_tokens + self.beta * batch_tokens + self.gamma
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairCosts:
+    """Both models' forwards for any number of rows, as policies predict them. Arguments may be numbers or tensors."""
+
+    draft: BatchForwardCost
+    target: BatchForwardCost
+
+    @classmethod
+    def constant(cls, costs: ForwardCosts) -> PairCosts:
+        """What `costs` says of one row, whatever the size of a forward."""
+        draft, target = (
+            BatchForwardCost(alpha=0.0, beta=0.0, gamma=seconds, r_squared=1.0)
+            for seconds in (costs.t_draft, costs.t_target)
+        )
+        return cls(draft=draft, target=target)
+
+    def draft_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
+        """One draft step: one token of each row. context_tokens: of all rows together."""
+        return self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)
+
+    def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
+        """One target forward on batch_tokens tokens of all rows together."""
+        return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,12 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference.comparison import throughputs
+from accept_head.inference.cost_file import read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.profile import regress_rounds
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
-from accept_head.inference.tune import load_heads, read_costs
+from accept_head.inference.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.prompts import load_prompts
 from accept_head.training.run import train

@@ -1,8 +1,8 @@
 """The decode loop: draft → verify → accept → rewind, for a batch of rows that each keep their own pace.
 
-Losslessness: whatever a policy decides, each drawn token is verified, and every random number is used once (it belongs
-to a row, a round, a slot and a purpose). Rewinding is forgetting: a row's next token is written where its accepted ones
-end. Rows come and go; a row's tokens do not depend on the rows around it.
+Losslessness: each drawn token is verified, whatever a policy decides (one that trims has to say that it is lossless),
+and every random number is used once (it belongs to a row, a round, a slot and a purpose). Rewinding is forgetting: a
+row's next token is written where its accepted ones end. Rows come and go; what they emit depends on no other row.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.inference.cache import CachedModel, Compile
+from accept_head.inference.drafted import Drafted
 from accept_head.inference.memory import MemoryPlan
-from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, checked
+from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, Verifier, check_lossless, checked
 from accept_head.inference.processing import Processing
-from accept_head.inference.round import Drafted, Round
+from accept_head.inference.round import Round
 from accept_head.inference.rows import Finished, Request, Rows
 from accept_head.inference.stopping import Stopping
-from accept_head.inference.verify import Verified, verify, verify_greedy
+from accept_head.inference.verify import Verified, verify, verify_greedy, verify_match
+from accept_head.inference.waiting import Waiting
 from accept_head.pair import Forward
 from accept_head.randomness import uniforms
 from accept_head.sampling import draw
 
-DRAFT, ACCEPT, REDRAW = range(3)  # what a random number is for
+DRAFT, ACCEPT, REDRAW, MATCH = range(4)  # what a random number is for
+IDLE = 1e-3  # seconds between two looks for a request, when there is nothing to decode
 
 
 class Decoder:
@@ -44,28 +46,36 @@ class Decoder:
     @torch.no_grad()
     def run(
         self,
-        requests: Iterable[Request],
+        requests: Iterable[Request | None],
         *,
         policy: DraftPolicy,
         processing: Processing,
         stopping: Stopping,
         seed: int = 0,
+        verifier: Verifier = "ratio",
+        allow_lossy: bool = False,
         watch: Callable[[Round], None] | None = None,
     ) -> Iterator[Finished]:
-        """Continue every request; each is handed out as it finishes, and a waiting one takes its place."""
+        """Continue every request; each is handed out as it finishes, and a waiting one takes its place (None among them:
+        the next has not arrived yet). Raises InputError when sampled output would not be the target's."""
+        check_lossless(policy, verifier, greedy=processing.greedy, allow_lossy=allow_lossy)
         device = self.target.model.device
         self.policy, self.processing, self.stopping, self.seed = policy, processing, stopping, seed
+        self.verifier = verifier
         self.rows = Rows(self.batch, self.max_length, policy.max_draft_tokens + 1, device)
         for model in (self.target, self.draft):
             model.restore(self.batch)
         policy.start(self.batch, device)
-        waiting = iter(requests)
-        self._admit(waiting)
-        while self.rows.live_rows:
+        waiting = Waiting(requests)
+        while self.rows.live_rows or not waiting.done:
+            self._admit(waiting)
+            if not self.rows.live_rows:
+                time.sleep(IDLE)
+                continue
             begin = time.perf_counter()
             drafted = self._draft()
             verified, logits, scores = self._verify(drafted)
-            outcome = self.rows.accept(drafted.lengths, verified, stopping, len(drafted.ids))
+            outcome = self.rows.accept(drafted, verified, stopping)
             if Signal.DIVERGENCE in policy.needs:
                 outcome = replace(outcome, divergence=drafted.divergence(scores, processing.sampling.temperature))
             if watch:
@@ -74,9 +84,6 @@ class Decoder:
             finished = self.rows.sync(stopping)  # the device has done the round's work now
             policy.observe(replace(outcome, seconds=time.perf_counter() - begin))
             yield from finished
-            if finished:
-                self._admit(waiting)
-                self._compact()
 
     def _draft(self) -> Drafted:
         """Let each live row draft until its policy, its budget or a drawn end token says stop.
@@ -89,7 +96,7 @@ class Decoder:
         budget = checked(policy, "start_round", policy.start_round(rows.live), len(rows.live))
         budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * rows.live
         most = int(budget.max())
-        drafted = Drafted(ids=[], probabilities=[], scores=[], lengths=torch.zeros_like(budget))
+        drafted = Drafted(lengths=torch.zeros_like(budget), submitted=torch.zeros_like(budget))
         if most == 0:
             return drafted
         self.uniforms = self._uniforms(most)
@@ -99,8 +106,10 @@ class Decoder:
         for depth in range(1, most + 1):
             scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
             q = None if processing.greedy else processing.probabilities(scores)
+            signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
             if policy.peeks:
-                declined = active & ~self._peek(depth, active, scores, q, fed)
+                step = DraftStep.of(policy.needs, depth, None, active, signal_q, fed, None)
+                declined = active & ~checked(policy, "draw_next", policy.draw_next(step), len(active))
                 active, in_vain = active & ~declined, in_vain + declined
                 if not active.any():
                     break
@@ -112,7 +121,6 @@ class Decoder:
             # What is drawn is kept, so not drafting beyond an end token changes no distribution.
             drew = active = active & ~self.stopping.is_end(ids) & (drafted.lengths < budget)
             if policy.stops_early:
-                signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
                 step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, ahead)
                 active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
             if ahead:
@@ -121,27 +129,27 @@ class Decoder:
                 break
             fed = ahead or self._feed(ids, depth)
         rows.draft_forwards += drafted.lengths + in_vain
+        if policy.trims:
+            drafted.trim(checked(policy, "trim", policy.trim(drafted.lengths), len(active)))
         return drafted
 
-    def _peek(self, depth: int, active: Tensor, scores: Tensor, q: Tensor | None, fed: Forward) -> Tensor:
-        """Ask the policy whether to draw from the distribution at hand → (batch,) bool."""
-        policy = self.policy
-        signal_q = self.processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
-        step = DraftStep.of(policy.needs, depth, None, active, signal_q, fed, None)
-        return checked(policy, "draw_next", policy.draw_next(step), len(active))
-
     def _verify(self, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
-        """One target forward on the last token and the draft, then the ratio test."""
-        rows, k = self.rows, len(drafted.ids)
+        """One target forward on the last token and the draft, then the test of each candidate."""
+        rows, k, submitted = self.rows, drafted.slots, drafted.submitted
         window = rows.window(rows.lengths - 1, k + 1)
         logits = self.target.forward(window, rows.lengths - 1, rows.longest - 1).logits
         scores = self.processing.scores(logits, rows)  # (batch, k + 1, vocab)
         if self.processing.greedy:
-            return verify_greedy(scores.argmax(-1), window[:, 1:], drafted.lengths), logits, scores
+            return verify_greedy(scores.argmax(-1), window[:, 1:], submitted), logits, scores
         p = self.processing.probabilities(scores)
-        q = torch.stack(drafted.probabilities, dim=1) if k else p[:, :0]
+        if self.verifier == "match":
+            # Numbers belong to the token's place in its text: whatever the policy, the row emits the same tokens.
+            places = rows.lengths[:, None] + torch.arange(k + 1, device=p.device)
+            u = uniforms(self.seed, rows.keys[:, None], places, 0, MATCH)
+            return verify_match(p, window[:, 1:], submitted, u), logits, scores
+        q = torch.stack(drafted.probabilities[:k], dim=1) if k else p[:, :0]
         u = self.uniforms if k else self._uniforms(1)
-        verified = verify(p, q, window[:, 1:], drafted.lengths, u[:, ACCEPT, :k], u[:, REDRAW, 0])
+        verified = verify(p, q, window[:, 1:], submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0])
         return verified, logits, scores
 
     def _feed_unfed(self) -> Forward:
@@ -171,12 +179,11 @@ class Decoder:
         slot, purpose = torch.arange(slots, device=rows.keys.device), torch.arange(3, device=rows.keys.device)
         return uniforms(self.seed, rows.keys[:, None, None], rows.rounds[:, None, None], slot, purpose[:, None])
 
-    def _admit(self, waiting: Iterator[Request]) -> None:
+    def _admit(self, waiting: Waiting) -> None:
         """Give idle rows to waiting requests and feed both models their prompts, but for the last token."""
-        idle = self.rows.requests.count(None)
-        requests = list(islice(waiting, idle))
+        requests = waiting.take(self.rows.requests.count(None))
         if not requests:
-            return
+            return self._compact() if waiting.done else None
         taken = self.rows.admit(requests)
         ends = [len(request.prompt) - 1 for request in requests]
         self.target.fill(self.rows.tokens, taken, [0] * len(taken), ends)
@@ -187,7 +194,7 @@ class Decoder:
         self.policy.admit(index, self.rows.lengths[index])
 
     def _compact(self) -> None:
-        """Drop idle rows when nobody waits for them and they are a quarter of the batch. Compiled shapes stay."""
+        """Drop idle rows, which nobody will want, when they are a quarter of the batch. Compiled shapes stay."""
         live = self.rows.live_rows
         if live and not self.target.static and 4 * len(live) <= 3 * len(self.rows.requests):
             index = torch.tensor(live, device=self.rows.keys.device)

@@ -21,7 +21,7 @@ from accept_head.files import atomic_path, sha256, writable_file, write_json
 from accept_head.inference.cache import Compile
 from accept_head.inference.generation import content_ids, make_decoder
 from accept_head.inference.policies import make_policy
-from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.policy import DraftPolicy, Verifier, check_lossless
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import DecodeStats, Finished, Request
 from accept_head.inference.stopping import Stopping, stop_strings_criteria
@@ -48,6 +48,8 @@ def generate_file(
     repetition_penalty: float = 1.0,
     stop: list[str] | None = None,
     seed: int = 0,
+    verifier: Verifier = "ratio",
+    allow_lossy: bool = False,
     dtype: str = "auto",
     compile: Compile = "none",
     stream: bool | None = None,
@@ -72,6 +74,9 @@ def generate_file(
         repetition_penalty: Above 1, tokens that stand in the text already become less likely.
         stop: Texts that end a response.
         seed: Seed; a prompt's response depends on it and on nothing around it.
+        verifier: How candidates are tested when sampling: ratio, with probability min(1, p/q), or match, if a token
+            drawn from the target is the same.
+        allow_lossy: Let a policy run whose sampled output is not distributed as the target's.
         dtype: float32, bfloat16, float16, or auto.
         compile: torch.compile for the forwards: none, default or max-autotune (minutes, once).
         stream: Show responses as they come (with batch_size 1) or progress; only on a terminal when left out.
@@ -85,6 +90,7 @@ def generate_file(
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
     chosen = make_policy(policy, pair)
+    check_lossless(chosen, verifier, greedy=sampling.greedy, allow_lossy=allow_lossy)
     settings = {
         "policy": policy,
         "policy_content": _content(chosen),
@@ -94,6 +100,7 @@ def generate_file(
         "stop": stop or [],
         "max_new_tokens": max_new_tokens,
         "seed": seed,
+        "verifier": verifier,
         "prompts": prompts_fingerprint(loaded),
         "target": checkpoint_fingerprint(target),
         "draft": checkpoint_fingerprint(draft),
@@ -124,6 +131,8 @@ def generate_file(
                 processing=processing,
                 stopping=stopping,
                 seed=seed,
+                verifier=verifier,
+                allow_lossy=allow_lossy,
                 watch=shown.watch,
             ):
                 kept.add(_record(loaded[done.request.index], done, pair.tokenizer))
@@ -208,6 +217,7 @@ def _rates(records: Any) -> dict[str, Any]:
         "responses": len(stats),
         "generated": int(total.generated),
         "drafted": sum(row.drafted for row in stats),
+        "submitted": sum(row.submitted for row in stats),
         "accepted": sum(row.accepted for row in stats),
         "discard_rate": total.discard_rate,
         "verification_rate": total.verification_rate,

@@ -15,7 +15,7 @@ from accept_head.inference.cache import Compile
 from accept_head.inference.decode import Decoder
 from accept_head.inference.memory import plan_memory
 from accept_head.inference.policies import make_policy
-from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.inference.processing import Processing
 from accept_head.inference.round import Round
 from accept_head.inference.rows import DecodeStats, Request
@@ -53,6 +53,8 @@ def generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
     row_ids: Sequence[int] | None = None,
+    verifier: Verifier = "ratio",
+    allow_lossy: bool = False,
     compile: Compile = "none",
     watch: Callable[[Round], None] | None = None,
 ) -> Generated:
@@ -67,8 +69,12 @@ def generate(
     the id is made of the prompt itself (and of how many equal ones came before), so that a prompt gives the same
     tokens alone, in a batch and in another order.
 
+    verifier: how candidates are tested when sampling, `ratio` (min(1, p/q)) or `match` (equal to a token drawn from p:
+    fewer are accepted, but any policy is lossless, and a prompt's tokens do not depend on the policy). allow_lossy: let
+    a policy run that is not lossless under the verifier.
+
     Raises InputError when a value makes no sense, when prompt and response do not fit the models' context, when the
-    batch does not fit in memory, or when the decode loop cannot serve a model.
+    batch does not fit in memory, when the decode loop cannot serve a model, or when a policy would be lossy.
     """
     check_models(target, draft)
     prompts = as_prompts(input_ids, attention_mask)
@@ -90,7 +96,16 @@ def generate(
     tokens: list[list[int]] = [[] for _ in requests]
     stats: dict[int, DecodeStats] = {}
     stopping = Stopping(ends, criteria, target.device)
-    for done in decoder.run(requests, policy=policy, processing=processing, stopping=stopping, seed=seed, watch=watch):
+    for done in decoder.run(
+        requests,
+        policy=policy,
+        processing=processing,
+        stopping=stopping,
+        seed=seed,
+        verifier=verifier,
+        allow_lossy=allow_lossy,
+        watch=watch,
+    ):
         tokens[done.request.index] = done.token_ids
         stats[done.request.index] = done.stats
     return Generated(tokens, [stats[index] for index in range(len(requests))])

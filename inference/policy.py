@@ -1,7 +1,8 @@
 """The one interface that every stopping policy has.
 
-All tensors have a leading batch dimension; rows are sequences. A policy may look at anything that was drawn so far:
-what is drawn is always submitted for verification (keep, then stop), and that is what keeps decoding lossless.
+All tensors have a leading batch dimension; rows are sequences. To decide whether to draft *one more* token a policy may
+look at anything that was drawn so far: what is drawn is submitted for verification (keep, then stop), which keeps
+decoding lossless. A policy that `trims` drops drawn tokens, and then says under which verifiers it is still lossless.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Signal(Enum):
     SECONDS = auto()  # that the round took
 
 
+# How a candidate Y is verified: `ratio`, accepted with probability min(1, p(Y)/q(Y)); `match`, accepted if a token
+# drawn from p is the same. Greedy decoding makes them one, and every policy lossless.
+Verifier = Literal["ratio", "match"]
+BOTH: frozenset[Verifier] = frozenset({"ratio", "match"})
 OF_Q = frozenset({Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB})  # read from the draft's distribution
 
 
@@ -81,9 +86,10 @@ class DraftStep:
 @dataclass(frozen=True)
 class VerifyOutcome:
     """What verification said. drafted, accepted: (batch,) tokens of this round; live: (batch,) bool, rows that took
-    part; lengths: (batch,) tokens of each row now, its prompt included.
+    part; lengths: (batch,) tokens of each row now, its prompt included. submitted: (batch,) drafted tokens that were
+    verified; all of them where nothing is said.
 
-    divergence: (batch, most drafted), of which the first min(drafted, accepted + 1) of a row count: what was drafted
+    divergence: (batch, most drafted), of which the first min(submitted, accepted + 1) of a row count: what was drafted
     after a rejection follows a prefix that is not the text's. seconds: of the whole round. None if not asked for.
     """
 
@@ -93,11 +99,16 @@ class VerifyOutcome:
     lengths: Tensor
     divergence: Tensor | None = None
     seconds: float | None = None
+    submitted: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.submitted is None:
+            object.__setattr__(self, "submitted", self.drafted)
 
     @property
     def judged(self) -> Tensor:
         """(batch,) drafted tokens of which verification tells whether they were accepted."""
-        return torch.minimum(self.drafted, self.accepted + 1)
+        return torch.minimum(self.submitted, self.accepted + 1)
 
 
 class DraftPolicy(Protocol):
@@ -112,6 +123,11 @@ class DraftPolicy(Protocol):
     stops_early: bool
     # True: the host also asks `draw_next` before each token is drawn.
     peeks: bool
+    # True: the host also asks `trim` when all rows have stopped drafting.
+    trims: bool
+    # The verifiers under which sampled output is distributed as the target's own. Trimming is unbiased under `ratio`
+    # only if what is dropped depends neither on the token drawn there nor on anything drawn later in its request.
+    lossless: frozenset[Verifier]
 
     def start(self, batch: int, device: torch.device) -> None:
         """A batch of this many rows begins; nothing is known of any."""
@@ -138,6 +154,11 @@ class DraftPolicy(Protocol):
         """(batch,) bool, after each drawn token, if the policy can stop early."""
         ...
 
+    def trim(self, drafted: Tensor) -> Tensor:
+        """(batch,) int: how many of each row's (batch,) drafted tokens to verify, if the policy trims; the rest of them
+        is dropped."""
+        ...
+
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from a verified round."""
         ...
@@ -150,6 +171,8 @@ class RowPolicy:
     scores: Literal["prefix", "proposal"] = "prefix"
     stops_early = True
     peeks = False
+    trims = False
+    lossless: frozenset[Verifier] = BOTH
     max_draft_tokens: int
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -170,14 +193,29 @@ class RowPolicy:
     def keep_drafting(self, step: DraftStep) -> Tensor:
         return step.active
 
+    def trim(self, drafted: Tensor) -> Tensor:
+        return drafted
+
     def observe(self, outcome: VerifyOutcome) -> None:
         pass
 
 
 def checked(policy: DraftPolicy, method: str, answer: object, batch: int) -> Tensor:
     """`answer` itself, if it is a tensor as the interface asks for. Raises InputError naming policy and method."""
-    dtype, kind = (torch.long, "int64") if method == "start_round" else (torch.bool, "bool")
+    dtype, kind = (torch.long, "int64") if method in ("start_round", "trim") else (torch.bool, "bool")
     if isinstance(answer, Tensor) and answer.shape == (batch,) and answer.dtype == dtype:
         return answer
     got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
     raise InputError(f"policy {type(policy).__name__}: {method} returned {got}, expected a {kind} tensor ({batch},)")
+
+
+def check_lossless(policy: DraftPolicy, verifier: Verifier, *, greedy: bool, allow_lossy: bool = False) -> None:
+    """Raises InputError when the verifier is unknown, or when output sampled with it would not be the target's."""
+    if verifier not in BOTH:
+        raise InputError(f"verifier is {verifier!r}, expected one of {sorted(BOTH)}")
+    if not (greedy or allow_lossy or verifier in policy.lossless):
+        others = " or ".join(f"verifier={name!r}" for name in sorted(policy.lossless)) or "greedy decoding"
+        raise InputError(
+            f"policy {type(policy).__name__} drops drawn tokens by what was drawn: sampled output would not be the "
+            f"target's under the {verifier} test; use {others}, or allow_lossy if that is wanted"
+        )

@@ -2,6 +2,7 @@
 
 Slower than replay's fast paths (a call a drafted token), but for every policy, whatever it remembers, and for rules
 that look at the batch: responses go through so many rows as when they are decoded, and one that is done makes room.
+The traces are coupled for the ratio test, and it is that test which is replayed.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accept_head.cost import ForwardCosts
+from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.inference.coupled import CoupledTraces
-from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, checked
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
 from accept_head.inference.replay import HIDDEN, Replayed, Walked, check_k_max, draft_step, replayed_of
 
 
@@ -28,14 +29,17 @@ def replay(
     params: dict[str, Any] | None = None,
     *,
     batch: int | None = None,
-    costs: ForwardCosts | None = None,
+    costs: ForwardCosts | PairCosts | None = None,
 ) -> Replayed:
     """What `policy` would have cost. batch: rows decoded together; all responses when left out. costs: what a round
-    takes, for policies that learn from its seconds: the row that drafts longest, and one verification.
+    takes, for policies that learn from its seconds: draft steps as many as the row that drafts longest, and one
+    verification; for PairCosts of as many tokens as the decode loop gives the models.
 
-    Raises InputError when the policy drafts more than the rollouts hold, or asks for seconds and there are no costs.
+    Raises InputError when the policy drafts more than the rollouts hold, asks for seconds and there are no costs, or is
+    not lossless under the ratio test: its text would be another one than the traces'.
     """
     check_k_max(name, policy.max_draft_tokens, traces)
+    check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
     if Signal.SECONDS in policy.needs and costs is None:
         raise InputError(f"{name} learns from the seconds of a round: its replay needs the forward costs")
     host = _Host(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs)
@@ -48,7 +52,7 @@ def replay(
 class _Host:
     """Rows that each go through one response after the other. All tensors of the host's own are on the CPU."""
 
-    def __init__(self, traces: CoupledTraces, policy: DraftPolicy, batch: int, costs: ForwardCosts | None):
+    def __init__(self, traces: CoupledTraces, policy: DraftPolicy, batch: int, costs: ForwardCosts | PairCosts | None):
         self.traces, self.policy, self.costs = traces, policy, costs
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
@@ -86,34 +90,48 @@ class _Host:
         budget = checked(policy, "start_round", policy.start_round(live.to(device)), len(live)).cpu()
         budget = torch.minimum(budget, traces.drafts[here]).clamp(min=0) * live
         drafted, in_vain = self.draft(here, budget)
-        accepted = torch.minimum(drafted, traces.leading[here])
+        submitted = drafted
+        if policy.trims and budget.any():
+            kept = checked(policy, "trim", policy.trim(drafted.to(device)), len(live)).cpu()
+            submitted = torch.minimum(kept, drafted).clamp(min=0)
+        accepted = torch.minimum(submitted, traces.leading[here])
         spent = torch.stack([drafted - accepted, torch.ones_like(drafted), drafted + in_vain], dim=-1)
         self.counts[:, 1:].index_add_(0, self.response[live], spent[live])
-        judged = torch.minimum(drafted, accepted + 1)
+        judged = torch.minimum(submitted, accepted + 1)
         for histogram, value in zip(self.histograms, (drafted, judged, accepted), strict=True):
             histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
         self.place = torch.where(live, torch.minimum(self.place + accepted + 1, self.end), self.place)
-        self.observe(here, live, drafted, accepted, int((drafted + in_vain).max()))
+        self.observe(here, live, drafted, submitted, accepted, int((drafted + in_vain).max()))
         self.admit()
 
-    def observe(self, here: Tensor, live: Tensor, drafted: Tensor, accepted: Tensor, forwards: int) -> None:
-        device, divergence, seconds = self.table.device, None, None
+    def observe(
+        self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: int
+    ) -> None:
+        device, divergence = self.table.device, None
         if self.divergence is not None:
-            slots = torch.arange(int(drafted.max()))
+            slots = torch.arange(int(submitted.max()))
             divergence = self.divergence[(here[:, None] + slots).clamp(max=self.traces.positions - 1)].to(device)
-        if self.costs is not None:
-            verification = self.costs.t_target if int(drafted.max()) else self.costs.t_autoregressive
-            seconds = forwards * self.costs.t_draft + verification
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
         outcome = VerifyOutcome(
             drafted=drafted.to(device),
+            submitted=submitted.to(device),
             accepted=accepted.to(device),
             live=live.to(device),
             lengths=lengths.to(device),
             divergence=divergence,
-            seconds=seconds,
+            seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
         )
         self.policy.observe(outcome)
+
+    def seconds(self, forwards: int, verified: int, context_tokens: int, rows: int) -> float | None:
+        """Of a round with so many draft forwards, and so many tokens of each row to verify besides its last."""
+        if isinstance(self.costs, PairCosts):
+            drafting = forwards * self.costs.draft_seconds(rows, context_tokens)
+            return float(drafting + self.costs.verify_seconds(rows * (verified + 1), context_tokens))
+        if self.costs is not None:
+            verification = self.costs.t_target if verified else self.costs.t_autoregressive
+            return forwards * self.costs.t_draft + verification
+        return None
 
     def draft(self, here: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
         """One round of every row, as Decoder._draft: tokens drafted, and forwards beyond them, (rows,) each."""

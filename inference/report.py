@@ -22,6 +22,7 @@ from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file
 from accept_head.head import AcceptanceHead
 from accept_head.inference.comparison import compare
+from accept_head.inference.cost_file import read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
@@ -39,7 +40,7 @@ from accept_head.inference.report_data import DomainResult, PolicyResult, Report
 from accept_head.inference.report_page import write_report
 from accept_head.inference.report_view import calibrate_depths, view_responses
 from accept_head.inference.rollouts import trace_fingerprint
-from accept_head.inference.tune import DECODING_NAME, LONGEST, RULES, Grid, load_heads, read_costs, search
+from accept_head.inference.tune import DECODING_NAME, LONGEST, RULES, Grid, load_heads, search
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
 SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accept_head.cost import DecodeCounts
 from accept_head.errors import InputError
+from accept_head.inference.drafted import Drafted
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.inference.stopping import Stopping
 from accept_head.inference.verify import Verified
@@ -35,12 +36,14 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats:
-    """What one response cost. drafted, accepted, discarded: tokens. rounds: target forwards. draft_forwards: those that
-    this row took part in, one a drafted token (more with a head read at lag 0). seconds: from admission to the end, so
-    they overlap with those of the rows around."""
+    """What one response cost. drafted, submitted, accepted, discarded: tokens; submitted are those that were verified,
+    all of the drafted unless the policy trims. rounds: target forwards. draft_forwards: those that this row took part
+    in, one a drafted token (more with a head read at lag 0). seconds: from admission to the end, so they overlap with
+    those of the rows around."""
 
     generated: int
     drafted: int
+    submitted: int
     accepted: int
     rounds: int
     draft_forwards: int
@@ -84,7 +87,8 @@ class Rows:
         self.lengths = torch.ones(batch, dtype=torch.long, device=device)
         zero = torch.zeros_like(self.lengths)
         self.max_lengths, self.fed, self.keys = zero.clone(), zero.clone(), zero.clone()
-        self.rounds, self.drafted, self.accepted, self.draft_forwards = (zero.clone() for _ in range(4))
+        self.rounds, self.drafted, self.submitted = (zero.clone() for _ in range(3))
+        self.accepted, self.draft_forwards = zero.clone(), zero.clone()
         self.round_accepted = zero
         self.live = torch.zeros_like(self.lengths, dtype=torch.bool)
         self.requests: list[Request | None] = [None] * batch
@@ -130,7 +134,7 @@ class Rows:
         new = torch.tensor(values, device=rows.device).unbind(-1)
         for tensor, value in zip((self.lengths, self.max_lengths, self.keys), new, strict=True):
             tensor[rows] = value
-        for tensor in (self.fed, self.rounds, self.drafted, self.accepted, self.draft_forwards):
+        for tensor in (self.fed, self.rounds, self.drafted, self.submitted, self.accepted, self.draft_forwards):
             tensor[rows] = 0
         self.live[rows] = True
         return taken
@@ -152,8 +156,9 @@ class Rows:
         place = (self.lengths + depth - 1).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, place[:, None], token_ids[:, None])
 
-    def accept(self, drafted: Tensor, verified: Verified, stopping: Stopping, width: int) -> VerifyOutcome:
-        """Keep the accepted tokens and the next one, cut after an end token. drafted: (batch,); width: most of them."""
+    def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> VerifyOutcome:
+        """Keep the accepted tokens and the next one, cut after an end token."""
+        width = drafted.slots
         place = (self.lengths + verified.accepted).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, place[:, None], verified.next_ids[:, None])
         emitted = (verified.accepted + 1) * self.live
@@ -162,14 +167,21 @@ class Rows:
         ended = ends.any(-1)
         emitted = torch.where(ended, ends.int().argmax(-1) + 1, emitted)
         accepted = torch.minimum(verified.accepted, emitted) * self.live
-        if width:  # the draft has been fed everything up to the last token it drew
-            self.fed = self.lengths + torch.minimum(verified.accepted, drafted - 1)
+        if drafted.ids:  # the draft has been fed everything up to the last token it drew
+            self.fed = self.lengths + torch.minimum(verified.accepted, drafted.lengths - 1)
         self.lengths = self.lengths + emitted
         self.rounds += self.live
-        self.drafted += drafted
+        self.drafted += drafted.lengths
+        self.submitted += drafted.submitted
         self.accepted += accepted
         self.round_accepted = accepted
-        outcome = VerifyOutcome(drafted=drafted, accepted=accepted, live=self.live, lengths=self.lengths.clone())
+        outcome = VerifyOutcome(
+            drafted=drafted.lengths,
+            submitted=drafted.submitted,
+            accepted=accepted,
+            live=self.live,
+            lengths=self.lengths.clone(),
+        )
         self.live = self.live & ~ended & (self.lengths < self.max_lengths)
         return outcome
 
@@ -198,16 +210,18 @@ class Rows:
     def _take(self, done: list[int]) -> list[Finished]:
         index = torch.tensor(done, device=self.lengths.device)
         self.live[index] = False
-        counts = torch.stack([self.drafted, self.accepted, self.rounds, self.draft_forwards], dim=-1)[index].tolist()
+        counted = (self.drafted, self.submitted, self.accepted, self.rounds, self.draft_forwards)
+        counts = torch.stack(counted, dim=-1)[index].tolist()
         tokens, now = self.tokens[index].tolist(), time.perf_counter()
         finished = []
-        for row, ids, (drafted, accepted, rounds, forwards) in zip(done, tokens, counts, strict=True):
+        for row, ids, (drafted, submitted, accepted, rounds, forwards) in zip(done, tokens, counts, strict=True):
             request = self.requests[row]
             assert request is not None
             generated = ids[len(request.prompt) : self.host_lengths[row]]
             stats = DecodeStats(
                 generated=len(generated),
                 drafted=drafted,
+                submitted=submitted,
                 accepted=accepted,
                 rounds=rounds,
                 draft_forwards=forwards,
@@ -223,7 +237,7 @@ class Rows:
         """Row i becomes what row rows[i] was; host_rows are the same numbers."""
         for name in ("tokens", "lengths", "max_lengths", "fed", "keys", "live"):
             setattr(self, name, getattr(self, name)[rows])
-        for name in ("rounds", "drafted", "accepted", "draft_forwards"):
+        for name in ("rounds", "drafted", "submitted", "accepted", "draft_forwards"):
             setattr(self, name, getattr(self, name)[rows])
         self.requests = [self.requests[row] for row in host_rows]
         self.started = [self.started[row] for row in host_rows]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import datetime
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -25,6 +24,7 @@ from accept_head.files import read_json, writable_file, write_json
 from accept_head.head import AcceptanceHead
 from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
+from accept_head.inference.cost_file import read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import (
     AdaEdlPolicy,
@@ -299,43 +299,6 @@ def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -
         if trained.get("draft_fingerprint", fingerprint) != fingerprint:
             raise InputError(f"--head {name}: trained on another draft ({trained.get('draft')}); --draft must be it")
     return heads
-
-
-def read_costs(
-    file: str | None, t_draft: float | None, t_target: float | None, target_times: float = 1.0
-) -> ForwardCosts:
-    """From a file of `accept-head profile` (or of `tune`, which repeats them), or typed in. Raises InputError naming
-    what is missing."""
-    if not 0 < target_times < math.inf:
-        raise InputError(f"target_times is {target_times}, expected a positive number")
-    if file is not None and (t_draft is not None or t_target is not None):
-        raise InputError("give either --costs, or --t_draft and --t_target")
-    if file is not None:
-        costs = _costs_of(Path(file))
-    elif t_draft is not None and t_target is not None:
-        costs = ForwardCosts(t_draft=t_draft, t_target=t_target)
-    else:
-        raise InputError("the forward costs are missing: give --costs costs.json (accept-head profile writes it), or "
-                         "--t_draft and --t_target in seconds")  # fmt: skip
-    return replace(
-        costs, t_target=costs.t_target * target_times, t_autoregressive=costs.t_autoregressive * target_times
-    )
-
-
-def _costs_of(path: Path) -> ForwardCosts:
-    values = read_json(path)
-    values = values["costs"] if isinstance(values.get("costs"), dict) else values
-    for name in ("t_draft", "t_target"):
-        if name not in values:
-            raise InputError(f"{path}: field {name!r} is missing")
-    named = {name: values[name] for name in ("t_draft", "t_target", "t_autoregressive") if name in values}
-    for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InputError(f"{path}: field {name!r} is {value!r}, expected a number of seconds")
-    try:
-        return ForwardCosts(**named)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def _checked(name: str, given: Sequence[Any] | None, default: Sequence[Any], low: float, high: float = 64) -> Any:

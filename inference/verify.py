@@ -38,6 +38,16 @@ def verify(
     return Verified(accepted, draw(torch.where(rejected, residual(p_next, q_next), p_next), redraw_uniform))
 
 
+def verify_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:
+    """Sampler match: draw X_i ∼ p at each position and accept Y_i if it is X_i; the first X that is not follows them.
+    Acceptance is Σ p·q, lower than the ratio test's, but emitted tokens are the target's own draws whatever was drafted
+    or dropped: every policy is lossless.
+
+    p: (batch, k + 1, vocab); uniform: (batch, k + 1), one number a position; the rest as in `verify`.
+    """
+    return verify_greedy(draw(p, uniform), draft_ids, drafted)
+
+
 def verify_greedy(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
     """The limit of one-hot p and q: a draft token is accepted if it is the target's own choice.
 

@@ -34,7 +34,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from accept_head.errors import InputError
 from accept_head.inference.generation import as_prompts, check_models, content_ids, make_decoder
 from accept_head.inference.policies import make_policy
-from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.inference.processing import Processing
 from accept_head.inference.round import Round
 from accept_head.inference.rows import DecodeStats, Request
@@ -66,12 +66,15 @@ def generate(
     draft: PreTrainedModel | None = None,
     policy: DraftPolicy | str = "fixed:4",
     batch_size: int | None = None,
+    verifier: Verifier = "ratio",
+    allow_lossy: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """The function to pass as `custom_generate`. input_ids: (batch, seq), padded on the left.
 
     draft: the draft model; `assistant_model=` cannot be used, transformers drops it before this is called. policy: a
-    DraftPolicy or its SPEC. batch_size: rows decoded together; all of them when left out.
+    DraftPolicy or its SPEC. batch_size: rows decoded together; all of them when left out. verifier, allow_lossy: as in
+    `accept_head.inference.generate`.
 
     Returns (batch, seq + new tokens) ids, padded after each row's end, or a SpeculativeOutput.
     Raises InputError (a ValueError) for what speculative decoding cannot do, naming the option.
@@ -99,6 +102,8 @@ def generate(
         processing=processing,
         stopping=stopping,
         seed=int(torch.randint(1 << 62, ())) if not sampling.greedy else 0,
+        verifier=verifier,
+        allow_lossy=allow_lossy,
         watch=record.watch if record.wanted else None,
     )
     rows = {done.request.index: done for done in finished}

@@ -25,10 +25,6 @@ class ConfidencePolicy(ThresholdPolicy):
             raise InputError(f"confidence threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("confidence", threshold, k_min, k_max)
 
-    @staticmethod
-    def level_of(threshold: float) -> float:
-        return threshold
-
     def score(self, step: DraftStep) -> Tensor:
         assert step.logprob is not None
         return step.logprob.exp()

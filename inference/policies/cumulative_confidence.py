@@ -28,10 +28,6 @@ class CumulativeConfidencePolicy(ThresholdPolicy):
             raise InputError(f"cumulative-confidence threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("cumulative-confidence", threshold, k_min, k_max)
 
-    @staticmethod
-    def level_of(threshold: float) -> float:
-        return threshold
-
     def score(self, step: DraftStep) -> Tensor:
         assert step.logprob is not None
         return step.logprob.exp()

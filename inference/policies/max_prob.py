@@ -25,10 +25,6 @@ class MaxProbPolicy(ThresholdPolicy):
             raise InputError(f"max-prob threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("max-prob", threshold, k_min, k_max)
 
-    @staticmethod
-    def level_of(threshold: float) -> float:
-        return threshold
-
     def score(self, step: DraftStep) -> Tensor:
         assert step.max_prob is not None
         return step.max_prob

@@ -37,9 +37,9 @@ class ThresholdPolicy(RowPolicy):
         self.running = torch.empty(0)  # of this round, (batch,)
 
     @staticmethod
-    @abstractmethod
     def level_of(threshold: float) -> float:
-        """The level that the statistic must not fall below."""
+        """The level that the statistic must not fall below: the threshold itself, where that is on the same scale."""
+        return threshold
 
     @abstractmethod
     def score(self, step: DraftStep) -> Tensor:

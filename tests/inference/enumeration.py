@@ -32,6 +32,7 @@ from accept_head.inference import DraftPolicy, DraftStep, decode, verify
 from accept_head.inference.decode import Decoder
 from accept_head.inference.generation import make_decoder, make_requests
 from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policy import Verifier
 from accept_head.inference.processing import Processing
 from accept_head.inference.round import Round
 from accept_head.inference.stopping import Stopping
@@ -73,6 +74,8 @@ def emitted_distribution(
     leaves_together: bool = False,
     end_token_ids: Sequence[int] = (),
     repetition_penalty: float = 1.0,
+    verifier: Verifier = "ratio",
+    allow_lossy: bool = False,
     seed: int = 0,
     watch: Callable[[Round], None] | None = None,
 ) -> Distribution:
@@ -114,6 +117,8 @@ def emitted_distribution(
                 processing=processing,
                 stopping=stopping,
                 seed=seed,
+                verifier=verifier,
+                allow_lossy=allow_lossy,
                 watch=check_and_watch,
             ):
                 if done.request.index in paths:
@@ -184,6 +189,7 @@ def scripted(decoder: Decoder, paths: dict[int, Path]) -> Iterator[_Director]:
     with (
         patch.object(decode, "draw", director.draft(decode.draw)),
         patch.object(decode, "verify", director.verification(decode.verify)),
+        patch.object(decode, "verify_match", director.matching(decode.verify_match)),
         patch.object(verify, "acceptance_probability", director.acceptance(verify.acceptance_probability)),
         patch.object(verify, "draw", director.next_token(verify.draw)),
     ):
@@ -231,6 +237,14 @@ class _Director:
 
         return verifying
 
+    def matching(self, verify_match: Callable[..., Any]) -> Callable[..., Any]:
+        def verifying(p: Tensor, ids: Tensor, drafted: Tensor, numbers: Tensor) -> Any:
+            self.drafted, self.candidates = drafted.tolist(), ids.tolist()
+            self.accepted = [0] * len(p)
+            return verify_match(p, ids, drafted, numbers)
+
+        return verifying
+
     def acceptance(self, acceptance_probability: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Acceptance tests of submitted tokens, up to the first that fails."""
 
@@ -250,9 +264,11 @@ class _Director:
         return testing
 
     def next_token(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The token after the accepted ones."""
+        """The token after the accepted ones; with sampler match, the target's own token at each place up to it."""
 
         def drawing(probabilities: Tensor, uniform: Tensor) -> Tensor:
+            if probabilities.ndim == 3:
+                return self._matched(draw, probabilities, uniform)
             return self._drawn(draw, probabilities, uniform, {row for row, _ in self.rows()})
 
         return drawing
@@ -266,11 +282,24 @@ class _Director:
                 by_number[row] = path.choose(probabilities[row], numbers[row], by_number[row])
         return torch.tensor(by_number)
 
+    def _matched(self, draw: Callable[..., Tensor], weights: Tensor, uniform: Tensor) -> Tensor:
+        ids = draw(weights, uniform).tolist()
+        weights = weights.double() / weights.double().sum(-1, keepdim=True)
+        probabilities, numbers = weights.tolist(), uniform.tolist()
+        for row, path in self.rows():
+            for slot in range(self.drafted[row] + 1):
+                ids[row][slot] = path.choose(probabilities[row][slot], numbers[row][slot], ids[row][slot])
+                if slot == self.drafted[row] or ids[row][slot] != self.candidates[row][slot]:
+                    break
+                self.accepted[row] += 1
+        return torch.tensor(ids)
+
     def check(self, seen: Round) -> None:
         """After each round: nothing that was not in the tree had a part in it."""
-        submitted, accepted = seen.drafted.lengths.tolist(), seen.verified.accepted.tolist()
+        submitted, accepted = seen.drafted.submitted.tolist(), seen.verified.accepted.tolist()
         for row, _ in self.rows():
             assert submitted[row] <= self.drawn[row], "a token was submitted that its row did not draft"
+            assert submitted[row] == self.drafted[row], "others were verified than were submitted"
             assert accepted[row] == self.accepted[row], "tokens were accepted by other tests than their own"
 
 

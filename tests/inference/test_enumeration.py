@@ -23,6 +23,7 @@ from accept_head.inference.policies import (
     CumulativeConfidencePolicy,
     FixedPolicy,
     MaxProbPolicy,
+    MeanMaxProbPolicy,
     SvipPolicy,
 )
 from accept_head.inference.verify import Verified
@@ -84,8 +85,8 @@ def together(policy, length=4, **options):
 
 
 def drafted_lengths(seen):
-    """A watcher that counts how many tokens rows drafted in their first rounds."""
-    return lambda round_: seen.update(round_.drafted.lengths[round_.rows.rounds == 1].tolist())
+    """A watcher that counts how many tokens rows submitted in their first rounds."""
+    return lambda round_: seen.update(round_.drafted.submitted[round_.rows.rounds == 1].tolist())
 
 
 # The pairs, the policies and the reference are such that the proofs below mean something.
@@ -126,6 +127,15 @@ def test_four_tokens(policy, sampling):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_alone(policy):
     assert distance(POLICIES[policy]) < PROVED
+
+
+@pytest.mark.parametrize("row", range(3))
+def test_a_rule_that_looks_at_the_whole_batch(row):
+    """How many tokens a row drafts depends on the rows around it; what it emits must not."""
+    seen = Counter()
+    watch = drafted_lengths(seen)
+    assert distance(lambda: MeanMaxProbPolicy(0.6), THREE, TWO_TOKENS, (4, 4, 4), row, watch=watch) < PROVED
+    assert len(seen) > 1, "it must have stopped rounds at different lengths"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -192,7 +202,8 @@ def draft_that(monkeypatch, change):
     def changed(decoder):
         drafted = draft(decoder)
         if drafted.ids:
-            drafted.lengths = change(decoder, drafted)
+            drafted.submitted = change(decoder, drafted)
+            drafted.slots = int(drafted.submitted.max())
         return drafted
 
     monkeypatch.setattr(Decoder, "_draft", changed)

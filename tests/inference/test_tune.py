@@ -14,12 +14,13 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
+from accept_head.inference.cost_file import read_costs
 from accept_head.inference.policies import (
     CumulativeConfidencePolicy,
     SvipPolicy,
 )
 from accept_head.inference.rollouts import trace_fingerprint
-from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, read_costs, search
+from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, search
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
 from tests.inference.toy import llama, random_head

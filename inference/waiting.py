@@ -1,0 +1,28 @@
+"""Requests that wait for a row: all there from the start, or arriving while others are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from accept_head.inference.rows import Request
+
+
+class Waiting:
+    """An iterator of requests, in which None says that the next one has not arrived yet. done: no more will come."""
+
+    def __init__(self, requests: Iterable[Request | None]):
+        self.requests, self.done = iter(requests), False
+
+    def take(self, most: int) -> list[Request]:
+        """Up to so many requests, as far as they are there."""
+        taken: list[Request] = []
+        while len(taken) < most and not self.done:
+            try:
+                request = next(self.requests)
+            except StopIteration:
+                self.done = True
+                break
+            if request is None:
+                break
+            taken.append(request)
+        return taken
