@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from accept_head.allocator import keep_freed_blocks
 from accept_head.errors import InputError
 from accept_head.version import VERSION
 
@@ -26,12 +27,15 @@ VERBS = {
     "tune": ("accept_head.inference.tune", "tune", "traces, heads and costs -> thresholds, and what each policy costs"),
     "report": ("accept_head.inference.report", "report", "the same -> one HTML page with plots and every round"),
     "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
+    "bench": ("accept_head.inference.bench", "bench", "policies side by side in wall clock, or on an arrival trace"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
 
 
 def run() -> None:
     """Entry point of the console command: exit code 0 done, 2 the input is wrong (one line on stderr), 1 a bug."""
+    if sys.argv[1:2] == ["train"]:
+        keep_freed_blocks()
     raise SystemExit(main(sys.argv[1:]))
 
 
@@ -144,11 +148,22 @@ def _help() -> str:
 
 
 def _policies() -> str:
-    """Every policy with its SPEC. What is drawn is always verified, so all of them are lossless."""
-    from accept_head.inference.policies import POLICIES
+    """Every policy with its SPEC and its options. As they stand, all of them are lossless; what makes one lossy says so
+    where it is used."""
+    from accept_head.inference.policies.specs import POLICIES, option_types
 
-    lines = [f"  {entry.form:26} {entry.line}" for entry in POLICIES.values()]
-    return "\n".join(["--policy SPEC; all are lossless, greedy and sampled:", *lines])
+    lines = []
+    for entry in POLICIES.values():
+        options = ", ".join(f"{name}={kind.__name__}" for name, kind in option_types(entry).items())
+        lines += [f"  {entry.form:34} {entry.line}", *([f"  {'':34} options: {options}"] if options else [])]
+    return "\n".join(
+        [
+            "--policy SPEC, NAME[:ARGUMENT][,option=value,…]; all are lossless, greedy and sampled, but for "
+            "adaspec,lossy=true and budget,retrospective=true, which sampling refuses without --verifier match or "
+            "--allow_lossy:",
+            *lines,
+        ]
+    )
 
 
 def quiet_libraries() -> None:

@@ -32,6 +32,7 @@ from accept_head.inference.comparison import Measured, compare
 from accept_head.inference.profile import regress_rounds
 from accept_head.inference.report import report
 from accept_head.inference.tune import tune
+from accept_head.inference.tune_rules import RULES
 from accept_head.pair import Pair, load_pair
 from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
@@ -42,6 +43,7 @@ from accept_head.training.run import train
 FIXED_K = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SPLITS = ("train", "dev", "test")
+TUNED_RULES = [*RULES, "adaedl", "leviathan", "hf-heuristic", "goodput", "online-logistic"]  # the others take a minute
 COLLECT_BATCH, DECODE_BATCH = 40, 16
 COST_PROMPTS = 8
 
@@ -120,6 +122,7 @@ def demo(
         draft=str(folder / "draft"),
         head=[str(head)],
         costs=str(output / "costs.json"),
+        rules=TUNED_RULES,
         out=str(output / "tuned.json"),
     )
 

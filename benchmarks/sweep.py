@@ -44,7 +44,7 @@ def timed(*arguments, **options):
     fit(*arguments, **options)
     print("fit seconds", time.perf_counter() - start)
 lightning.Trainer.fit = timed
-raise SystemExit(cli.main(sys.argv[1:]))
+cli.run()
 """
 
 

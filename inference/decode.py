@@ -30,7 +30,6 @@ from accept_head.randomness import uniforms
 from accept_head.sampling import draw
 
 DRAFT, ACCEPT, REDRAW, MATCH = range(4)  # what a random number is for
-IDLE = 1e-3  # seconds between two looks for a request, when there is nothing to decode
 
 
 class Decoder:
@@ -56,12 +55,12 @@ class Decoder:
         allow_lossy: bool = False,
         watch: Callable[[Round], None] | None = None,
     ) -> Iterator[Finished]:
-        """Continue every request; each is handed out as it finishes, and a waiting one takes its place (None among them:
-        the next has not arrived yet). Raises InputError when sampled output would not be the target's."""
+        """Continue every request; each is handed out as it finishes, and a waiting one takes its place. None says that
+        the next one has not arrived yet. Raises InputError when sampled output would not be the target's."""
         check_lossless(policy, verifier, greedy=processing.greedy, allow_lossy=allow_lossy)
         device = self.target.model.device
-        self.policy, self.processing, self.stopping, self.seed = policy, processing, stopping, seed
-        self.verifier = verifier
+        self.policy, self.processing, self.stopping = policy, processing, stopping
+        self.seed, self.verifier = seed, verifier
         self.rows = Rows(self.batch, self.max_length, policy.max_draft_tokens + 1, device)
         for model in (self.target, self.draft):
             model.restore(self.batch)
@@ -70,7 +69,7 @@ class Decoder:
         while self.rows.live_rows or not waiting.done:
             self._admit(waiting)
             if not self.rows.live_rows:
-                time.sleep(IDLE)
+                time.sleep(1e-3)  # before it looks again whether a request has arrived
                 continue
             begin = time.perf_counter()
             drafted = self._draft()
@@ -149,14 +148,11 @@ class Decoder:
             return verify_match(p, window[:, 1:], submitted, u), logits, scores
         q = torch.stack(drafted.probabilities[:k], dim=1) if k else p[:, :0]
         u = self.uniforms if k else self._uniforms(1)
-        verified = verify(p, q, window[:, 1:], submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0])
-        return verified, logits, scores
+        return verify(p, q, window[:, 1:], submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0]), logits, scores
 
     def _feed_unfed(self) -> Forward:
-        """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed.
-
-        → logits and hidden state at the last token, (batch, 1, …) each.
-        """
+        """Feed the draft what it has not seen, the last token and an accepted one that it drew but was not fed → logits
+        and hidden state at the last token, (batch, 1, …) each."""
         rows = self.rows
         if rows.unfed > 2:  # rounds without drafting leave more
             live = rows.live_rows
@@ -170,7 +166,7 @@ class Decoder:
         return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
 
     def _feed(self, token_ids: Tensor, depth: int) -> Forward:
-        """Feed (batch,) tokens drawn at `depth` → logits and hidden state, (batch, 1, …) each."""
+        """Feed (batch,) tokens drawn at `depth` → the same at them."""
         return self.draft.forward(token_ids[:, None], self.rows.lengths + depth - 1, self.rows.longest + depth - 1)
 
     def _uniforms(self, slots: int) -> Tensor:

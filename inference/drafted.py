@@ -15,8 +15,8 @@ class Drafted:
     """One round's proposals. lengths: (batch,) tokens each row drew; submitted: (batch,) how many of them are verified;
     slots: the most that any row submits.
 
-    Slot by slot, ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when greedy; scores: (batch, vocab)
-    each, what q is made of, or empty if nobody asks.
+    Slot by slot, ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when greedy; scores: the same
+    shape, what q is made of, or empty if nobody asks.
     """
 
     lengths: Tensor

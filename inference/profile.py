@@ -1,10 +1,12 @@
 """`accept-head profile`: what a forward costs on this machine, by the paper's regression and by the batch model.
 
-Three measurements, of one pair, over the cache and the loop that decoding uses:
+Measurements of one pair, over the cache and the loop that decoding uses:
 rounds   T = t_draft·N_draft + t_target·N_target (eq. 3.1), least squares over real rounds of different draft lengths:
          wall clock, so each forward carries its share of the loop
 forward  medians of bare forwards: what a loop without any overhead would take
-batch    t = α·(context tokens) + β·(batch tokens) + γ for each model (AdaSpec eq. 2), over batch × context × width
+batch    t = α·(context tokens) + β·(batch tokens) + γ for each model (AdaSpec eq. 2), over batch × context × width;
+         with a batch map, β and γ are those of its rounds, which hold the loop's overhead, and α is that of forwards
+map      if asked for: medians of real rounds over batch size × draft length, and the table made of them
 """
 
 from __future__ import annotations
@@ -17,19 +19,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import writable_file, write_json
+from accept_head.inference.batch_table import FIELD, vllm_option
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.generation import GREEDY, make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.processing import Processing
 from accept_head.inference.round import Round
+from accept_head.inference.round_grid import (
+    RoundGrid,
+    check_rounds_fit,
+    finish,
+    fit_round_costs,
+    measure_rounds,
+    usable_prompts,
+)
 from accept_head.inference.stopping import Stopping
 from accept_head.pair import Pair, context_tokens, load_pair
 from accept_head.prompts import load_prompts
@@ -41,6 +55,7 @@ DRAFT_LENGTHS = (1, 2, 4, 8)  # that the regression is over
 # units of the standard deviation, as the median absolute deviation gives it.
 OUTLIER = 3.0
 BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
+MAP_BATCHES, MAP_LENGTHS = (1, 2, 4, 8, 16, 32), (0, 1, 2, 3, 4, 6, 8)  # the grid of a batch map
 
 # Used when no prompts are given: costs depend on lengths, hardly on words.
 TEXTS = (
@@ -70,6 +85,9 @@ def profile(
     max_new_tokens: int = 48,
     temperature: float = 0.0,
     top_k: int = 50,
+    batch_map: str | None = None,
+    batch_sizes: list[int] | None = None,
+    draft_lengths: list[int] | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> None:
@@ -85,10 +103,18 @@ def profile(
         max_new_tokens: Longest response, in tokens.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Most likely tokens kept when sampling.
+        batch_map: JSON file to write, too: the draft length that suits each batch size, from rounds of all of them.
+        batch_sizes: Batch sizes to measure for it, 1 among them; 1 2 4 8 16 32 when left out.
+        draft_lengths: Draft lengths to measure for it, 0 among them; 0 1 2 3 4 6 8 when left out.
         dtype: float32, bfloat16, float16, or auto.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     path = writable_file(Path(out))
+    map_path = _map_path(batch_map, path, batch_sizes, draft_lengths)
+    sizes = _axis("batch_sizes", batch_sizes, MAP_BATCHES, 1)
+    lengths = _axis("draft_lengths", draft_lengths, MAP_LENGTHS, 0)
+    if map_path:
+        check_rounds_fit(lengths[-1], max_new_tokens)
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
     if prompts:
         ids = [prompt.ids for prompt in load_prompts(prompts, pair.tokenizer, field=field, max_prompts=max_prompts)]
@@ -98,6 +124,20 @@ def profile(
     fit = regress_rounds(pair, ids, sampling=sampling, max_new_tokens=max_new_tokens)
     forward = measure_forwards(pair, ids)
     batch = {"draft": fit_batch_cost(pair.draft), "target": fit_batch_cost(pair.target)}
+    conditions = {
+        "target": target,
+        "draft": draft,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "device": device_name(pair.target.device),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
+        "date": datetime.date.today().isoformat(),
+    }
+    grid = None
+    if map_path:
+        grid = measure_rounds(pair, ids, sizes, lengths, sampling=sampling, max_new_tokens=max_new_tokens)
+        batch = fit_round_costs(grid, **batch)
+        write_json(map_path, map_values(grid) | {"sampling": asdict(sampling)} | conditions)
     write_json(
         path,
         {
@@ -106,13 +146,7 @@ def profile(
             "rounds": fit.rounds,
             "forward": asdict(forward),
             "batch": {name: asdict(cost) for name, cost in batch.items()},
-            "target": target,
-            "draft": draft,
-            "dtype": str(pair.target.dtype).removeprefix("torch."),
-            "device": device_name(pair.target.device),
-            "threads": torch.get_num_threads(),
-            "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
-            "date": datetime.date.today().isoformat(),
+            **conditions,
         },
     )
     costs = fit.costs
@@ -126,6 +160,30 @@ def profile(
             f"{1e3 * cost.gamma:.2f} ms a forward (R² {cost.r_squared:.3f})"
         )
     print(f"wrote {path}")
+    if grid:
+        Console().print(map_table(grid))
+        option = vllm_option(grid.table, draft)
+        print(f"vllm serve … {option}" if option else "nothing is gained by speculation at any of these batch sizes")
+        print(f"wrote {map_path}")
+
+
+def _map_path(batch_map: str | None, out: Path, *axes: list[int] | None) -> Path | None:
+    if batch_map is None:
+        if any(values is not None for values in axes):
+            raise InputError("batch_sizes and draft_lengths are of a batch map: give --batch_map FILE")
+        return None
+    path = writable_file(Path(batch_map), "--batch_map")
+    if path.resolve() == out.resolve():
+        raise InputError(f"--batch_map {batch_map}: is the file of the costs, expected another one")
+    return path
+
+
+def _axis(name: str, values: list[int] | None, default: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """Ascending. Raises InputError when it does not begin at `first`: nothing can be interpolated below."""
+    axis = tuple(sorted(set(default if values is None else values)))
+    if not axis or axis[0] != first:
+        raise InputError(f"{name} are {list(axis)}, expected {first} and larger numbers")
+    return axis
 
 
 def regress_rounds(
@@ -135,7 +193,7 @@ def regress_rounds(
 
     Raises InputError when no prompt leaves room for a response of max_new_tokens.
     """
-    usable = _usable(pair, prompts, max_new_tokens)
+    usable = usable_prompts(pair, prompts, max_new_tokens)
     seconds: dict[int, list[float]] = {}  # of rounds, by tokens drafted
     for index, prompt in enumerate([usable[0], *usable]):  # the first is a warm-up
         for k in (0, *DRAFT_LENGTHS):
@@ -173,7 +231,7 @@ def _timed_rounds(
 
     def watch(round_: Round) -> None:
         drafted.append(int(round_.outcome.drafted.sum()))
-        _finish(pair.target.device)
+        finish(pair.target.device)
         clock.append(time.perf_counter())
 
     requests = make_requests([prompt], max_new_tokens)
@@ -186,6 +244,36 @@ def _timed_rounds(
     return list(zip(drafted[1:], spans, strict=True))
 
 
+def map_values(grid: RoundGrid) -> dict[str, Any]:
+    """A batch map as a file has it: the table by vLLM's name, and what it was made of. acceptance: of a token whose
+    predecessors were accepted. al: tokens a round of 0, 1, 2, … draft tokens. goodput: tokens/s of one row."""
+    return {
+        FIELD: [list(row) for row in grid.table],
+        "batch_sizes": list(grid.batch_sizes),
+        "draft_lengths": list(grid.draft_lengths),
+        "round_seconds": grid.seconds.tolist(),
+        "rounds": grid.rounds.tolist(),
+        "context_tokens": grid.context_tokens.tolist(),
+        "acceptance": grid.acceptance.tolist(),
+        "at_risk": grid.at_risk.tolist(),
+        "al": grid.tokens.tolist(),
+        "goodput": grid.goodput.tolist(),
+    }
+
+
+def map_table(grid: RoundGrid) -> Table:
+    """For a terminal: tokens/s of a row at every measured batch size and draft length, and what to draft."""
+    table = Table(title="tokens/s of one row, by batch size and draft tokens")
+    for name in ("batch size", *map(str, grid.draft_lengths), "to draft"):
+        table.add_column(name, justify="right")
+    chosen = {size: k for first, last, k in grid.table for size in range(first, last + 1)}
+    for size, row in zip(grid.batch_sizes, grid.goodput, strict=True):
+        best = row.argmax()
+        cells = (f"[bold]{value:.1f}[/bold]" if place == best else f"{value:.1f}" for place, value in enumerate(row))
+        table.add_row(str(size), *cells, str(chosen[size]))
+    return table
+
+
 @torch.no_grad()
 def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4) -> ForwardCosts:
     """Median seconds, after real prompts at batch 1, of bare forwards: a draft step (1 token), a verification
@@ -195,7 +283,7 @@ def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tok
     when the context is too short for a verification.
     """
     width = verify_tokens + 1
-    usable = _usable(pair, prompts, width)
+    usable = usable_prompts(pair, prompts, width)
     longest = max(len(prompt) for prompt in usable)
     device = pair.target.device
     draft, target = (CachedModel(model, 1, longest + width) for model in (pair.draft, pair.target))
@@ -253,23 +341,10 @@ def _least_squares(features: np.ndarray, measured: np.ndarray) -> tuple[list[flo
     return [float(value) for value in coefficients], float(1 - unexplained / total) if total > 0 else 1.0
 
 
-def _usable(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Sequence[int]]:
-    room = min(context_tokens(pair.target), context_tokens(pair.draft)) - new_tokens
-    usable = [prompt for prompt in prompts if len(prompt) <= room]
-    if not usable:
-        raise InputError(f"no prompt leaves room for {new_tokens} more tokens in the models' context")
-    return usable
-
-
 def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
     starts = torch.full((len(new),), start, device=new.device)
-    _finish(new.device)
+    finish(new.device)
     begin = time.perf_counter()
     model.forward(new, starts, start)
-    _finish(new.device)
+    finish(new.device)
     return time.perf_counter() - begin
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

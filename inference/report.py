@@ -40,7 +40,8 @@ from accept_head.inference.report_data import DomainResult, PolicyResult, Report
 from accept_head.inference.report_page import write_report
 from accept_head.inference.report_view import calibrate_depths, view_responses
 from accept_head.inference.rollouts import trace_fingerprint
-from accept_head.inference.tune import DECODING_NAME, LONGEST, RULES, Grid, load_heads, search
+from accept_head.inference.tune import DECODING_NAME, LONGEST, Grid, load_heads, search
+from accept_head.inference.tune_rules import RULES
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
 SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve

@@ -6,9 +6,8 @@ The policies that need no training go through the same search on the same traces
 from __future__ import annotations
 
 import datetime
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,19 +25,11 @@ from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
 from accept_head.inference.cost_file import read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
-from accept_head.inference.policies import (
-    AdaEdlPolicy,
-    ConfidencePolicy,
-    CumulativeConfidencePolicy,
-    EntropyPolicy,
-    HeadPolicy,
-    MaxProbPolicy,
-    SvipPolicy,
-)
+from accept_head.inference.policies import EntropyPolicy, HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
-from accept_head.inference.replay_host import replay
 from accept_head.inference.rollouts import trace_fingerprint
+from accept_head.inference.tune_rules import LEARNERS, RULES, ask, checked_rules, spec_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
 from accept_head.trace import CONFIG_NAME
 from accept_head.version import VERSION
@@ -46,15 +37,6 @@ from accept_head.version import VERSION
 Objective = Literal["mean", "worst-domain"]
 DECODING_NAME = "decoding.json"
 PROBABILITIES = ThresholdPolicy.grid
-# Rules that need no training, by name. The first are priced in one pass each; the others have a memory and are asked.
-RULES: dict[str, Callable[..., ThresholdPolicy]] = {
-    "confidence": ConfidencePolicy,
-    "cumulative-confidence": CumulativeConfidencePolicy,
-    "max-prob": MaxProbPolicy,
-    "entropy": EntropyPolicy,
-    "svip": SvipPolicy,
-}
-LEARNERS: dict[str, type[AdaEdlPolicy]] = {"adaedl": AdaEdlPolicy}
 K_MIN, K_MAX, LONGEST = (1, 2), (4, 8, 20), 20
 
 
@@ -71,6 +53,7 @@ def tune(
     k_min: list[int] | None = None,
     k_max: list[int] | None = None,
     lag: list[int] | None = None,
+    rules: list[str] | None = None,
     objective: Objective = "mean",
     max_prompts: int | None = None,
     write_decoding: bool = True,
@@ -96,6 +79,7 @@ def tune(
         k_min: Fewest tokens after which a rule may stop, to try; 1 and 2 when left out.
         k_max: Most tokens of a round, to try; 4, 8 and 20 when left out.
         lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
+        rules: Policies without training to tune, by name; all of them when left out, which takes a minute or two.
         objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest.
         max_prompts: Use the first so many traces.
         write_decoding: Write decoding.json; without it, heads are left as they are.
@@ -110,6 +94,7 @@ def tune(
         k_min=_checked("k_min", k_min, K_MIN, 1),
         k_max=_checked("k_max", k_max, K_MAX, 1),
         lags=_checked("lag", lag, (0, 1), 0, 1),
+        rules=checked_rules(rules),
     )
     if not grid.bounds:
         raise InputError(f"no k_min of {list(grid.k_min)} is at most any k_max of {list(grid.k_max)}")
@@ -124,7 +109,7 @@ def tune(
     longest = max(LONGEST, *grid.k_max)
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
     tuned = search(coupled, heads, priced, grid, objective)
-    rows = tuned.rows(seed)
+    rows = tuned.rows(seed, costs)
     decodings = {name: decoding(tuned, name, rows) for name in heads}
     write_json(
         path,
@@ -154,13 +139,15 @@ def tune(
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What to try. thresholds: of heads, and of the rules whose own grid is these probabilities; nats: of entropy."""
+    """What to try. thresholds: of heads, and of the rules whose own grid is these probabilities; nats: of entropy.
+    rules: the policies that need no training, by name."""
 
     thresholds: Sequence[float] = PROBABILITIES
     nats: Sequence[float] = EntropyPolicy.grid
     k_min: Sequence[int] = K_MIN
     k_max: Sequence[int] = K_MAX
     lags: Sequence[int] = (0, 1)
+    rules: Sequence[str] = (*RULES, "adaedl")
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -189,11 +176,12 @@ class Tuned:
     families: dict[str, list[Replayed]]
     chosen: dict[str, Replayed]
 
-    def rows(self, seed: int = 0) -> list[dict[str, Any]]:
-        """One row a policy, in the form of the public surface (architecture page); spec: what `--policy` takes."""
+    def rows(self, seed: int = 0, costs_file: str | None = None) -> list[dict[str, Any]]:
+        """One row a policy, in the form of the public surface (architecture page); spec: what `--policy` takes, with
+        costs_file for policies that predict seconds."""
         policies = [self.none, *self.fixed, *self.chosen.values(), self.oracle]
         rows = compare([policy.measured() for policy in policies], self.costs, seed=seed)
-        return [{**row, **({"spec": spec_of(row)} if row["name"] != "oracle" else {})} for row in rows]
+        return [{**row, **({"spec": spec_of(row, costs_file)} if row["name"] != "oracle" else {})} for row in rows]
 
     @property
     def best_fixed(self) -> Replayed:
@@ -210,10 +198,11 @@ def search(
     """Replay everything and choose. heads: by the name that a SPEC would give them."""
     none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     families = {name: _replay_head(traces, name, head, grid) for name, head in heads.items()}
-    for name, rule in RULES.items():
-        families[name] = replay_thresholds(traces, rule(), grid.settings(grid.of(name)), name)
-    for name, learner in LEARNERS.items():
-        families[name] = [_ask(traces, name, learner, value, max(grid.k_max)) for value in learner.grid]
+    for name in grid.rules:
+        if name in RULES:
+            families[name] = replay_thresholds(traces, RULES[name](), grid.settings(grid.of(name)), name)
+        else:
+            families[name] = [ask(traces, name, v, costs, max(grid.k_max)) for v in _values(name, costs)]
     value = objective_of(objective, traces.domains, costs)
     return Tuned(
         traces=traces,
@@ -227,16 +216,6 @@ def search(
     )
 
 
-def spec_of(row: Mapping[str, Any]) -> str:
-    """A row's policy as `--policy` takes it: its name, and the bounds that are not the usual ones."""
-    name = row["name"].partition(":")[0]
-    usual = {"k_min": 1, "k_max": LONGEST, "lag": 1}
-    if name in RULES:  # its authors' bound may be another
-        usual["k_max"] = inspect.signature(RULES[name]).parameters["k_max"].default
-    options = [f",{key}={row['params'][key]}" for key in usual if row["params"].get(key, usual[key]) != usual[key]]
-    return "".join([row["name"], *options])
-
-
 def objective_of(objective: Objective, domains: Sequence[str], costs: ForwardCosts) -> Any:
     """What to maximise: Replayed → tokens/s, over all responses or in the domain where it is lowest."""
     if objective not in get_args(Objective):
@@ -248,16 +227,17 @@ def objective_of(objective: Objective, domains: Sequence[str], costs: ForwardCos
     return lambda policy: min(float(throughputs(policy.counts[group].sum(0), costs)) for group in groups)
 
 
+def _values(name: str, costs: ForwardCosts) -> Sequence[float]:
+    """What to try of a learner. Leviathan's c is known; others may do better, as its i.i.d. model is not the truth."""
+    values = LEARNERS[name].values
+    return sorted({round(costs.ratio, 4), *values}) if name == "leviathan" else values
+
+
 def _replay_head(traces: CoupledTraces, name: str, head: AcceptanceHead, grid: Grid) -> list[Replayed]:
     lags: Iterable[int | None] = (None,) if head.config.reads == "before" else grid.lags
     policies = [HeadPolicy(head, 0.5, lag=lag) for lag in lags]
     settings = grid.settings(grid.thresholds)
     return [r for policy in policies for r in replay_thresholds(traces, policy, settings, f"head:{name}")]
-
-
-def _ask(traces: CoupledTraces, name: str, rule: type[AdaEdlPolicy], threshold: float, k_max: int) -> Replayed:
-    params = {"threshold": threshold, "k_min": 1, "k_max": k_max}
-    return replay(traces, rule(threshold, k_max=k_max), f"{name}:{threshold:g}", params)
 
 
 def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -326,13 +306,15 @@ def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
         kind, _, rest = row["name"].rpartition("/")  # a head's folder without those it is in
         table.add_row(
             (f"head:{rest}" if kind else rest) + (f", lag {params['lag']}" if "lag" in params else ""),
-            f"{params['k_min']} to {params['k_max']}" if "k_max" in params else "",
+            f"{params.get('k_min', 0)} to {params['k_max']}" if "k_max" in params else "",
             f"{row['discard_rate']:.3f}",
             f"{row['verification_rate']:.3f}",
             f"{row['throughput']:.1f}",
             f"{row['speedup']:.3f}x",
             f"{100 * row['gain_over_best_fixed']:+.1f} %",
             f"{100 * row['oracle_gap_closed']:+.1f} %",
-            f"{100 * low:.1f} to {100 * high:.1f}" if "threshold" in params else "",
+            ""
+            if row["name"].partition(":")[0] in ("none", "fixed", "oracle")
+            else f"{100 * low:.1f} to {100 * high:.1f}",
         )
     return table

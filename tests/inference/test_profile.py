@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from scipy.optimize import nnls
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError, Sampling
 from accept_head.cli import main
 from accept_head.inference import profile as module
+from accept_head.inference import round_grid as grid_module
+from accept_head.inference.batch_table import FIELD, best_table, read_batch_table
 from accept_head.inference.cache import CachedModel
+from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.processing import Processing
 from accept_head.inference.profile import fit_batch_cost, measure_forwards, regress_rounds
+from accept_head.inference.round_grid import fit_round_costs, measure_rounds
+from tests.inference.toy import pair_of, two
 
 T_DRAFT, T_TARGET, T_ALONE = 0.002, 0.011, 0.010
 ALPHA, BETA, GAMMA = 3e-7, 4e-5, 0.006
@@ -341,3 +352,255 @@ def test_print_config_prints_a_yaml_that_it_reads(run_warm, random_pair_folder, 
     config.write_text(printed.stdout)
     assert run_warm("profile", "--config", config, "--print_config").stdout == printed.stdout
     assert "max_new_tokens: 24" in printed.stdout
+
+
+# --- the grid of a batch map ----------------------------------------------------------------------------------------
+
+MAP_SIZES, MAP_LENGTHS = (1, 2, 5), (0, 1, 3)
+
+
+def round_cost(draft):
+    """A draft forward takes 2 ms and 0.1 ms a row, a target's 10 ms and 0.4 ms a token."""
+
+    def cost(model, batch, width, start):
+        return 2e-3 + 1e-4 * batch if model is draft else 1e-2 + 4e-4 * batch * width
+
+    return cost
+
+
+def round_seconds(size, k):
+    return k * (2e-3 + 1e-4 * size) + 1e-2 + 4e-4 * size * (k + 1)
+
+
+@pytest.fixture(scope="module")
+def noisy_pair():
+    """A draft that is right about half of the time, so that rows go their own ways."""
+    return pair_of(*two(LlamaForCausalLM, LlamaConfig))
+
+
+@pytest.fixture
+def grid_clock(clock, noisy_pair, monkeypatch):
+    """The clock for rounds of a batch; a prefill takes 1000 s."""
+    fill = CachedModel.fill
+
+    def slow(*arguments):
+        clock.now += 1000
+        fill(*arguments)
+
+    monkeypatch.setattr(CachedModel, "fill", slow)
+    monkeypatch.setattr(grid_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    clock.cost = round_cost(noisy_pair.draft)
+    return clock
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """What was measured: the size and the length of each cell in order, and its rounds."""
+    taken, full_rounds = [], grid_module._full_rounds
+
+    def noted(decoder, requests, k, processing):
+        taken.append((len(requests), k, full_rounds(decoder, requests, k, processing)))
+        return taken[-1][2]
+
+    monkeypatch.setattr(grid_module, "_full_rounds", noted)
+    return taken
+
+
+def measured_grid(pair, temperature=0.0, **options):
+    sampling = Sampling(temperature=temperature, top_k=0)
+    options = {"max_new_tokens": 20, "turns": 2, **options}
+    return measure_rounds(pair, PROMPTS, MAP_SIZES, MAP_LENGTHS, sampling=sampling, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_round_of_the_grid_is_of_all_rows_and_of_the_whole_length(grid_clock, taken, noisy_pair, temperature):
+    """However the responses end: at a temperature of 1 some rows are done long before the others."""
+    grid = measured_grid(noisy_pair, temperature)
+    for size, k, rounds in taken:
+        assert len(rounds.seconds) == len(rounds.outcomes) - 1 > 0
+        assert rounds.seconds == pytest.approx([round_seconds(size, k)] * len(rounds.seconds))
+        for outcome in rounds.outcomes:
+            assert outcome.live.tolist() == [True] * size and outcome.drafted.tolist() == [k] * size
+    expected = [[round_seconds(size, k) for k in MAP_LENGTHS] for size in MAP_SIZES]
+    assert grid.seconds == pytest.approx(np.array(expected))
+    assert grid.rounds.tolist() == [
+        [sum(len(rounds.seconds) for size, k, rounds in taken if (size, k) == (s, length)) for length in MAP_LENGTHS]
+        for s in MAP_SIZES
+    ]
+    assert grid.rounds.max() == 2 * grid_module.ROUNDS
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_the_rounds_end_when_a_row_is_done(noisy_pair, size):
+    """One of two that is done leaves the batch; one of five stays in it as an idle row."""
+    prompts = [PROMPTS[row % 3] for row in range(size)]
+    requests = [replace(row, max_new_tokens=6 if row.index == 1 else 20) for row in make_requests(prompts, 20)]
+    options = {"batch_size": size, "greedy": True}
+    decoder = make_decoder(noisy_pair.target, noisy_pair.draft, requests, FixedPolicy(3), **options)
+    processing = Processing(Sampling(temperature=0), noisy_pair.vocab_size)
+    assert len(grid_module._full_rounds(decoder, requests, 0, processing).seconds) == 5
+
+
+def test_the_cells_take_turns(grid_clock, taken, noisy_pair):
+    measured_grid(noisy_pair, turns=3)
+    assert [(size, k) for size, k, _ in taken] == 3 * [(size, k) for size in MAP_SIZES for k in MAP_LENGTHS]
+
+
+def test_a_cell_is_the_median_of_its_rounds(grid_clock, noisy_pair):
+    slow, cost = iter([50.0, 0, 0, 0, 0, 0, 0] * 10_000), grid_clock.cost
+    grid_clock.cost = lambda *arguments: cost(*arguments) + next(slow)
+    grid = measured_grid(noisy_pair)
+    assert grid.seconds[:, 0] == pytest.approx([round_seconds(size, 0) for size in MAP_SIZES])
+
+
+def test_the_grids_acceptance_is_that_of_its_rounds(grid_clock, taken, noisy_pair):
+    grid = measured_grid(noisy_pair, temperature=1.5)
+    rows = [
+        (k, accepted) for _, k, rounds in taken for outcome in rounds.outcomes for accepted in outcome.accepted.tolist()
+    ]
+    for position in range(1, 4):
+        tested = [accepted for k, accepted in rows if k >= position and accepted >= position - 1]
+        assert grid.at_risk[position - 1] == len(tested) > 0
+        assert grid.acceptance[position - 1] == pytest.approx(np.mean([row >= position for row in tested]))
+    first, second, third = grid.acceptance
+    al = [1, 1 + first, 1 + first + first * second, 1 + first + first * second + first * second * third]
+    assert grid.tokens == pytest.approx(al) and grid.acceptance.min() > 0 and grid.acceptance.max() < 1
+    assert grid.goodput == pytest.approx(np.array([al[0], al[1], al[3]]) / grid.seconds)
+
+
+def test_the_contexts_are_the_tokens_that_the_target_had_been_fed(grid_clock, noisy_pair):
+    starts, cost = [], grid_clock.cost
+
+    def noted(model, batch, width, start):
+        if model is noisy_pair.target:
+            starts.append(start)
+        return cost(model, batch, width, start)
+
+    grid_clock.cost = noted
+    grid = measure_rounds(noisy_pair, PROMPTS[:1], (1,), (0,), max_new_tokens=6, turns=1)
+    # The second to the sixth round; the first is not timed.
+    assert starts == [3, 4, 5, 6, 7, 8]
+    assert grid.context_tokens.tolist() == [[np.mean(starts[1:])]]
+
+
+def test_the_batch_costs_are_those_of_the_rounds(grid_clock, noisy_pair):
+    bare = module.BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5)
+    costs = fit_round_costs(measured_grid(noisy_pair), bare, bare)
+    assert (costs["draft"].beta, costs["draft"].gamma) == pytest.approx((1e-4, 2e-3))
+    assert (costs["target"].beta, costs["target"].gamma) == pytest.approx((4e-4, 1e-2))
+    assert costs["draft"].r_squared == costs["target"].r_squared == pytest.approx(1)
+
+
+def grid_of(seconds, sizes, lengths, contexts):
+    none = np.zeros(lengths[-1], dtype=int)
+    return grid_module.RoundGrid(
+        batch_sizes=sizes, draft_lengths=lengths, seconds=seconds, context_tokens=contexts,
+        rounds=np.ones_like(seconds), at_risk=none, accepted=none,
+    )  # fmt: skip
+
+
+def test_a_context_tokens_share_is_that_of_bare_forwards():
+    sizes, lengths = (1, 4, 8), (0, 2, 5)
+    size, k = np.meshgrid(sizes, lengths, indexing="ij")
+    contexts = 40.0 * size + 3 * k
+    draft = module.BatchForwardCost(alpha=1e-6, beta=2e-4, gamma=1e-3, r_squared=1)
+    target = module.BatchForwardCost(alpha=5e-6, beta=3e-4, gamma=8e-3, r_squared=1)
+    seconds = k * draft.seconds(context_tokens=contexts, batch_tokens=size)
+    seconds = seconds + target.seconds(context_tokens=contexts, batch_tokens=size * (k + 1))
+    bare = {"draft": replace(draft, beta=0.5, gamma=0.5), "target": replace(target, beta=0.5, gamma=0.5)}
+    costs = fit_round_costs(grid_of(seconds, sizes, lengths, contexts), **bare)
+    for name, cost in (("draft", draft), ("target", target)):
+        assert (costs[name].alpha, costs[name].beta, costs[name].gamma) == pytest.approx(
+            (cost.alpha, cost.beta, cost.gamma)
+        )
+
+
+def test_no_cost_is_negative_and_the_fit_is_scipys():
+    random, sizes, lengths = np.random.default_rng(0), (1, 4, 16), (0, 1, 3)
+    size, k = np.meshgrid(sizes, lengths, indexing="ij")
+    bare, zeros = module.BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5), 0
+    for _ in range(30):
+        seconds = (1e-3 * k + 1e-2) * random.lognormal(0, 0.4, size.shape)
+        costs = fit_round_costs(grid_of(seconds, sizes, lengths, np.zeros(size.shape)), bare, bare)
+        fitted = [getattr(costs[name], term) for name in ("draft", "target") for term in ("beta", "gamma")]
+        features = np.stack([k * size, k, size * (k + 1), np.ones_like(k)], axis=-1).reshape(-1, 4)
+        reference, _ = nnls(features / seconds.reshape(-1, 1), np.ones(9))
+        assert fitted == pytest.approx(reference, abs=1e-9)
+        zeros += fitted.count(0.0)
+    assert zeros > 10
+
+
+def test_a_grid_of_one_batch_size_leaves_the_costs_as_they_are():
+    bare = module.BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5)
+    alone = grid_of(np.array([[1.0, 2.0]]), (1,), (0, 1), np.ones((1, 2)))
+    assert fit_round_costs(alone, bare, bare) == {"draft": bare, "target": bare}
+
+
+def map_arguments(folder, pair_folder, **options):
+    sizes = {"batch_sizes": "[3,1,2]", "draft_lengths": "[0,2]"}
+    return arguments(folder, pair_folder, **{"batch_map": folder / "map.json", "max_prompts": 4, **sizes, **options})
+
+
+def test_the_command_writes_a_batch_map(quick, random_pair_folder, tmp_path, capsys):
+    assert main(map_arguments(tmp_path, random_pair_folder)) == 0
+    written = json.loads((tmp_path / "map.json").read_text())
+    assert (written["batch_sizes"], written["draft_lengths"]) == ([1, 2, 3], [0, 2])
+    table = read_batch_table(tmp_path / "map.json")
+    assert written[FIELD] == [list(row) for row in table] and table[-1][1] == 3
+    seconds, al = np.array(written["round_seconds"]), np.array(written["al"])
+    assert seconds.shape == (3, 2) and (seconds > 0).all() and np.array(written["rounds"]).min() >= 5
+    assert len(written["acceptance"]) == len(written["at_risk"]) == 2 and len(al) == 3
+    assert al == pytest.approx(1 + np.concatenate([[0], np.cumsum(np.cumprod(written["acceptance"]))]))
+    assert np.array(written["goodput"]) == pytest.approx(al[[0, 2]] / seconds)
+    assert table == best_table(seconds, [1, 2, 3], [0, 2], al)
+    costs = json.loads((tmp_path / "costs.json").read_text())
+    for name in ("target", "draft", "dtype", "device", "threads", "versions", "date"):
+        assert written[name] == costs[name]
+    assert written["sampling"]["temperature"] == 0
+    # α of the bare forwards, the rest of the rounds.
+    assert all(costs["batch"][name]["alpha"] == ALPHA for name in ("draft", "target"))
+    assert costs["batch"]["target"]["gamma"] != GAMMA
+    printed = capsys.readouterr().out
+    assert "batch size" in printed and f"wrote {tmp_path / 'map.json'}" in printed
+    assert FIELD in printed or {k for _, _, k in table} == {0}
+
+
+def test_what_is_printed_for_vllm_is_the_table_that_is_written(
+    quick, random_pair_folder, tmp_path, capsys, monkeypatch
+):
+    """A made-up grid, in which two tokens pay up to a batch size of 2."""
+    seconds = np.array([[1.0, 1.1], [1.0, 1.2], [1.0, 9.0]])
+    grid = grid_of(seconds, (1, 2, 4), (0, 2), 40 * seconds)
+    grid = replace(grid, at_risk=np.array([100, 80]), accepted=np.array([80, 40]))
+    monkeypatch.setattr(module, "measure_rounds", lambda *_, **__: grid)
+    assert main(map_arguments(tmp_path, random_pair_folder)) == 0
+    table = [[1, 2, 2], [3, 4, 0]]
+    assert json.loads((tmp_path / "map.json").read_text())[FIELD] == table
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("vllm")]
+    config = json.loads(shlex.split(line)[-1])
+    assert (config["num_speculative_tokens"], config[FIELD]) == (2, table)
+    assert config["model"] == str(random_pair_folder / "draft")
+
+
+MAP_REFUSED = {
+    "a size without a map": (lambda f: {"batch_map": None}, ["batch_sizes", "--batch_map"]),
+    "no batch size 1": (lambda f: {"batch_sizes": "[2,4]"}, ["batch_sizes", "[2, 4]", "expected 1"]),
+    "batch size 0": (lambda f: {"batch_sizes": "[0,1]"}, ["batch_sizes", "[0, 1]"]),
+    "no draft length 0": (lambda f: {"draft_lengths": "[1,2]"}, ["draft_lengths", "[1, 2]", "expected 0"]),
+    "a map that is a folder": (lambda f: {"batch_map": f}, ["--batch_map", "folder"]),
+    "both into one file": (lambda f: {"batch_map": f / "costs.json"}, ["--batch_map", "costs.json"]),
+    "responses too short for a long draft": (lambda f: {"draft_lengths": "[0,12]"}, ["max_new_tokens is 24", "26"]),
+}
+
+
+@pytest.mark.parametrize("name", MAP_REFUSED)
+def test_a_map_that_cannot_be_measured_is_refused_in_one_line(name, quick, random_pair_folder, tmp_path, capsys):
+    change, named = MAP_REFUSED[name]
+    options = map_arguments(tmp_path, random_pair_folder, **change(tmp_path))
+    if "None" in options:
+        place = options.index("None")
+        options = options[: place - 1] + options[place + 1 :]
+    assert main(options) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("accept-head: ")]
+    assert line.startswith("accept-head: error: ") and all(words in line for words in named)
+    assert not quick.asked and not list(tmp_path.iterdir())

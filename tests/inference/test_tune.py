@@ -191,7 +191,7 @@ def test_every_row_but_the_oracle_names_a_policy_as_the_decode_loop_takes_it(tra
         if "threshold" not in params:
             assert policy.max_draft_tokens == params.get("k", 0)
             continue
-        bounds = (params["threshold"], params["k_min"], params["k_max"])
+        bounds = (params["threshold"], params.get("k_min", 1), params["k_max"])
         assert (policy.threshold, policy.k_min, policy.max_draft_tokens) == bounds
         assert row["name"].partition(":")[0] in (*FAMILIES, *LEARNERS, "head")
         assert getattr(policy, "lag", 0) == params.get("lag", 0)

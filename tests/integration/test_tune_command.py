@@ -14,12 +14,14 @@ from accept_head import Sampling, load_pair
 from accept_head.cli import main
 from accept_head.inference import generate, make_policy
 from accept_head.inference import rollouts as rollouts_module
+from accept_head.inference.tune_rules import EVERY, RULES
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.trace import read_traces
 from tests.inference.test_rollouts import collected
 from tests.inference.toy import random_head
 
 COSTS = {"t_draft": 0.01, "t_target": 0.1}
+QUICK = (*RULES, "adaedl")
 SMALL = ("--thresholds", 0.2, 0.5, 0.8, "--k_max", 4, 20)  # a grid that is quick to walk
 
 
@@ -45,7 +47,8 @@ def made(tmp_path_factory, random_llama, byte_tokenizer):
     random_head(32, reads="before", std=0.1).save_pretrained(folder / "before")
     (folder / "costs.json").write_text(json.dumps(COSTS))
     code = main(["tune", "--traces", str(folder / "traces"), "--draft", str(folder / "draft"), "--max_prompts", "24",
-                 "--costs", str(folder / "costs.json"), "--out", str(folder / "first.json")])  # fmt: skip
+                 "--costs", str(folder / "costs.json"), "--out", str(folder / "first.json"),
+                 "--rules", "entropy"])  # fmt: skip
     assert code == 0
     return SimpleNamespace(folder=folder, pair=pair, prompts=prompts)
 
@@ -63,7 +66,8 @@ def place(made, tmp_path):
 def tune(made, place, capsys):
     """tune(*words) → code, stderr, stdout and the tuned file, if there is one."""
 
-    def run(*words, costs=("--costs", "costs.json"), draft=made.folder / "draft", out="tuned.json"):
+    def run(*words, costs=("--costs", "costs.json"), draft=made.folder / "draft", out="tuned.json", rules=QUICK):
+        words = [*words, "--rules", *rules] if rules else words
         costs = [str(place / word) if word == "costs.json" else word for word in costs]
         arguments = ["tune", "--traces", place / "traces", "--draft", draft, "--out", place / out, *costs, *words]
         capsys.readouterr()
@@ -88,12 +92,11 @@ def files_in(folder):
 
 
 def test_it_compares_all_policies_and_writes_a_choice_for_each_head(made, tune, place):
-    done = tune("--head", place / "drawn", place / "before")
+    done = tune("--head", place / "drawn", place / "before", rules=None)
     assert (done.code, done.err) == (0, "")
     names = [row["name"] for row in done.tuned["policies"]]
     assert names[:21] == ["none", *(f"fixed:{k}" for k in range(1, 21))] and names[-1] == "oracle"
-    rules = ("confidence", "cumulative-confidence", "max-prob", "entropy", "svip", "adaedl")
-    starts = [f"head:{place / 'drawn'}:", f"head:{place / 'before'}:", *(f"{rule}:" for rule in rules)]
+    starts = [f"head:{place / 'drawn'}:", f"head:{place / 'before'}:", *EVERY]
     assert all(name.startswith(start) for name, start in zip(names[21:-1], starts, strict=True))
     assert done.tuned["costs"] == {**COSTS, "t_autoregressive": 0.1}
     assert done.tuned["objective"] == "mean"

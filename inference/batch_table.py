@@ -1,0 +1,173 @@
+"""Tables from batch size to draft length: made of measured rounds, read, and put as vLLM takes them.
+
+    goodput(B, K) = AL(K) / ITL(B, K), tokens per second of one row;   K*(B) = argmax over K, 0 allowed
+    AL(K) = 1 + Σ_{j≤K} S_j,   S_j = Π_{i≤j} acc_i
+
+ITL: seconds of a round of B rows that draft K tokens each. acc_i: the chance that the i-th drafted token is accepted if
+those before it were; S_j, that the first j are (Su et al., arXiv 2310.18813; vLLM's PR 32374, whose
+`acceptance_rate_per_pos` is S and not acc).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accept_head.errors import InputError
+from accept_head.files import read_json
+
+FIELD = "num_speculative_tokens_per_batch_size"  # vLLM's name of a table
+Range = tuple[int, int, int]  # of batch sizes: first, last, and the tokens to draft there
+
+
+def checked_table(table: Any) -> list[Range]:
+    """The ranges in order, under the rules of vLLM's own check. Raises InputError naming the row that is wrong."""
+    if not isinstance(table, list | tuple) or not table:
+        raise InputError(f"a batch map is {table!r}, expected a list of rows [from, to, tokens]")
+    for row in table:
+        if not isinstance(row, list | tuple) or len(row) != 3 or any(type(value) is not int for value in row):
+            raise InputError(f"row {_shown(row)} of a batch map is not three integers, [from, to, tokens]")
+        first, last, k = row
+        if not 1 <= first <= last:
+            raise InputError(f"row {_shown(row)} of a batch map is not a range of batch sizes: 1 <= from <= to")
+        if k < 0:
+            raise InputError(f"row {_shown(row)} of a batch map drafts {k} tokens, expected 0 or more")
+    ranges: list[Range] = sorted((first, last, k) for first, last, k in table)
+    if ranges[0][0] != 1:
+        raise InputError(f"row {_shown(ranges[0])} is a batch map's first, expected one that starts at batch size 1")
+    for before, row in pairwise(ranges):
+        if row[0] <= before[1]:
+            raise InputError(f"row {_shown(row)} of a batch map overlaps row {_shown(before)}")
+    return ranges
+
+
+def _shown(row: Any) -> str:
+    return str(list(row)) if isinstance(row, tuple) else repr(row)
+
+
+# --- making one ------------------------------------------------------------------------------------------------------
+
+
+def tokens_per_round(survival: np.ndarray) -> np.ndarray:
+    """AL(K) of K = 0, 1, 2, … survival: S_1, S_2, …"""
+    return np.concatenate([[1.0], 1 + np.cumsum(survival)])
+
+
+def interpolate(values: np.ndarray, batch_sizes: Sequence[int], draft_lengths: Sequence[int]) -> np.ndarray:
+    """(B, K) at the measured sizes and lengths → (largest B, longest K + 1) at 1, 2, … and 0, 1, …, bilinear."""
+    all_lengths = np.arange(draft_lengths[-1] + 1)
+    by_length = np.stack([np.interp(all_lengths, draft_lengths, row) for row in values])
+    all_sizes = np.arange(1, batch_sizes[-1] + 1)
+    return np.stack([np.interp(all_sizes, batch_sizes, column) for column in by_length.T], axis=1)
+
+
+def best_table(
+    seconds: np.ndarray, batch_sizes: Sequence[int], draft_lengths: Sequence[int], tokens: np.ndarray
+) -> list[Range]:
+    """K*(B) of every B from 1 to the largest, the shorter of two that are as good; neighbours of equal K make a range.
+
+    seconds: (B, K). tokens: AL(K) of K = 0, 1, … as far as it is known; no more are drafted.
+    """
+    goodput = tokens / interpolate(seconds, batch_sizes, draft_lengths)[:, : len(tokens)]
+    table: list[Range] = []
+    for size, k in enumerate(goodput.argmax(1).tolist(), start=1):
+        first = table.pop()[0] if table and table[-1][2] == k else size
+        table.append((first, size, k))
+    return table
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_batch_table(path: Path) -> list[Range]:
+    """A table from a file of `accept-head profile --batch_map`, from a speculative config of vLLM, or made of the
+    measurements in a dynamic_speculative_config.json (the first version of vLLM's PR 32374).
+
+    vLLM drafts no more than `num_speculative_tokens`; where a file has it, so does this table. Raises InputError
+    naming the file and the field.
+    """
+    values = read_json(path)
+    if values.get(FIELD) is not None:
+        try:
+            table = checked_table(values[FIELD])
+        except InputError as error:
+            raise InputError(f"{path}: field {FIELD!r}: {error}") from None
+        most = values.get("num_speculative_tokens")
+        if most is None:
+            return table
+        if type(most) is not int or most < 1:
+            raise InputError(f"{path}: field 'num_speculative_tokens' is {most!r}, expected a positive integer")
+        return [(first, last, min(k, most)) for first, last, k in table]
+    if "batch_stats" not in values:
+        raise InputError(f"{path}: has neither a field {FIELD!r} nor a field 'batch_stats', expected one of them")
+    survival = _survival(path, values)
+    seconds, batch_sizes, draft_lengths = _measured(path, values["batch_stats"])
+    longest = draft_lengths[-1]
+    if longest < len(survival):
+        raise InputError(
+            f"{path}: field 'batch_stats' goes up to {longest} draft tokens, but 'acceptance_rate_per_pos' has "
+            f"{len(survival)} positions; expected measurements up to the last of them"
+        )
+    return best_table(seconds, batch_sizes, draft_lengths, tokens_per_round(survival))
+
+
+def _survival(path: Path, values: dict[str, Any]) -> np.ndarray:
+    rates = values.get("acceptance_rate_per_pos")
+    if not isinstance(rates, list) or not rates or not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates):
+        raise InputError(f"{path}: field 'acceptance_rate_per_pos' is {rates!r}, expected a list of rates from 0 to 1")
+    most = values.get("max_num_speculative_tokens", len(rates))
+    if most != len(rates):
+        raise InputError(
+            f"{path}: field 'max_num_speculative_tokens' is {most!r}, expected {len(rates)}, the length of "
+            "'acceptance_rate_per_pos'"
+        )
+    return np.array(rates, dtype=float)
+
+
+def _measured(path: Path, stats: Any) -> tuple[np.ndarray, list[int], list[int]]:
+    """Milliseconds by batch size and draft length, {"1": {"0": 6.5, "3": 8.8}, …} → (B, K), and both axes."""
+    sizes = _by_number(path, "batch_stats", stats)
+    rows = {size: _by_number(path, f"batch_stats.{size}", row) for size, row in sizes.items()}
+    batch_sizes = sorted(rows)
+    draft_lengths = sorted(rows[batch_sizes[0]])
+    if batch_sizes[0] != 1:
+        raise InputError(f"{path}: field 'batch_stats' has the batch sizes {batch_sizes}, expected 1 among them")
+    if draft_lengths[0] != 0:
+        raise InputError(f"{path}: field 'batch_stats.1' has the draft lengths {draft_lengths}, expected 0 among them")
+    for size, row in rows.items():
+        if sorted(row) != draft_lengths:
+            raise InputError(
+                f"{path}: field 'batch_stats.{size}' has the draft lengths {sorted(row)}, expected {draft_lengths} as "
+                "at batch size 1"
+            )
+        for k, value in row.items():
+            if not _is_number(value) or not 0 < value < math.inf:
+                raise InputError(f"{path}: field 'batch_stats.{size}.{k}' is {value!r}, expected milliseconds")
+    return np.array([[rows[size][k] for k in draft_lengths] for size in batch_sizes]), batch_sizes, draft_lengths
+
+
+def _by_number(path: Path, field: str, value: Any) -> dict[int, Any]:
+    """JSON has no other keys than texts."""
+    if not isinstance(value, dict) or not value or not all(key.isdecimal() for key in value):
+        raise InputError(f"{path}: field {field!r} is {value!r}, expected an object with numbers for keys")
+    return {int(key): entry for key, entry in value.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def vllm_option(table: Sequence[Range], draft: str) -> str | None:
+    """What `vllm serve` takes on its command line; None where the table never speculates, which vLLM does by itself."""
+    most = max(k for _, _, k in table)
+    if most == 0:
+        return None
+    config = {"method": "draft_model", "model": draft, "num_speculative_tokens": most, FIELD: [list(r) for r in table]}
+    return f"--speculative-config {shlex.quote(json.dumps(config))}"

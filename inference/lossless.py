@@ -1,0 +1,230 @@
+"""Is a policy lossless? Every outcome of a round, on pairs of random tables, under each verifier.
+
+A toy pair is a table: p and q after each of the few prefixes that a round can have. All sequences that one row can
+draft are enumerated; the policy, the object that decodes, says how many tokens of each are drafted and how many of them
+verified; the verifiers' probabilities are formulas. So what the row emits is known exactly, and is compared with the
+target's own distribution: no sampling, no false alarms.
+
+The rows around it draft one sequence each, the same throughout. Exact given them is more than exact on average: biases
+of opposite sign cannot cancel. A round is enough: what was learnt in earlier ones is history, and the policy comes into
+the round with a history of rounds that were played at random.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
+
+PROVED = 1e-6  # largest total variation of an unbiased policy: rounding
+HIDDEN = 16  # size of the hidden states that a policy is shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """vocab: tokens. depth: of a round at most. rows: of the batch, the first of which is enumerated. history: rounds
+    that come before."""
+
+    vocab: int = 3
+    depth: int = 2
+    rows: int = 2
+    history: int = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Enumerated:
+    """ratio, match: (pairs,) total variation between what a row emits in a round, completed by the target to depth + 1
+    tokens, and the target's own distribution. drafted, submitted: (depth + 1,) sequences by how many of their tokens
+    were drafted, and verified."""
+
+    ratio: np.ndarray
+    match: np.ndarray
+    drafted: np.ndarray
+    submitted: np.ndarray
+
+
+@torch.no_grad()
+def enumerate_rounds(make: Callable[[], DraftPolicy], *, pairs: int = 200, shape: Shape, seed: int = 0) -> Enumerated:
+    """All rounds of the first row, on so many random pairs. make: builds the policy, anew for each pair."""
+    random = np.random.default_rng(seed)
+    found = [_enumerate_pair(make(), shape, random) for _ in range(pairs)]
+    lengths = [
+        np.bincount(np.concatenate(column), minlength=shape.depth + 1)
+        for column in zip(*(f[2:] for f in found), strict=True)
+    ]
+    ratio, match = (np.array(column) for column in zip(*(f[:2] for f in found), strict=True))
+    return Enumerated(ratio=ratio, match=match, drafted=lengths[0], submitted=lengths[1])
+
+
+class Tables:
+    """p and q of each row after each prefix of up to `depth` drafted tokens: (rows, prefixes, vocab) each. hidden:
+    (rows, prefixes, HIDDEN), the draft's state there."""
+
+    def __init__(self, shape: Shape, random: np.random.Generator):
+        self.shape = shape
+        prefixes = sum(shape.vocab**depth for depth in range(shape.depth + 1))
+        own, self.q = (random.dirichlet(np.full(shape.vocab, 0.6), size=(shape.rows, prefixes)) for _ in range(2))
+        self.p = (own + self.q) / 2  # so that the two agree as often as real pairs do
+        self.hidden = torch.from_numpy(random.normal(size=(shape.rows, prefixes, HIDDEN))).float()
+        self.draft = torch.from_numpy(self.q).float()
+
+    def after(self, sequence: Sequence[int]) -> int:
+        """The number of the prefix that holds these tokens."""
+        number = 0
+        for token in sequence:
+            number = number * self.shape.vocab + 1 + token
+        return number
+
+    def draw(self, random: np.random.Generator) -> list[list[int]]:
+        """A sequence of `depth` tokens from q for each row."""
+        drawn: list[list[int]] = []
+        for row in range(self.shape.rows):
+            sequence: list[int] = []
+            while len(sequence) < self.shape.depth:
+                sequence.append(int(random.choice(self.shape.vocab, p=self.q[row, self.after(sequence)])))
+            drawn.append(sequence)
+        return drawn
+
+
+def _enumerate_pair(
+    policy: DraftPolicy, shape: Shape, random: np.random.Generator
+) -> tuple[float, float, list[int], list[int]]:
+    """One random pair: the bias under (ratio, match), and how many tokens each sequence drafted and submitted."""
+    lengths = torch.full((shape.rows,), 8)
+    policy.start(shape.rows, torch.device("cpu"))
+    policy.admit(torch.arange(shape.rows), lengths)
+    for _ in range(shape.history):
+        lengths = _play_at_random(policy, Tables(shape, random), lengths, random)
+    tables = Tables(shape, random)
+    others = tables.draw(random)[1:]
+    ratio, match, target = (np.zeros([shape.vocab] * (shape.depth + 1)) for _ in range(3))
+    drafted, submitted = [], []
+    for sequence in itertools.product(range(shape.vocab), repeat=shape.depth):
+        lengths_of = play(copy.deepcopy(policy), tables, [sequence, *others])
+        drawn, verified = (int(of_rows[0]) for of_rows in lengths_of)
+        weight = float(np.prod([tables.q[0, tables.after(sequence[:i]), y] for i, y in enumerate(sequence)]))
+        emit(ratio, tables, sequence, verified, weight, ratio_test)
+        emit(match, tables, sequence, verified, weight, sampler_match)
+        drafted.append(drawn)
+        submitted.append(verified)
+    complete(target, tables, (), 1.0)
+    bias = [float(np.abs(emitted - target).sum() / 2) for emitted in (ratio, match)]
+    return bias[0], bias[1], drafted, submitted
+
+
+def _play_at_random(policy: DraftPolicy, tables: Tables, lengths: Tensor, random: np.random.Generator) -> Tensor:
+    """A round of the policy's history: drawn from q, accepted as the tables have it → the rows' lengths after it."""
+    drawn = tables.draw(random)
+    drafted, submitted = play(policy, tables, drawn)
+    accepted = torch.zeros_like(drafted)
+    for row, sequence in enumerate(drawn):
+        for slot in range(int(submitted[row])):
+            number = tables.after(sequence[:slot])
+            p, q = tables.p[row, number, sequence[slot]], tables.q[row, number, sequence[slot]]
+            if random.random() >= min(1.0, p / q):
+                break
+            accepted[row] += 1
+    lengths = lengths + accepted + 1
+    policy.observe(
+        VerifyOutcome(
+            drafted=drafted,
+            submitted=submitted,
+            accepted=accepted,
+            live=torch.ones_like(drafted, dtype=torch.bool),
+            lengths=lengths,
+            divergence=torch.from_numpy(random.exponential(0.5, size=(len(drafted), tables.shape.depth))).float(),
+            seconds=float(random.uniform(0.5, 1.5)),
+        )
+    )
+    return lengths
+
+
+def play(policy: DraftPolicy, tables: Tables, drawn: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Ask the policy as the decode loop does, in a round in which the rows draw these tokens → drafted and submitted
+    tokens, (rows,) each."""
+    rows = len(drawn)
+    budget = policy.start_round(torch.ones(rows, dtype=torch.bool)).clamp(0, tables.shape.depth)
+    drafted, active = torch.zeros_like(budget), budget > 0
+    for depth in range(1, int(budget.max()) + 1):
+        if policy.peeks:
+            active = active & policy.draw_next(_step(policy, tables, drawn, depth, active, peek=True))
+        if not active.any():
+            break
+        drafted = drafted + active
+        active = active & (drafted < budget)
+        if policy.stops_early:
+            active = active & policy.keep_drafting(_step(policy, tables, drawn, depth, active))
+    if not (policy.trims and budget.any()):
+        return drafted, drafted
+    return drafted, torch.minimum(policy.trim(drafted), drafted).clamp(min=0)
+
+
+def _step(
+    policy: DraftPolicy,
+    tables: Tables,
+    drawn: Sequence[Sequence[int]],
+    depth: int,
+    active: Tensor,
+    *,
+    peek: bool = False,
+) -> DraftStep:
+    row = torch.arange(len(drawn))
+    before = torch.tensor([tables.after(sequence[: depth - 1]) for sequence in drawn])
+    token = torch.tensor([sequence[depth - 1] for sequence in drawn])
+    last = depth == tables.shape.depth
+    at = torch.tensor([tables.after(sequence[:depth]) for sequence in drawn])
+    q, needs = tables.draft[row, before], policy.needs
+    return DraftStep(
+        depth=depth,
+        token_ids=None if peek else token,
+        active=active,
+        fed_hidden=tables.hidden[row, before] if Signal.FED_HIDDEN in needs else None,
+        drawn_hidden=None if peek or last or Signal.DRAWN_HIDDEN not in needs else tables.hidden[row, at],
+        logprob=None if peek or Signal.LOGPROB not in needs else q[row, token].log(),
+        entropy=-(q * q.log()).sum(-1) if Signal.ENTROPY in needs else None,
+        max_prob=q.max(-1).values if Signal.MAX_PROB in needs else None,
+    )
+
+
+# One verification. p, q: (vocab,), y: the candidate → its chance to be accepted, and the distribution of what is
+# emitted in its place.
+Test = Callable[[np.ndarray, np.ndarray, int], tuple[float, np.ndarray]]
+
+
+def ratio_test(p: np.ndarray, q: np.ndarray, y: int) -> tuple[float, np.ndarray]:
+    """min(1, p(y)/q(y)), and the residual [p − q]₊."""
+    left = np.maximum(p - q, 0)
+    return min(1.0, p[y] / q[y]), left / left.sum() if left.sum() > 0 else p
+
+
+def sampler_match(p: np.ndarray, q: np.ndarray, y: int) -> tuple[float, np.ndarray]:
+    """p(y), and the draws from p that are not y."""
+    others = np.where(np.arange(len(p)) == y, 0.0, p)
+    return float(p[y]), others / others.sum()
+
+
+def emit(out: np.ndarray, tables: Tables, sequence: Sequence[int], submitted: int, weight: float, test: Test) -> None:
+    """Add to out, (vocab,) · (depth + 1), what row 0 emits when it submits the first so many tokens of `sequence`."""
+    for slot in range(submitted):
+        number = tables.after(sequence[:slot])
+        accepted, instead = test(tables.p[0, number], tables.q[0, number], sequence[slot])
+        for token in np.nonzero(instead)[0] if accepted < 1 else ():
+            complete(out, tables, (*sequence[:slot], int(token)), weight * (1 - accepted) * instead[token])
+        weight *= accepted
+    complete(out, tables, tuple(sequence[:submitted]), weight)
+
+
+def complete(out: np.ndarray, tables: Tables, prefix: tuple[int, ...], weight: float) -> None:
+    """Add the target's own continuations of row 0's prefix."""
+    if len(prefix) == out.ndim:
+        out[prefix] += weight
+        return
+    for token, probability in enumerate(tables.p[0, tables.after(prefix)]):
+        complete(out, tables, (*prefix, token), weight * probability)

@@ -1,0 +1,185 @@
+"""AdaSpec: draft while predicted tokens per second rise, then drop the tokens that are not worth verifying."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accept_head.cost import PairCosts
+from accept_head.errors import InputError
+from accept_head.inference.policies.budget import Ranked, graph_size
+from accept_head.inference.policies.goodput import Probe
+from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, Verifier, VerifyOutcome
+
+STRIDE = 32  # captured graphs have 1, 2, 4, 8, 16, 32, 64, 96, … tokens
+
+
+class AdaSpecPolicy(RowPolicy):
+    """AdaSpec (arXiv:2503.05096; field.md B9). With B live rows and s_{r,i} = Π_{j≤i} q(Y_{r,j}), after k draft steps
+
+        G = (B + Σ s) / T,   T = k draft forwards + one verification of B + (drafted tokens) tokens.   (Alg. 3)
+
+    Drafting (Alg. 1), the batch together: predict s_{k+1} = s_k·c̄, where c̄ is the mean confidence q(Y) so far, 0.6 at
+    first; do not run the draft if G would fall; else draw, put the real q(Y) in c̄'s place, keep the tokens, and stop if
+    G fell. The first token has to raise G.
+
+    slo_ms: most milliseconds of a round, since a request may get a single token from it; 0 for no limit. A draft step
+    after which T would be longer is not run. Where even a round without drafts is longer, no length meets the limit and
+    the one with the least time per token, the largest G, is taken. (Commented out in the release.)
+
+    Elimination (Alg. 2): drop drafted tokens by ascending s while G does not fall, one at a time, or with `graph` down
+    to the next smaller captured graph. With lossy=True this is done as published. It is biased under the ratio test: s
+    knows the token that it drops. The default drops what the same reasoning calls not worth it, told before the draw:
+
+        verify Y_{r,i} and what is before it  ⇔  s_{r,i−1}·max q_{r,i} ≥ λ·(seconds of one more token to verify),
+
+    λ: the last round's G; before there is one, B/T without drafts. For greedy drafts the left side is s. It depends on
+    the tokens before Y_{r,i} only, and λ on past rounds. A budget for the batch would not do here, even by max q: how
+    deep the other rows' tokens go depends on the batch-wide stop, and so on what this row draws after Y_{r,i}.
+
+    graph: a forward takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 32, 64, 96, … tokens. probe:
+    after so many rounds without drafts, one token is drafted if the limit allows (not in the paper).
+
+    Global by design: c̄ (it outlives `start`), λ, and the stop. Rows have no state but their lengths. Other differences:
+    c̄ takes in every drafted token, at the end of the round (the release leaves out the step after which G fell); s of a
+    row that is done drafting is not predicted further; a verification reads each row's context once (the release's
+    expanded batches read it for each token).
+    """
+
+    needs = frozenset({Signal.LOGPROB, Signal.MAX_PROB})
+    scores: Literal["prefix", "proposal"] = "proposal"
+    trims = True
+    CONFIDENCE = 0.6
+
+    def __init__(
+        self,
+        costs: PairCosts,
+        *,
+        slo_ms: float = 0.0,
+        k_max: int = 8,
+        lossy: bool = False,
+        graph: bool = False,
+        probe: int = 50,
+    ):
+        if slo_ms < 0:
+            raise InputError(f"adaspec slo_ms is {slo_ms}, expected milliseconds, or 0 for no limit")
+        if k_max < 1:
+            raise InputError(f"adaspec k_max is {k_max}, expected a positive integer")
+        if lossy:
+            warnings.warn(
+                "adaspec lossy: tokens are dropped by what was drawn, so sampled output is not the target's under the "
+                "ratio test",
+                stacklevel=2,
+            )
+        self.costs, self.slo, self.max_draft_tokens, self.lossy, self.graph = costs, slo_ms / 1e3, k_max, lossy, graph
+        self.lossless: frozenset[Verifier] = frozenset({"match"}) if lossy else BOTH
+        self.probe = Probe("adaspec", probe)
+        self.confidence = torch.tensor(self.CONFIDENCE)  # c̄
+        self.confidences, self.drafted = torch.zeros(()), torch.zeros(())  # Σ q(Y), and how many
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.probe.start(device)
+        for name in ("confidence", "confidences", "drafted"):
+            setattr(self, name, getattr(self, name).to(device))
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.last = torch.zeros((), device=device)  # G of the round before, 0: there is none
+
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        self.lengths[rows] = lengths
+
+    def select(self, rows: Tensor) -> None:
+        self.lengths = self.lengths[rows]
+
+    # Drafting
+
+    def start_round(self, live: Tensor) -> Tensor:
+        self.rows, self.context = live.sum(), torch.where(live, self.lengths, 0).sum()
+        self.going, self.s = live, torch.ones(live.shape, device=live.device)
+        # A depth after the other, (batch,): q(Y), s, and what of s was known before the draw.
+        self.q, self.drawn, self.before = list[Tensor](), list[Tensor](), list[Tensor]()
+        self.expected, self.tokens = self.rows.float(), self.rows  # B + Σ s; tokens to verify
+        self.drafting = torch.zeros((), device=live.device)  # seconds
+        alone = self._verifying(self.tokens)
+        self.goodput = self.rows / alone
+        self.least = torch.where(self.last > 0, self.last, self.goodput) * self._one_more_token()
+        self.limit = torch.where(alone > self.slo, torch.inf, self.slo) if self.slo else torch.inf
+        ahead, seconds = self._predict(live)
+        wanted = torch.where((ahead > self.goodput) & (seconds <= self.limit), self.max_draft_tokens, 0)
+        return self.probe.length(wanted, seconds <= self.limit).expand(live.shape)
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        assert step.logprob is not None and step.max_prob is not None
+        self.drafting = self.drafting + self._draft_step()
+        self.q.append(step.logprob.exp().clamp(max=1))
+        self.before.append(self.s * step.max_prob)
+        self.s = torch.where(self.going, self.s * self.q[-1], 0.0)
+        self.drawn.append(self.s)
+        self.expected, self.tokens = self.expected + self.s.sum(), self.tokens + self.going.sum()
+        goodput = self.expected / (self.drafting + self._verifying(self.tokens))
+        fell, self.goodput = goodput < self.goodput, goodput
+        ahead, seconds = self._predict(step.active)
+        self.going = step.active & ~fell & (ahead >= goodput) & (seconds <= self.limit)
+        return self.going
+
+    def _predict(self, going: Tensor) -> tuple[Tensor, Tensor]:
+        """G and T after one more draft step of these rows."""
+        expected = self.expected + self.confidence * (self.s * going).sum()
+        seconds = self.drafting + self._draft_step() + self._verifying(self.tokens + going.sum())
+        return expected / seconds, seconds
+
+    # Elimination
+
+    def trim(self, drafted: Tensor) -> Tensor:
+        depth = torch.arange(len(self.drawn), device=drafted.device)
+        real = depth < drafted[:, None]
+        s = torch.where(real, torch.stack(self.drawn, dim=1), 0.0)
+        if self.lossy:
+            kept = self._eliminate(Ranked.of(s, real), len(drafted))
+        else:
+            kept = (real & (torch.stack(self.before, dim=1) >= self.least)).long().cumprod(1).sum(1)
+        gain = torch.where(depth < kept[:, None], s, 0.0).sum()
+        self.goodput = (self.rows + gain) / (self.drafting + self._verifying(self.rows + kept.sum()))
+        return kept
+
+    def _eliminate(self, ranked: Ranked, batch: int) -> Tensor:
+        """(batch,) tokens kept by Alg. 2: of the ranked ones, drop the last as long as G does not fall."""
+        count = ranked.real.sum()
+        dropped = torch.arange(len(ranked.real) + 1, device=count.device)
+        left = (count - dropped).clamp(min=0)
+        sizes = self.rows + left
+        goodput = (self.rows + ranked.gains[left]) / (self.drafting + self._verifying(sizes))
+        stop = (dropped == 0) | (
+            (dropped <= count) & (sizes == graph_size(sizes, STRIDE) if self.graph else dropped > 0)
+        )
+        here = torch.where(stop, dropped, 0).cummax(0).values  # the last number that may be dropped, up to each
+        rises = goodput[here][1:] >= goodput[here][:-1]
+        return ranked.kept(count - torch.take(here, rises.long().cumprod(0).sum()), batch)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        self.last, self.lengths = self.goodput, outcome.lengths
+        for depth, q in enumerate(self.q):
+            real = outcome.live & (depth < outcome.drafted)
+            self.confidences = self.confidences + torch.where(real, q, 0.0).sum()
+            self.drafted = self.drafted + real.sum()
+        mean = self.confidences / self.drafted
+        self.confidence = torch.where(self.drafted > 0, mean, self.CONFIDENCE)
+
+    # Forward times, seconds
+
+    def _draft_step(self) -> Tensor:
+        """One more, after those of this round so far."""
+        context = self.context + len(self.drawn) * self.rows
+        return self.costs.draft_seconds(self._padded(self.rows), context)
+
+    def _verifying(self, tokens: Tensor) -> Tensor:
+        return self.costs.verify_seconds(self._padded(tokens), self.context)
+
+    def _one_more_token(self) -> Tensor:
+        one = self.costs.verify_seconds(self.rows + 1, self.context)
+        return one - self.costs.verify_seconds(self.rows, self.context)
+
+    def _padded(self, tokens: Tensor) -> Tensor:
+        return graph_size(tokens, STRIDE) if self.graph else tokens

@@ -1,0 +1,71 @@
+"""BanditSpec: draft lengths are the arms of a bandit, tokens per second its reward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
+
+
+class BanditPolicy(RowPolicy):
+    """UCB over the draft lengths 1..arms, one arm a round for all rows (arXiv:2505.15141; field.md B15). Rounds
+    t < passes·arms take the arms in turn, as in the release (7 rounds for 4 arms); then
+
+        arm = argmax mean / top + √(exploration·ln t / n),  t = 1 + rounds so far,  n = rounds of that arm
+
+    mean: tokens/s of the arm's rounds, with the redrawn or bonus tokens. top: the most tokens/s that any round has had:
+    it brings rewards to 0..1, the scale that the bonus is for. shared_bonus: n is the rounds of all arms, as in the
+    release; the bonus is then the same for every arm, and the best mean so far is played for ever.
+
+    zero_arm: 0 is an arm too, the target alone. A round in which no row could draft as many tokens as the arm wants, at
+    the ends of responses, is not counted. Global by design: what a round earns is the batch's. A new batch starts anew.
+    """
+
+    needs = frozenset({Signal.SECONDS})
+    stops_early = False
+    grid = (2, 4, 6, 8)
+
+    def __init__(
+        self,
+        arms: int = 4,
+        *,
+        passes: int = 2,
+        exploration: float = 6.0,
+        zero_arm: bool = False,
+        shared_bonus: bool = False,
+    ):
+        if arms < 1:
+            raise InputError(f"bandit arms is {arms}, expected a positive integer")
+        if passes < 2:
+            raise InputError(f"bandit passes is {passes}, expected 2 or more: each arm must have been played")
+        if not 0 <= exploration < float("inf"):
+            raise InputError(f"bandit exploration is {exploration}, expected a number, 0 or more")
+        self.passes, self.exploration, self.shared_bonus = passes, exploration, shared_bonus
+        self.shortest = 0 if zero_arm else 1
+        self.max_draft_tokens = arms
+
+    def start(self, batch: int, device: torch.device) -> None:
+        arms = self.max_draft_tokens - self.shortest + 1
+        self.counts, self.sums = torch.zeros(arms, device=device), torch.zeros(arms, device=device)
+        self.top = torch.zeros((), device=device)
+        self.arm = torch.zeros((), dtype=torch.long, device=device)  # of this round, an index
+
+    def start_round(self, live: Tensor) -> Tensor:
+        arms, played = len(self.counts), self.counts.sum()
+        n = played if self.shared_bonus else self.counts
+        bonus = (self.exploration * (played + 1).log() / n).sqrt()
+        means = self.sums / self.counts.clamp(min=1) / self.top
+        in_turn = (played % arms).long()
+        self.arm = torch.where(played + 1 < self.passes * arms, in_turn, (means + bonus).argmax())
+        return (self.arm + self.shortest).expand(live.shape)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        assert outcome.seconds is not None
+        tokens = ((outcome.accepted + 1) * outcome.live).sum()
+        counted = (outcome.drafted * outcome.live).max() == self.arm + self.shortest
+        reward = tokens / outcome.seconds * counted
+        this = torch.arange(len(self.counts), device=reward.device) == self.arm
+        self.counts, self.sums = self.counts + this * counted, self.sums + this * reward
+        self.top = torch.maximum(self.top, reward)

@@ -1,0 +1,154 @@
+"""Draft, then verify only the tokens of the batch that are worth it: as many as maximise expected tokens per second."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accept_head.cost import PairCosts
+from accept_head.errors import InputError
+from accept_head.inference.estimator import AcceptanceEstimator
+from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, Verifier, VerifyOutcome
+
+STRIDE = 8  # captured graphs have 1, 2, 4, 8, 16, 24, … tokens
+
+
+class Ranked(NamedTuple):
+    """Drafted tokens of all rows from the likeliest to survive on, (slots,) each. survivals: 0 where there is no token;
+    rows, depths: whose it is and where in its round, from 1; real: bool, whether there is one."""
+
+    survivals: Tensor
+    rows: Tensor
+    depths: Tensor
+    real: Tensor
+
+    @classmethod
+    def of(cls, survivals: Tensor, real: Tensor) -> Ranked:
+        """survivals, real: (batch, depths). Survivals must not rise along a row; of equal ones the shallower token goes
+        first, so that the best tokens of a row, however many, are its first."""
+        values = torch.where(real, survivals, -1.0).T.flatten()  # a depth after the other
+        values, order = torch.sort(values, descending=True, stable=True)
+        depth = torch.div(order, len(real), rounding_mode="floor")
+        return cls(values.clamp(min=0), order % len(real), depth + 1, values >= 0)
+
+    @property
+    def gains(self) -> Tensor:
+        """(slots + 1,) tokens expected to be accepted when the best 0, 1, … are verified."""
+        return torch.nn.functional.pad(self.survivals.cumsum(0), (1, 0))
+
+    @property
+    def reach(self) -> Tensor:
+        """(slots + 1,) depth of the deepest of the best 0, 1, …"""
+        return torch.nn.functional.pad((self.depths * self.real).cummax(0).values, (1, 0))
+
+    def kept(self, budget: Tensor, batch: int) -> Tensor:
+        """(batch,) how many of each row's tokens are among the best `budget`."""
+        best = self.real & (torch.arange(len(self.real), device=self.real.device) < budget)
+        return torch.zeros(batch, dtype=torch.long, device=best.device).index_add_(0, self.rows, best.long())
+
+
+class BudgetPolicy(RowPolicy):
+    """DSpark's and vLLM's adaptive verification (field.md B11, B12). With S live rows, which need S tokens verified
+    besides the drafted ones, and the survivals ŝ = Π p_i of all drafted tokens:
+
+        m* = argmax_m  (S + Σ of the m largest ŝ) / (seconds of drafting + seconds of verifying S + m tokens)
+
+    and the m* tokens of the batch with the largest ŝ are verified. ŝ is by max q, so that it is known before the token
+    is drawn (AcceptanceEstimator: global by design, it outlives `start`). m* is found before the round from the ŝ of
+    the round before, of the rows that are live now; a new row's are 1. A token's rank depends on nothing that its row
+    draws later, and m* on nothing of this round: lossless under both verifiers.
+
+    retrospective: m* from the ŝ of this round itself (DSpark, appendix A). Whether a token is verified then depends on
+    what is drawn after it: lossless under `match` only. (Where seconds are linear in m the quotient has one peak, which
+    smaller ŝ do not move, and there is no bias; where they rise in steps there is.)
+
+    graph: a verification takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 24, … tokens, as vLLM's
+    cost tables have it.
+
+    cap: draft no deeper than m* would have reached in the round before, plus one, so that it can get deeper again; then
+    each m is charged the draft steps that it needs, and a new row's ŝ are 1 as deep as the batch drafts. This, too, is
+    known before the round. Without it (vLLM, whose drafts cost the same at any depth) all rows draft k_max tokens and
+    the budget saves verification only; drafting step by step this would be paid for nothing, hence on by default.
+    """
+
+    needs = frozenset({Signal.MAX_PROB})
+    scores: Literal["prefix", "proposal"] = "prefix"
+    trims = True
+
+    def __init__(
+        self,
+        costs: PairCosts,
+        *,
+        k_max: int = 8,
+        retrospective: bool = False,
+        cap: bool = True,
+        graph: bool = False,
+    ):
+        if k_max < 1:
+            raise InputError(f"budget k_max is {k_max}, expected a positive integer")
+        self.costs, self.max_draft_tokens, self.graph = costs, k_max, graph
+        self.retrospective, self.cap = retrospective, cap
+        self.lossless: frozenset[Verifier] = frozenset({"match"}) if retrospective else BOTH
+        self.estimator = AcceptanceEstimator(k_max)
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.estimator.start(device)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.last = torch.zeros(batch, self.max_draft_tokens, device=device)  # ŝ of the round before, 0: not drafted
+        self.depth = torch.full((), self.max_draft_tokens, device=device)  # that rows may draft
+
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        self.lengths[rows] = lengths
+        self.last[rows] = (torch.arange(self.max_draft_tokens, device=rows.device) < self.depth).float()
+
+    def select(self, rows: Tensor) -> None:
+        self.lengths, self.last = self.lengths[rows], self.last[rows]
+
+    def start_round(self, live: Tensor) -> Tensor:
+        self.estimator.start_round()
+        self.live, self.survivals = live, list[Tensor]()
+        ranked = Ranked.of(self.last, live[:, None].expand_as(self.last))
+        steps = ranked.reach if self.cap else torch.full_like(ranked.reach, self.max_draft_tokens)
+        self.budget = self._best(ranked, steps)
+        if self.cap:
+            self.depth = (torch.take(steps, self.budget) + 1).clamp(max=self.max_draft_tokens)
+        return self.depth.expand(live.shape)
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        p = self.estimator.predict(step)
+        self.survivals.append(self.survivals[-1] * p if self.survivals else p)
+        return step.active
+
+    def trim(self, drafted: Tensor) -> Tensor:
+        ranked = Ranked.of(torch.stack(self.survivals, dim=1), self._real(drafted))
+        if self.retrospective:
+            self.budget = self._best(ranked, torch.full_like(ranked.reach, len(self.survivals)))
+        return ranked.kept(self.budget, len(drafted))
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        self.estimator.observe(outcome)
+        self.lengths = outcome.lengths
+        self.last = torch.zeros_like(self.last)
+        if self.survivals:
+            drafted = torch.stack(self.survivals, dim=1)
+            self.last[:, : len(self.survivals)] = torch.where(self._real(outcome.drafted), drafted, 0.0)
+
+    def _real(self, drafted: Tensor) -> Tensor:
+        """(batch, depths) bool, which of the tokens of this round there are."""
+        return torch.arange(len(self.survivals), device=drafted.device) < drafted[:, None]
+
+    def _best(self, ranked: Ranked, steps: Tensor) -> Tensor:
+        """m*, the fewest of equally good. steps: (slots + 1,) draft steps that each m is charged."""
+        rows, context = self.live.sum(), torch.where(self.live, self.lengths, 0).sum()
+        tokens = rows + torch.arange(len(steps), device=steps.device)
+        tokens = graph_size(tokens, STRIDE) if self.graph else tokens
+        seconds = steps * self.costs.draft_seconds(rows, context) + self.costs.verify_seconds(tokens, context)
+        return torch.argmax((rows + ranked.gains) / seconds)
+
+
+def graph_size(tokens: Tensor, stride: int) -> Tensor:
+    """Tokens of the smallest captured graph that holds so many: sizes double up to `stride`, then grow by it."""
+    doublings = torch.stack([tokens > 2**n for n in range(stride.bit_length() - 1)]).sum(0)
+    return torch.where(tokens <= stride, 2**doublings, (tokens + stride - 1) // stride * stride)

@@ -1,0 +1,91 @@
+"""One draft length for the batch: that with the most expected tokens per second, at the acceptance seen so far."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accept_head.cost import PairCosts
+from accept_head.errors import InputError
+from accept_head.inference.policy import RowPolicy, VerifyOutcome
+
+
+class Probe:
+    """Without drafts nothing is learnt that could lead back to them: after so many rounds in a row without any, one
+    token is drafted. every: 0 = never. Not in the papers."""
+
+    def __init__(self, policy: str, every: int):
+        if every < 0:
+            raise InputError(f"{policy} probe is {every}, expected a number of rounds or 0")
+        self.every, self.idle = every, torch.zeros((), dtype=torch.long)
+
+    def start(self, device: torch.device) -> None:
+        self.idle = torch.zeros((), dtype=torch.long, device=device)
+
+    def length(self, wanted: Tensor, allowed: Tensor | bool = True) -> Tensor:
+        """() int, the draft length of this round. allowed: whether a token may be drafted if none is wanted."""
+        due = (wanted == 0) & (self.idle >= self.every) & allowed if self.every else torch.zeros_like(wanted).bool()
+        length = torch.where(due, 1, wanted)
+        self.idle = torch.where(length == 0, self.idle + 1, 0)
+        return length
+
+
+class GoodputPolicy(RowPolicy):
+    """SmartSpec, TurboSpec (arXiv:2406.14066; field.md B8). All B live rows draft the same number of tokens,
+
+        k* = argmax_{0 ≤ k ≤ k_max}  B·(1 + a + … + a^k) / (k·t_draft(B) + t_target((k + 1)·B)),
+
+    where k = 0 counts 1.1 times, as drafting has costs that no model of the forwards sees. a: accepted tokens per
+    judged one, cumulative, `rate` until there is any; decay: what the counts are multiplied by at each round with
+    drafts, 1 for none, 0.95 for an average over about 20 rounds. probe: after so many rounds of k = 0 one of k = 1.
+
+    The authors' code counts a token that is accepted after a rejected one, too, and as drafted all k. Here what follows
+    a rejection is not judged, so it counts in neither number; accepted per drafted would be lower the longer the draft.
+
+    Global by design: a outlives `start`. Rows have no state but their lengths.
+    """
+
+    stops_early = False
+    CONSERVATIVE = 1.1
+
+    def __init__(self, costs: PairCosts, *, rate: float = 0.7, decay: float = 1.0, probe: int = 50, k_max: int = 8):
+        if not 0 < rate < 1:
+            raise InputError(f"goodput rate is {rate}, expected an acceptance rate between 0 and 1")
+        if not 0 < decay <= 1:
+            raise InputError(f"goodput decay is {decay}, expected a number above 0 and at most 1")
+        if k_max < 1:
+            raise InputError(f"goodput k_max is {k_max}, expected a positive integer")
+        self.costs, self.rate, self.decay, self.max_draft_tokens = costs, rate, decay, k_max
+        self.probe = Probe("goodput", probe)
+        self.accepted, self.judged = torch.zeros(()), torch.zeros(())
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.probe.start(device)
+        self.accepted, self.judged = self.accepted.to(device), self.judged.to(device)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        self.lengths[rows] = lengths
+
+    def select(self, rows: Tensor) -> None:
+        self.lengths = self.lengths[rows]
+
+    def start_round(self, live: Tensor) -> Tensor:
+        rows, context = live.sum(), torch.where(live, self.lengths, 0).sum()
+        goodput = self.goodput(rows, context)
+        goodput = torch.cat([self.CONSERVATIVE * goodput[:1], goodput[1:]])
+        return self.probe.length(torch.argmax(goodput)).expand(live.shape)
+
+    def goodput(self, rows: Tensor, context: Tensor) -> Tensor:
+        """(k_max + 1,) expected tokens per second with 0, 1, … draft tokens. rows, context: (), live rows and the
+        tokens of all of them."""
+        rate = torch.where(self.judged > 0, self.accepted / self.judged, self.rate)
+        k = torch.arange(self.max_draft_tokens + 1, device=rows.device)
+        seconds = k * self.costs.draft_seconds(rows, context) + self.costs.verify_seconds((k + 1) * rows, context)
+        return rows * (rate**k).cumsum(0) / seconds
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        self.lengths = outcome.lengths
+        judged, accepted = ((count * outcome.live).sum() for count in (outcome.judged, outcome.accepted))
+        decay = torch.where(judged > 0, self.decay, 1.0)
+        self.judged, self.accepted = decay * self.judged + judged, decay * self.accepted + accepted

@@ -1,0 +1,72 @@
+"""transformers' confidence threshold, tuned while decoding by the ROC curve of the tokens verified so far."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_curve
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
+
+
+class HfConfidencePolicy(RowPolicy):
+    """Stop after Y_k ⇔ q(Y_k) < θ; Y_k is kept. θ starts at `threshold` and is tuned after each round as transformers
+    5.19 does (generation/candidate_generator.py), from (q(Y), accepted) of all judged tokens so far, once there are
+    more than 5 and both kinds:
+
+        fpr, tpr, thresholds = roc_curve(accepted, q);  θ = thresholds[argmin(fpr + 3·(1 − tpr))]
+
+    k_max is `num_assistant_tokens` with the schedule "constant". θ and its samples are global by design: one threshold
+    from all rows, kept across requests and calls, as transformers documents it (and does not: there θ is lost with the
+    call). window: only the newest so many samples count; transformers, which has those of one request, keeps all.
+    """
+
+    needs = frozenset({Signal.LOGPROB})
+    scores: Literal["prefix", "proposal"] = "proposal"
+    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # to start from
+    FEWEST = 5  # samples that are not enough
+    MISSED = 3  # what a token costs that would have been accepted, in tokens that are drafted in vain
+
+    def __init__(self, threshold: float = 0.4, *, k_min: int = 1, k_max: int = 20, window: int = 10_000):
+        if not 0 < threshold <= 1:
+            raise InputError(f"hf-confidence threshold is {threshold}, expected a probability above 0, at most 1")
+        if window <= self.FEWEST:
+            raise InputError(f"hf-confidence window is {window}, expected more than {self.FEWEST} tokens")
+        check_bounds("hf-confidence", k_min, k_max)
+        self.threshold, self.k_min, self.max_draft_tokens, self.window = threshold, k_min, k_max, window
+        self.probabilities, self.matches = np.empty(0), np.empty(0)  # of judged tokens, the newest last
+        self.drawn: list[Tensor] = []  # q(Y_1), q(Y_2), … of this round, (batch,) each
+
+    def start_round(self, live: Tensor) -> Tensor:
+        self.drawn = []
+        return super().start_round(live)
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        assert step.logprob is not None
+        self.drawn.append(step.logprob.exp())
+        return step.active if step.depth < self.k_min else step.active & (self.drawn[-1] >= self.threshold)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        if not self.drawn:
+            return
+        q = torch.stack(self.drawn, dim=-1)  # (batch, most drafted)
+        slots = torch.arange(q.shape[1], device=q.device)
+        judged = (slots < outcome.judged[:, None]) & outcome.live[:, None]  # after a rejection nobody can tell
+        accepted = slots < outcome.accepted[:, None]
+        # The curve is scikit-learn's, which is on the host: one small transfer a round, after the round's own sync.
+        host = torch.stack([q.double(), accepted.double(), judged.double()]).cpu().numpy()
+        new = host[2] > 0
+        self.probabilities = np.concatenate([self.probabilities, host[0][new]])[-self.window :]
+        self.matches = np.concatenate([self.matches, host[1][new]])[-self.window :]
+        if new.any() and len(self.matches) > self.FEWEST and 0 < self.matches.sum() < len(self.matches):
+            self.threshold = self._best()
+
+    def _best(self) -> float:
+        false_positives, true_positives, thresholds = roc_curve(self.matches, self.probabilities)
+        costs = false_positives + self.MISSED * (1 - true_positives)
+        return float(thresholds[np.argmin(costs)])

@@ -1,0 +1,56 @@
+"""transformers' heuristic schedule: two tokens more after a round that was accepted as a whole, else one less."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policy import RowPolicy, VerifyOutcome
+
+
+class HfHeuristicPolicy(RowPolicy):
+    """Draft K tokens; then K ← K + 2 if all drafted tokens were accepted, else max(1, K − 1), per row. transformers'
+    `num_assistant_tokens_schedule="heuristic_transient"` (5.19, generation/candidate_generator.py) with no confidence
+    threshold; k is its `num_assistant_tokens`. A round that drafts nothing, the last of a response, counts as accepted
+    as a whole, as there.
+
+    k_max: transformers has none; 40 as in SVIP's port of the schedule, and K itself is held there, so that it comes
+    down with the first rejection. A k above it starts there.
+
+    persist: the schedule "heuristic", which carries K over to later requests and calls. In a batch, a request that
+    begins takes the mean K of the rows of the last round, rounded: with one row, the value that the request before
+    left. That makes K global by design; without it, a row's K begins anew with each request.
+    """
+
+    stops_early = False
+    grid = (1, 2, 5, 10, 20)
+
+    def __init__(self, k: int = 20, *, k_max: int = 40, persist: bool = False):
+        for name, value in (("k", k), ("k_max", k_max)):
+            if value < 1:
+                raise InputError(f"hf-heuristic {name} is {value}, expected a positive integer")
+        self.k, self.max_draft_tokens, self.persist = min(k, k_max), k_max, persist
+        self.first = torch.tensor(self.k)  # K of a request that begins
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.first = self.first.to(device)
+        self.budgets = self.first.repeat(batch)
+
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        self.budgets[rows] = self.first
+
+    def select(self, rows: Tensor) -> None:
+        self.budgets = self.budgets[rows]
+
+    def start_round(self, live: Tensor) -> Tensor:
+        return self.budgets
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        live, full = outcome.live, outcome.accepted == outcome.submitted
+        changed = torch.where(full, self.budgets + 2, self.budgets - 1).clamp(1, self.max_draft_tokens)
+        self.budgets = torch.where(live, changed, self.budgets)
+        if self.persist:
+            count = live.sum()
+            mean = ((self.budgets * live).sum() / count.clamp(min=1)).round().long()
+            self.first = torch.where(count > 0, mean, self.first)

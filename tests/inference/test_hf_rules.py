@@ -1,0 +1,252 @@
+"""transformers' own two rules, against transformers itself: its class is asked, and it decodes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from accept_head import InputError
+from accept_head.inference import generate
+from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
+from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
+from accept_head.inference.policy import DraftStep
+from tests.inference.test_history_rules import move, outcome
+from tests.inference.toy import ragged_prompts, two
+
+CPU = torch.device("cpu")
+
+
+def theirs(schedule="constant", threshold=0.0, k=20):
+    """transformers' class, without models."""
+    generator = object.__new__(AssistedCandidateGenerator)
+    generator.assistant_generation_config = SimpleNamespace(
+        num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=threshold
+    )
+    generator.generation_config = SimpleNamespace(assistant_confidence_threshold=threshold)
+    generator.num_assistant_tokens, generator.probs, generator.matches = k, [], []
+    return generator
+
+
+def tell(generator, drafted, accepted):
+    generator.update_candidate_strategy(None, [range(drafted + 1)], accepted)
+
+
+# --- +2, −1 ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_heuristic_is_transformers_own_for_each_row():
+    random, rows = np.random.default_rng(0), 4
+    policy, scalars, seen = HfHeuristicPolicy(k_max=10_000), [theirs("heuristic_transient") for _ in range(4)], set()
+    policy.start(rows, CPU)
+    rates = np.array([0.05, 0.2, 0.4, 0.6])  # of rounds that are accepted as a whole
+    for number in range(300):
+        live = random.random(rows) < 0.9
+        k = policy.start_round(torch.tensor(live))
+        assert k.dtype == torch.int64 and k.tolist() == [scalar.num_assistant_tokens for scalar in scalars]
+        seen |= set(k.tolist())
+        drafted = np.minimum(k.numpy(), random.integers(0, 30, rows))  # an end token or the end of the response
+        accepted = np.where(random.random(rows) < rates, drafted, random.integers(0, np.maximum(drafted, 1)))
+        policy.observe(outcome(drafted, accepted, live))
+        for row in np.where(live)[0]:
+            tell(scalars[row], int(drafted[row]), int(accepted[row]))
+        if number % 50 == 49:
+            move(policy, scalars, lambda: theirs("heuristic_transient"), random)
+    assert {1, 2, 20, 22} <= seen
+
+
+def test_the_heuristic_stays_at_its_cap_and_comes_down_at_once():
+    policy = HfHeuristicPolicy(5, k_max=8)
+    policy.start(1, CPU)
+    seen = []
+    for accepted in (5, 7, 8, 8, 0, 0):
+        k = policy.start_round(torch.tensor([True]))
+        seen.append(int(k[0]))
+        policy.observe(outcome(k, [accepted]))
+    assert seen == [5, 7, 8, 8, 8, 7]
+    policy = HfHeuristicPolicy(k_max=8)
+    policy.start(1, CPU)
+    assert policy.start_round(torch.tensor([True])).tolist() == [8]
+
+
+def test_the_schedule_that_persists_hands_the_mean_on_and_the_transient_one_does_not():
+    for persist, expected in ((True, 9), (False, 6)):
+        policy = HfHeuristicPolicy(6, persist=persist)
+        policy.start(3, CPU)
+        for _ in range(3):
+            policy.observe(outcome([6, 6, 6], [6, 6, 0], [True, True, False]))
+        policy.observe(outcome([6, 6, 6], [6, 0, 6], [True, True, False]))  # 14, 11 and an idle row
+        policy.observe(outcome([6, 6, 6], [0, 0, 0], [False, True, False]))  # 10
+        policy.observe(outcome([6, 6, 6], [0, 0, 0], [False, True, False]))  # 9
+        policy.admit(torch.tensor([2]), torch.tensor([4]))
+        live = torch.ones(3, dtype=torch.bool)
+        assert policy.start_round(live).tolist() == [14, 9, expected]
+        policy.start(2, CPU)
+        assert policy.start_round(live[:2]).tolist() == [expected] * 2
+
+
+# --- the threshold and its curve -------------------------------------------------------------------------------------
+
+
+def play(policy, live, drafted, accepted, q):
+    """One round. q: (batch, slots), of which row r drafts the first drafted[r]."""
+    policy.start_round(torch.tensor(live))
+    for depth in range(1, int(drafted.max()) + 1):
+        shown = np.where(depth <= drafted, q[:, depth - 1], 1e-9)
+        # A row whose budget ends with this token is not active any more, though the token was drafted.
+        step = DraftStep(
+            depth=depth,
+            token_ids=None,
+            active=torch.tensor(depth < drafted),
+            logprob=torch.tensor(np.log(shown)),
+        )
+        policy.keep_drafting(step)
+    policy.observe(outcome(drafted, accepted, live))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_threshold_is_transformers_own_after_every_round(rows):
+    random, policy, reference = np.random.default_rng(rows), HfConfidencePolicy(), theirs(threshold=0.4)
+    policy.start(rows, CPU)
+    thresholds = set()
+    for number in range(150):
+        live = random.random(rows) < 0.9
+        drafted = random.integers(0, 7, rows)
+        q = random.integers(1, 50, (rows, 7)) / 50  # few values, so that ties are common
+        accepted = np.minimum((random.random((rows, 7)) < q).cumprod(1).sum(1), drafted)
+        play(policy, live, drafted, accepted, q)
+        for row in np.where(live)[0]:
+            reference.probs.extend(np.exp(np.log(q[row, : drafted[row]])).tolist())
+            tell(reference, int(drafted[row]), int(accepted[row]))
+        assert policy.threshold == pytest.approx(reference.assistant_generation_config.assistant_confidence_threshold)
+        assert len(policy.matches) == len(reference.matches) and policy.matches.sum() == sum(reference.matches)
+        thresholds.add(round(policy.threshold, 3))
+        if number == 75:
+            policy.select(torch.arange(rows))
+            policy.admit(torch.arange(rows), torch.full((rows,), 3))
+            policy.start(rows, CPU)
+    assert len(thresholds) > 3 and 0.4 in thresholds
+
+
+def test_the_threshold_waits_for_enough_tokens_of_both_kinds():
+    policy, live, q = HfConfidencePolicy(0.4), np.array([True]), np.array([[0.9, 0.8, 0.7, 0.1, 0.1, 0.1]])
+    play(policy, live, np.array([6]), np.array([6]), q)
+    assert policy.threshold == 0.4 and len(policy.matches) == 6
+    play(policy, live, np.array([3]), np.array([1]), q)  # the third token is not judged
+    assert len(policy.matches) == 8 and policy.threshold == pytest.approx(0.1)
+    policy = HfConfidencePolicy(0.4)
+    play(policy, live, np.array([5]), np.array([4]), q)
+    assert policy.threshold == 0.4, "five tokens are not enough"
+    play(policy, live, np.array([1]), np.array([1]), q)
+    assert policy.threshold == pytest.approx(0.7)
+
+
+def test_only_the_newest_tokens_count_where_there_is_a_window():
+    random, policy = np.random.default_rng(3), HfConfidencePolicy(0.4, window=50)
+    unbounded = HfConfidencePolicy(0.4)
+    for number in range(80):
+        q = random.random((1, 4))
+        accepted = np.minimum(((q < 0.5) if number < 40 else (q > 0.8)).cumprod(1).sum(1), 4)
+        for each in (policy, unbounded):
+            play(each, np.array([True]), np.array([4]), accepted, q)
+    assert len(policy.matches) == 50 and policy.matches.tolist() == unbounded.matches[-50:].tolist()
+    assert policy.threshold > 0.75 > unbounded.threshold
+
+
+def test_a_token_below_the_threshold_is_kept_and_the_last():
+    policy = HfConfidencePolicy(0.4, k_min=2)
+    assert policy.start_round(torch.tensor([True] * 3)).tolist() == [20] * 3
+    active = torch.tensor([True, True, False])
+    for depth, expected in ((1, [True, True, False]), (2, [True, False, False])):
+        logprob = torch.tensor([0.41, 0.39, 0.9]).log()
+        assert policy.keep_drafting(DraftStep(depth, None, active, logprob=logprob)).tolist() == expected
+    policy.threshold = float(logprob[0].exp())
+    assert policy.keep_drafting(DraftStep(3, None, active, logprob=logprob)).tolist() == [True, False, False]
+
+
+# --- both, decoding --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def their_rounds(monkeypatch):
+    """(drafted, accepted) of each round that transformers decodes."""
+    rounds, update = [], AssistedCandidateGenerator.update_candidate_strategy
+
+    def listen(self, input_ids, scores, num_matches):
+        rounds.append((len(scores[0]) - 1, int(num_matches)))
+        update(self, input_ids, scores, num_matches)
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", listen)
+    return rounds
+
+
+@pytest.mark.parametrize("rule", ["heuristic_transient", "heuristic", "confidence"])
+def test_rounds_are_those_of_transformers_token_for_token(rule, their_rounds):
+    target, draft = two(LlamaForCausalLM, LlamaConfig)
+    config = draft.generation_config
+    config.num_assistant_tokens, config.assistant_confidence_threshold = 6, 0.0
+    config.num_assistant_tokens_schedule = rule if "heuristic" in rule else "constant"
+    policy = HfHeuristicPolicy(6, persist=rule == "heuristic")
+    if rule == "confidence":
+        config.assistant_confidence_threshold, policy = 0.4, HfConfidencePolicy(0.4, k_max=6)
+    compared = []
+    for prompt in ragged_prompts(4):
+        if rule == "confidence":
+            policy = HfConfidencePolicy(0.4, k_max=6)  # transformers loses θ with each call
+        their_rounds.clear()
+        # No pad token: with one, its assistant drafts as if that token in a prompt were not there.
+        ids = torch.tensor([prompt])
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": None, "max_new_tokens": 36}
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
+        rounds = []
+        tokens, _ = generate(
+            target,
+            draft,
+            [prompt],
+            policy=policy,
+            max_new_tokens=36,
+            watch=lambda round, rounds=rounds: rounds.append(
+                (int(round.outcome.drafted[0]), int(round.outcome.accepted[0]))
+            ),
+        )
+        assert tokens[0] == output[0, len(prompt) :].tolist()
+        assert rounds == their_rounds
+        compared += rounds
+    assert len(compared) > 30 and len({drafted for drafted, _ in compared}) > 4
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [HfHeuristicPolicy(3), HfHeuristicPolicy(3, persist=True), HfConfidencePolicy(0.4)],
+    ids=["heuristic", "persist", "confidence"],
+)
+def test_the_text_is_the_targets_whatever_is_learned(policy):
+    target, draft = two(LlamaForCausalLM, LlamaConfig)
+    prompts = ragged_prompts(6)
+    plain = generate(target, draft, prompts, policy="none", max_new_tokens=24, batch_size=3).tokens
+    tokens, stats = generate(target, draft, prompts, policy=policy, max_new_tokens=24, batch_size=3)
+    assert tokens == plain
+    assert sum(row.drafted for row in stats) > 50 and sum(row.accepted for row in stats) > 10
+    if isinstance(policy, HfConfidencePolicy):
+        judged = policy.matches
+        assert judged.sum() == sum(row.accepted for row in stats) and 0 < policy.threshold != 0.4
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HfHeuristicPolicy(0),
+        lambda: HfHeuristicPolicy(k_max=0),
+        lambda: HfConfidencePolicy(0.0),
+        lambda: HfConfidencePolicy(1.1),
+        lambda: HfConfidencePolicy(window=5),
+        lambda: HfConfidencePolicy(k_min=3, k_max=2),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(make):
+    with pytest.raises(InputError, match="expected"):
+        make()
