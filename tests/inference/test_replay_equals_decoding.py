@@ -16,16 +16,27 @@ import pytest
 import torch
 
 from accept_head import Sampling
+from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.inference import RowPolicy, generate
 from accept_head.inference import replay as module
 from accept_head.inference.coupled import load_coupled
 from accept_head.inference.policies import (
     AdaEdlPolicy,
+    AdaSpecPolicy,
+    BatchMapPolicy,
+    BudgetPolicy,
     ConfidencePolicy,
+    DsdePolicy,
     EntropyPolicy,
     FixedPolicy,
+    GoodputPolicy,
     HeadPolicy,
+    HfConfidencePolicy,
+    HfHeuristicPolicy,
+    LeviathanPolicy,
     MaxProbPolicy,
+    MeanMaxProbPolicy,
+    OnlineLogisticPolicy,
 )
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Setting, replay_fixed, replay_thresholds
@@ -82,6 +93,28 @@ POLICIES = {
     "cautious": Cautious,
     "adaedl:0.5": lambda: AdaEdlPolicy(0.5, k_max=K_MAX),
     "max-prob:0.5": lambda: MaxProbPolicy(0.5, k_max=K_MAX),
+    "leviathan": lambda: LeviathanPolicy(0.1, k_max=K_MAX),
+    "hf-heuristic": lambda: HfHeuristicPolicy(5, k_max=K_MAX),
+}
+
+
+def forward(beta, gamma):
+    return BatchForwardCost(alpha=1e-5, beta=beta, gamma=gamma, r_squared=1.0)
+
+
+# Drafts are cheap and long; verifying a token more is dear enough to drop the doubtful ones.
+COSTS = PairCosts(draft=forward(0.001, 0.01), target=forward(0.02, 0.4))
+ROWS = 16  # decoded together
+# What a row drafts depends on the rows around it, or on what all rows have seen.
+OF_THE_BATCH = {
+    "max-prob-mean": lambda: MeanMaxProbPolicy(0.5, k_max=K_MAX),
+    "hf-confidence": lambda: HfConfidencePolicy(0.3, k_max=K_MAX),
+    "online-logistic": lambda: OnlineLogisticPolicy(0.5, k_max=K_MAX),
+    "dsde": lambda: DsdePolicy(4, k_max=K_MAX, calibration=3),
+    "batch-map": lambda: BatchMapPolicy([(1, 4, 6), (5, 12, 3), (13, 16, 1)]),
+    "goodput": lambda: GoodputPolicy(COSTS),
+    "adaspec": lambda: AdaSpecPolicy(COSTS),
+    "budget": lambda: BudgetPolicy(COSTS),
 }
 
 
@@ -116,7 +149,7 @@ class Held:
             policy=policy,
             sampling=self.sampling,
             max_new_tokens=self.new_tokens,
-            batch_size=16,
+            batch_size=ROWS,
             end_token_ids=self.ends,
             seed=seed,
         )
@@ -232,6 +265,20 @@ class TestQuick(Wanted):
     def test_most_sampled_rates_lie_in_the_joint_95_percent_interval(self, quick, decoded):
         inside, count = self.inside(quick(SAMPLED), decoded, QUICK)
         assert count == 2 * len(QUICK) and inside >= count - 3
+
+    @pytest.mark.parametrize("name", OF_THE_BATCH)
+    def test_rules_of_the_whole_batch(self, quick, name):
+        """As many rows in replay as in the loop, which take new requests at the same time."""
+        for sampling in (GREEDY, SAMPLED):
+            held, policy = quick(sampling), OF_THE_BATCH[name]()
+            counts, _ = held.decode(policy)
+            mine = replay(held.traces, OF_THE_BATCH[name](), name, batch=ROWS).counts
+            if sampling is GREEDY:
+                assert np.array_equal(mine, counts)
+            else:
+                assert agree_in_distribution(mine, counts), z_scores(mine, counts)
+        alone = replay(held.traces, OF_THE_BATCH[name](), name, batch=1).counts
+        assert not np.array_equal(mine, alone), "the batch must have made a difference"
 
     @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
     def test_responses_end_in_all_ways(self, quick, sampling):

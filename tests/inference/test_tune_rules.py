@@ -1,4 +1,4 @@
-"""Learning policies in `tune`: asked with each of their values, at the costs given, and named as the loop takes them."""
+"""Learning policies in `tune`: asked with all of their values, at the costs given, and named as the loop takes them."""
 
 from __future__ import annotations
 
