@@ -56,6 +56,7 @@ def _forward(beta: float, gamma: float) -> BatchForwardCost:
 
 
 COSTS = PairCosts(draft=_forward(0.002, 0.01), target=_forward(0.05, 0.4))
+GRAPH = PairCosts(draft=_forward(0.0, 0.01), target=_forward(1.0, 4.0))
 DEAR = PairCosts(draft=_forward(0.0, 0.002), target=_forward(0.1, 0.4))  # dear verification: tokens are dropped
 
 
@@ -84,7 +85,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "dsde": lambda: DsdePolicy(2, k_min=1, k_max=4, calibration=2),
     "bandit": lambda: BanditPolicy(2),
     "batch-map": lambda: BatchMapPolicy([(1, 1, 3), (2, 2, 2), (3, 8, 1)]),
-    "goodput": lambda: GoodputPolicy(COSTS, k_max=3),
+    "goodput": lambda: GoodputPolicy(COSTS, k_max=3, prior=2.0),
     "adaspec": lambda: AdaSpecPolicy(DEAR, k_max=3),
     "budget": lambda: BudgetPolicy(COSTS, k_max=3),
     "head, lag 0": lambda: head(lag=0),
@@ -145,6 +146,7 @@ LOSSY: dict[str, Callable[[], DraftPolicy]] = {
     "argmax over survival of drawn tokens": lambda: Dropping(Signal.LOGPROB, best_of_batch),
     "retrospective argmax, prefix-only": lambda: Dropping(Signal.MAX_PROB, best_of_batch),
     "adaspec, lossy": lossy_adaspec,
+    "budget, retrospective, graph": lambda: BudgetPolicy(GRAPH, k_max=3, retrospective=True, graph=True, cap=False),
 }
 
 

@@ -62,7 +62,7 @@ class AdaSpecPolicy(RowPolicy):
         k_max: int = 8,
         lossy: bool = False,
         graph: bool = False,
-        probe: int = 50,
+        probe: int = 32,
     ):
         if slo_ms < 0:
             raise InputError(f"adaspec slo_ms is {slo_ms}, expected milliseconds, or 0 for no limit")

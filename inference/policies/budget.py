@@ -67,10 +67,11 @@ class BudgetPolicy(RowPolicy):
     graph: a verification takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 24, … tokens, as vLLM's
     cost tables have it.
 
-    cap: draft no deeper than m* would have reached in the round before, plus one, so that it can get deeper again; then
-    each m is charged the draft steps that it needs, and a new row's ŝ are 1 as deep as the batch drafts. This, too, is
-    known before the round. Without it (vLLM, whose drafts cost the same at any depth) all rows draft k_max tokens and
-    the budget saves verification only; drafting step by step this would be paid for nothing, hence on by default.
+    cap: draft only as deep as those m* would have reached in the round before, at least one token, and charge each m
+    the draft steps that it needs. Tokens that were not drafted count as if their row's ŝ had gone on falling at the
+    same rate, so that it can get deeper again; a new row's ŝ are 1 as deep as the batch drafts. All this is known
+    before the round, too. Without it (vLLM, whose drafts cost the same at any depth) all rows draft k_max tokens and
+    the budget saves verification only. Where drafting goes step by step that is paid for nothing: on by default.
     """
 
     needs = frozenset({Signal.MAX_PROB})
@@ -96,7 +97,7 @@ class BudgetPolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         self.estimator.start(device)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.last = torch.zeros(batch, self.max_draft_tokens, device=device)  # ŝ of the round before, 0: not drafted
+        self.last = torch.zeros(batch, self.max_draft_tokens, device=device)  # ŝ of the round before
         self.depth = torch.full((), self.max_draft_tokens, device=device)  # that rows may draft
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
@@ -110,10 +111,10 @@ class BudgetPolicy(RowPolicy):
         self.estimator.start_round()
         self.live, self.survivals = live, list[Tensor]()
         ranked = Ranked.of(self.last, live[:, None].expand_as(self.last))
-        steps = ranked.reach if self.cap else torch.full_like(ranked.reach, self.max_draft_tokens)
+        steps = ranked.reach.clamp(min=1) if self.cap else torch.full_like(ranked.reach, self.max_draft_tokens)
         self.budget = self._best(ranked, steps)
         if self.cap:
-            self.depth = (torch.take(steps, self.budget) + 1).clamp(max=self.max_draft_tokens)
+            self.depth = torch.take(steps, self.budget)
         return self.depth.expand(live.shape)
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
@@ -132,8 +133,12 @@ class BudgetPolicy(RowPolicy):
         self.lengths = outcome.lengths
         self.last = torch.zeros_like(self.last)
         if self.survivals:
-            drafted = torch.stack(self.survivals, dim=1)
-            self.last[:, : len(self.survivals)] = torch.where(self._real(outcome.drafted), drafted, 0.0)
+            count = outcome.drafted[:, None]
+            depth = torch.arange(1, self.max_draft_tokens + 1, device=count.device)
+            known = torch.stack(self.survivals, dim=1)
+            known = torch.nn.functional.pad(known, (0, self.max_draft_tokens - known.shape[1]))
+            further = known.gather(1, (count - 1).clamp(min=0)) ** (depth / count.clamp(min=1))
+            self.last = torch.where(depth <= count, known, torch.where(count > 0, further, 0.0))
 
     def _real(self, drafted: Tensor) -> Tensor:
         """(batch, depths) bool, which of the tokens of this round there are."""

@@ -36,11 +36,13 @@ class GoodputPolicy(RowPolicy):
         k* = argmax_{0 ≤ k ≤ k_max}  B·(1 + a + … + a^k) / (k·t_draft(B) + t_target((k + 1)·B)),
 
     where k = 0 counts 1.1 times, as drafting has costs that no model of the forwards sees. a: accepted tokens per
-    judged one, cumulative, `rate` until there is any; decay: what the counts are multiplied by at each round with
-    drafts, 1 for none, 0.95 for an average over about 20 rounds. probe: after so many rounds of k = 0 one of k = 1.
+    judged one, cumulative; it starts as if of `prior` tokens a share `rate` had been accepted. decay: what the counts
+    are multiplied by at each round with drafts, 1 for none, 0.95 for an average over about 20 rounds. probe: after so
+    many rounds of k = 0 one of k = 1.
 
     The authors' code counts a token that is accepted after a rejected one, too, and as drafted all k. Here what follows
     a rejection is not judged, so it counts in neither number; accepted per drafted would be lower the longer the draft.
+    There is no prior there, but counts are read every few seconds only: without either, one rejected token says a = 0.
 
     Global by design: a outlives `start`. Rows have no state but their lengths.
     """
@@ -48,16 +50,27 @@ class GoodputPolicy(RowPolicy):
     stops_early = False
     CONSERVATIVE = 1.1
 
-    def __init__(self, costs: PairCosts, *, rate: float = 0.7, decay: float = 1.0, probe: int = 50, k_max: int = 8):
+    def __init__(
+        self,
+        costs: PairCosts,
+        *,
+        rate: float = 0.7,
+        prior: float = 20.0,
+        decay: float = 1.0,
+        probe: int = 32,
+        k_max: int = 8,
+    ):
         if not 0 < rate < 1:
             raise InputError(f"goodput rate is {rate}, expected an acceptance rate between 0 and 1")
+        if not 0 < prior < float("inf"):
+            raise InputError(f"goodput prior is {prior}, expected a positive number of tokens")
         if not 0 < decay <= 1:
             raise InputError(f"goodput decay is {decay}, expected a number above 0 and at most 1")
         if k_max < 1:
             raise InputError(f"goodput k_max is {k_max}, expected a positive integer")
-        self.costs, self.rate, self.decay, self.max_draft_tokens = costs, rate, decay, k_max
+        self.costs, self.decay, self.max_draft_tokens = costs, decay, k_max
         self.probe = Probe("goodput", probe)
-        self.accepted, self.judged = torch.zeros(()), torch.zeros(())
+        self.accepted, self.judged = torch.tensor(rate * prior), torch.tensor(float(prior))
 
     def start(self, batch: int, device: torch.device) -> None:
         self.probe.start(device)
@@ -79,10 +92,9 @@ class GoodputPolicy(RowPolicy):
     def goodput(self, rows: Tensor, context: Tensor) -> Tensor:
         """(k_max + 1,) expected tokens per second with 0, 1, … draft tokens. rows, context: (), live rows and the
         tokens of all of them."""
-        rate = torch.where(self.judged > 0, self.accepted / self.judged, self.rate)
         k = torch.arange(self.max_draft_tokens + 1, device=rows.device)
         seconds = k * self.costs.draft_seconds(rows, context) + self.costs.verify_seconds((k + 1) * rows, context)
-        return rows * (rate**k).cumsum(0) / seconds
+        return rows * ((self.accepted / self.judged) ** k).cumsum(0) / seconds
 
     def observe(self, outcome: VerifyOutcome) -> None:
         self.lengths = outcome.lengths

@@ -239,6 +239,7 @@ def test_defaults_and_what_is_refused():
         warnings.simplefilter("error")
         policy = AdaSpecPolicy(pair_costs())
     assert (policy.slo, policy.max_draft_tokens, policy.lossy, policy.graph) == (0, 8, False, False)
+    assert policy.probe.every == 32
     assert policy.trims and policy.lossless == AdaSpecPolicy.lossless == BOTH
     assert lossy(pair_costs()).lossless == MATCH
     with pytest.raises(InputError, match=r"adaspec slo_ms is -1, expected"):

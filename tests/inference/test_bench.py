@@ -180,6 +180,17 @@ def test_the_interval_of_a_ratio_is_of_chunks_drawn_for_both_arms_together():
     assert table["none"]["beyond_noise"]
 
 
+def test_where_all_chunks_are_equally_fast_however_long_the_interval_is_a_point():
+    runs = []
+    for chunk, tokens in enumerate((10, 70, 300, 20)):
+        for name in ("none", "fixed:1", "fixed:1" + TWIN):
+            done = [Finished(SimpleNamespace(index=chunk), [1], stats(generated=tokens))]
+            runs.append(Timed(0, chunk, name, tokens / 7, 1.0, 1, done))
+    cell = Cell(runs, [Chunk("a", [])] * 4, ["none", "fixed:1", "fixed:1" + TWIN], ["fixed:1"], "fixed:1")
+    for row in rows(cell, same_tokens=False):
+        assert row["ci95"]["throughput"] == pytest.approx([7, 7])
+
+
 def test_rates_come_from_counts():
     row = by_name(rows(made_cell().cell, same_tokens=True))["rule"]
     generated, responses = row["counts"]["generated"], 2 * 5 * 2
@@ -324,6 +335,14 @@ def test_the_oracles_rejections_are_where_the_draft_would_say_something_else(bat
         assert found.draft_forwards == found.generated - found.target_forwards
         rejections.append(wrong)
     assert 0 < sum(rejections) < 6 * (tokens - 1)
+
+
+def test_a_draft_that_is_the_target_leaves_the_oracle_one_verification_however_long_the_response():
+    pair = near_pair()
+    stage, these = staged(
+        pair_of(pair.target, pair.target), ragged_prompts(3, longest=10), 50, Sampling(temperature=0), 2
+    )
+    assert {counts.target_forwards for counts in count_oracle(stage, these, 0).values()} == {1}
 
 
 def test_prices_are_of_counts_not_of_clocks():
