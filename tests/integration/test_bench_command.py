@@ -173,7 +173,7 @@ def test_attainment_is_there_for_every_policy(measured):
             assert list(row["slo_attainment"]) == list(cell["slo_limits"])
             assert shares == sorted(shares) and min(shares) >= 0 and max(shares) <= 1
         alone = cell["policies"][0]["slo_attainment"]["1"]
-        assert 0.9 <= alone < 0.9 + 2 / (PROMPTS * REPEATS)  # by the limit's definition
+        assert abs(alone - 0.9) <= 1 / (PROMPTS * REPEATS)  # by the limit's definition
 
 
 def test_counts_are_priced_and_the_oracle_is_the_fastest(measured):
@@ -207,6 +207,7 @@ def test_a_table_a_cell_is_printed(run, tmp_path, capsys):
     for row in cell["policies"]:
         assert row["name"] in said.out and f"{row['throughput']:.1f}" in said.out
     assert f"wrote {tmp_path / 'out.json'}" in said.out.replace("\n", "")
+    assert (tmp_path / "out-throughput-T0.png").read_bytes().startswith(PNG)
     assert cell["slo_limits"] is None and cell["oracle"] is None
     assert all(row["slo_attainment"] is None and row["priced"] is None for row in cell["policies"])
 
@@ -244,18 +245,21 @@ TWO_CELLS = (*SMALL, "--batch_size", 1, 3, "--temperature", 0, "--repeats", 1, "
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """The batch sizes that were measured; the run breaks off at those in `calls.broken`."""
+def calls(monkeypatch, measured):
+    """The batch sizes that were measured (here: another run's cell stands for the figures); the run breaks off at those
+    in `calls.broken`."""
     seen = SimpleNamespace(batches=[], broken=set())
-    original = Job.measure
+    cell = measured.result["cells"][0]
 
     def measure(self, batch, sampling):
         if batch in seen.broken:
             raise Interrupted
         seen.batches.append(batch)
-        return original(self, batch, sampling)
+        figures = {name: value for name, value in cell.items() if name not in ("cell", "batch_size", "temperature")}
+        return {**figures, "cpu_share": 1 / (7 + len(seen.batches))}
 
     monkeypatch.setattr(Job, "measure", measure)
+    monkeypatch.setattr(bench_module, "draw_plots", lambda result: [])
     return seen
 
 
@@ -276,7 +280,7 @@ def test_an_interrupted_run_goes_on_with_the_next_cell(run, calls, interrupted, 
     assert done.code == 0 and calls.batches == [3]
     assert "going on: 1 cells are there" in capsys.readouterr().out
     del kept["index"]
-    assert done.result["cells"][0] == kept  # to the last digit of its seconds
+    assert done.result["cells"][0] == kept  # to the last digit
     assert [cell["batch_size"] for cell in done.result["cells"]] == [1, 3]
     assert all("index" not in cell for cell in done.result["cells"])
     assert not interrupted.exists()
@@ -368,21 +372,20 @@ def test_the_time_scale_can_be_given(run, trace_files, tmp_path):
 
 def test_a_trace_run_goes_on_too(run, trace_files, tmp_path, monkeypatch):
     seen = []
-    original = Job.replay
 
     def replay(self, arrivals, batch, sampling):
-        if len(seen) == 1:
-            seen.append(None)
-            raise Interrupted
         seen.append(len(arrivals))
-        return original(self, arrivals, batch, sampling)
+        if len(seen) == 2:
+            raise Interrupted
+        return {"noise": {"name": "fixed:1", "floor": 0}, "load": 1, "requests": 8, "time_scale": 1, "policies": []}
 
     monkeypatch.setattr(Job, "replay", replay)
+    monkeypatch.setattr(bench_module, "draw_plots", lambda result: [])
     words = (*SMALL, "--trace", *trace_files[:2], "--batch_size", 2, "--temperature", 0, "--repeats", 1)
     with pytest.raises(Interrupted):
         run(tmp_path, *words)
     assert run(tmp_path, *words).code == 0
-    assert seen == [8, None, 8]
+    assert seen == [8, 8, 8]
 
 
 # --- wrong input ------------------------------------------------------------------------------------------------------
@@ -391,7 +394,7 @@ WRONG = {
     "unknown policy": (["--policy", "magic"], "policy 'magic': unknown"),
     "policy twice": (["--policy", "confidence", "confidence"], "--policy confidence: given twice"),
     "no rows": (["--batch_size", 0], "batch_size is [0], expected integers from 1 to 4096"),
-    "more rows than prompts": (["--batch_size", 40], "batch_size is 40, but there are 12 prompts"),
+    "more rows than prompts": (["--batch_size", 1, 40], "batch_size is 40, but there are 12 prompts"),
     "K of 0": (["--fixed", 0, 1], "fixed is [0, 1], expected integers from 1 to 64"),
     "no K": (["--fixed", "[]"], "fixed is [], expected integers"),
     "temperature": (["--temperature", -1], "temperature is -1"),
@@ -424,9 +427,10 @@ def test_a_wrong_line_of_a_trace_is_named(run, trace_files, tmp_path, capsys):
     assert f"{trace_files[1]}, line 10: Timestamp is 'later'" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:adaspec lossy")
 def test_a_lossy_policy_is_refused_under_sampling_before_anything_runs(run, made, tmp_path, capsys):
     spec = f"adaspec:{made / 'costs.json'},lossy=true"
-    words = (*SMALL, "--policy", spec, "--batch_size", 2, "--repeats", 1, "--max_prompts", 4)
+    words = (*SMALL, "--policy", spec, "--batch_size", 2, "--repeats", 1, "--max_prompts", 2)
     assert run(tmp_path, *words, "--temperature", 0, 1).code == 2
     assert "lossy" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
