@@ -21,10 +21,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import REPOSITORY, TINY, write_result
+from record import REPOSITORY, RESULTS, TINY, write_result
 from safetensors.torch import load_file
 
 from accept_head.errors import InputError
+from accept_head.files import read_json
 from accept_head.trace import read_traces
 from accept_head.training.collect import collect
 
@@ -33,10 +34,11 @@ RECIPES = {"default": 1, "specdecpp": 6}  # and the w_rej of a head trained alon
 COUNTS = {"train": 480, "dev": 64}  # traces, as in the demo
 CHECKED = ((0, 1), (1, 12), (3, 6), (4, 3))  # depth, w_rej
 
-# `accept-head train`, which says how long Trainer.fit took.
+# `accept-head train`, which says how long Trainer.fit took. It starts itself anew before it imports anything.
 PROGRAM = """
 import sys, time
 from accept_head import cli
+cli.keep_freed_blocks()
 import lightning
 fit = lightning.Trainer.fit
 def timed(*arguments, **options):
@@ -44,7 +46,7 @@ def timed(*arguments, **options):
     fit(*arguments, **options)
     print("fit seconds", time.perf_counter() - start)
 lightning.Trainer.fit = timed
-cli.run()
+raise SystemExit(cli.main(sys.argv[1:]))
 """
 
 
@@ -57,12 +59,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         traces = usable_traces(Path(options.traces), folder)
-        result = {
-            recipe: measure(recipe, traces, folder, options.repeats)
-            for recipe in ([options.recipe] if options.recipe else RECIPES)
-        }
-    settings = {"repeats": options.repeats, "traces": COUNTS, "depth": DEPTHS, "w_rej": WEIGHTS}
-    print(f"wrote {write_result('sweep', {**settings, 'recipes': result})}")
+        recipes = [options.recipe] if options.recipe else list(RECIPES)
+        measured = {recipe: measure(recipe, traces, folder, options.repeats) for recipe in recipes}
+    settings = {"traces": COUNTS, "depth": DEPTHS, "w_rej": WEIGHTS}
+    print(f"wrote {write_result('sweep', {**settings, 'recipes': measured_before() | measured})}")
+
+
+def measured_before() -> dict[str, Any]:
+    """Of a recipe that is not measured now."""
+    path = RESULTS / "sweep.json"
+    before: dict[str, Any] = read_json(path)["recipes"] if path.is_file() else {}
+    return before
 
 
 def usable_traces(folder: Path, temporary: Path) -> Path:
@@ -107,6 +114,7 @@ def measure(recipe: str, traces: Path, folder: Path, repeats: int) -> dict[str, 
     each = {key: value / (1 + len(CHECKED)) for key, value in alone.items()}
     heads = len(DEPTHS) * len(WEIGHTS)
     result = {
+        "repeats": repeats,
         "seconds": best,
         "all_repeats": times,
         "sweep_over_one_head": {

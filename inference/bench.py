@@ -13,7 +13,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +30,10 @@ from accept_head.inference.bench_plots import draw_plots
 from accept_head.inference.bench_tables import cell_table, trace_table
 from accept_head.inference.cache import Compile
 from accept_head.inference.cost_file import forward_costs
-from accept_head.inference.generate_file import Kept, _content
+from accept_head.inference.generate_file import Kept
 from accept_head.inference.policies import make_policy
-from accept_head.inference.policy import DraftPolicy, Verifier, check_lossless
+from accept_head.inference.policies.content import content_hash
+from accept_head.inference.policy import Verifier, check_lossless
 from accept_head.inference.profile import device_name
 from accept_head.pair import checkpoint_fingerprint, context_tokens, load_pair
 from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
@@ -273,7 +274,7 @@ def _header(job: Job, given: Mapping[str, Any], traces: Mapping[str, Sequence[Ar
         "date": datetime.date.today().isoformat(),
         "settings": {
             **{name: given[name] for name in plain},
-            "policies": {name: _numbers_of(make_policy(resolved(name, 1.0), job.pair)) for name in job.names},
+            "policies": {name: content_hash(make_policy(resolved(name, 1.0), job.pair)) for name in job.names},
             "chunks": "domain" if job.by_domain else "mixed",
             "prompts": prompts_fingerprint(job.prompts),
             "costs": asdict(job.costs) if job.costs else None,
@@ -284,12 +285,6 @@ def _header(job: Job, given: Mapping[str, Any], traces: Mapping[str, Sequence[Ar
             "measured": {**where, "versions": versions},
         },
     }
-
-
-def _numbers_of(policy: DraftPolicy) -> str:
-    """A hash of what a policy is made of, costs and tables from files and a head's weights included."""
-    held = {name: repr(value) for name, value in vars(policy).items() if is_dataclass(value) or isinstance(value, list)}
-    return sha256(_content(policy) + repr(sorted(held.items())))
 
 
 def _digest(arrivals: Sequence[Arrival]) -> str:

@@ -21,7 +21,8 @@ from accept_head.files import atomic_path, sha256, writable_file, write_json
 from accept_head.inference.cache import Compile
 from accept_head.inference.generation import content_ids, make_decoder
 from accept_head.inference.policies import make_policy
-from accept_head.inference.policy import DraftPolicy, Verifier, check_lossless
+from accept_head.inference.policies.content import content_hash
+from accept_head.inference.policy import Verifier, check_lossless
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import DecodeStats, Finished, Request
 from accept_head.inference.stopping import Stopping, stop_strings_criteria
@@ -93,7 +94,7 @@ def generate_file(
     check_lossless(chosen, verifier, greedy=sampling.greedy, allow_lossy=allow_lossy)
     settings = {
         "policy": policy,
-        "policy_content": _content(chosen),
+        "policy_content": content_hash(chosen),
         "dtype": str(pair.target.dtype).removeprefix("torch."),
         "sampling": sampling.to_dict(),
         "repetition_penalty": repetition_penalty,
@@ -185,14 +186,6 @@ class Kept:
             for index in range(expected):
                 file.write(json.dumps(self.records[index], ensure_ascii=False) + "\n")
         self.hidden.unlink(missing_ok=True)
-
-
-def _content(policy: DraftPolicy) -> str:
-    """A hash of a policy's numbers and, if it has one, of its head's weights: a SPEC's path may hold another by now."""
-    plain = {name: value for name, value in vars(policy).items() if isinstance(value, int | float | str)}
-    head = getattr(policy, "head", None)
-    weights = [] if head is None else [sha256(tensor.cpu().numpy().tobytes()) for tensor in head.state_dict().values()]
-    return sha256(json.dumps([plain, weights], sort_keys=True))
 
 
 def _record(prompt: Prompt, done: Finished, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
 from accept_head.inference.rows import Request
 
 
 class Waiting:
-    """An iterator of requests, in which None says that the next one has not arrived yet. done: no more will come."""
+    """An iterator of requests, in which None says that the next one has not arrived yet. done: no more will come, as
+    far as can be known."""
 
     def __init__(self, requests: Iterable[Request | None]):
         self.requests, self.done = iter(requests), False
+        self.left = len(requests) if isinstance(requests, Sized) else None
 
     def take(self, most: int) -> list[Request]:
         """Up to so many requests, as far as they are there."""
@@ -25,4 +27,7 @@ class Waiting:
             if request is None:
                 break
             taken.append(request)
+        if self.left is not None:
+            self.left -= len(taken)
+            self.done = self.left <= 0
         return taken

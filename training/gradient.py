@@ -50,9 +50,12 @@ def head_loss(
 
     dtype: of the matrix products, as under autocast; sums and gradients are float32.
     """
-    first = _first_state(head, positions)
-    states, before_silu = _forward_blocks(head, first, dtype)
-    logits = F.linear(states[-1].to(dtype), head.output.weight.to(dtype), head.output.bias.to(dtype)).float()
+    # Looked up and cast once: for small heads these words of Python are a good part of the time.
+    linears: list[Any] = [block.linear for block in head.blocks]
+    blocks = [(linear.weight.to(dtype), linear.bias.to(dtype)) for linear in linears]
+    first, output_weight = _first_state(head, positions), head.output.weight.to(dtype)
+    states, before_silu = _forward_blocks(blocks, first, dtype)
+    logits = F.linear(states[-1].to(dtype), output_weight, head.output.bias.to(dtype)).float()
 
     # −A log σ(z) − R log σ(−z) = (A + R) softplus(z) − A z, and its derivative (A + R) σ(z) − A.
     softplus = F.softplus(logits)
@@ -63,8 +66,9 @@ def head_loss(
     d_logits = (both * logits.sigmoid() - accept).to(dtype)
 
     output = [(d_logits.t() @ states[-1].to(dtype)).float(), d_logits.sum(0).float()]
-    blocks, d_first_signals = _backward_blocks(head, positions, states, before_silu, d_logits, dtype)
-    gradients = [*blocks, *output]
+    d_last = (d_logits @ output_weight).float()
+    d_blocks, d_first_signals = _backward_blocks(blocks, positions, states, before_silu, d_last, dtype)
+    gradients = [*d_blocks, *output]
     if d_first_signals is not None:
         gradients.append(d_first_signals)
     return HeadLoss(value, cross_entropy, gradients)
@@ -77,30 +81,33 @@ def _first_state(head: AcceptanceHead, positions: Positions) -> Tensor:
     return torch.addmm(positions.hidden, positions.signals, head.signal_input.weight.t())
 
 
-def _forward_blocks(head: AcceptanceHead, state: Tensor, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+def _forward_blocks(
+    blocks: Sequence[tuple[Tensor, Tensor]], state: Tensor, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
     """(the state before each block and after the last one, what each block's SiLU was given); all (n, hidden_size)."""
     states, before_silu = [state], []
-    for block in head.blocks:
-        linear: Any = block.linear
-        before_silu.append(F.linear(states[-1].to(dtype), linear.weight.to(dtype), linear.bias.to(dtype)))
-        states.append(states[-1] + F.silu(before_silu[-1]))
+    for weight, bias in blocks:
+        before = F.linear(state.to(dtype), weight, bias)
+        state = state + F.silu(before)
+        before_silu.append(before)
+        states.append(state)
     return states, before_silu
 
 
 def _backward_blocks(
-    head: AcceptanceHead,
+    blocks: Sequence[tuple[Tensor, Tensor]],
     positions: Positions,
     states: Sequence[Tensor],
     before_silu: Sequence[Tensor],
-    d_logits: Tensor,
+    d_state: Tensor,
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """(weight and bias gradients of every block, first block first; gradient of the signal weights)."""
-    d_state = (d_logits @ head.output.weight.to(dtype)).float()
+    """(weight and bias gradients of every block, first block first; gradient of the signal weights). d_state: of the
+    state after the last block, (n, hidden_size)."""
     signals, d_signals = positions.signals, None
     gradients: list[Tensor] = []
-    for level in reversed(range(len(before_silu))):
-        weight: Any = head.blocks[level].linear.weight.to(dtype)  # type: ignore[union-attr]
+    for level in reversed(range(len(blocks))):
+        weight, _ = blocks[level]
         d_linear = torch.ops.aten.silu_backward(d_state.to(dtype), before_silu[level])
         gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
         if level > 0:

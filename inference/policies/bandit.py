@@ -20,7 +20,7 @@ class BanditPolicy(RowPolicy):
     release; the bonus is then the same for every arm, and the best mean so far is played for ever.
 
     zero_arm: 0 is an arm too, the target alone. A round in which no row could draft as many tokens as the arm wants, at
-    the ends of responses, is not counted. Global by design: what a round earns is the batch's. A new batch starts anew.
+    the ends of responses, is not counted. Global by design: what a round earns is the batch's. It outlives `start`.
     """
 
     needs = frozenset({Signal.SECONDS})
@@ -45,11 +45,12 @@ class BanditPolicy(RowPolicy):
         self.passes, self.exploration, self.shared_bonus = passes, exploration, shared_bonus
         self.shortest = 0 if zero_arm else 1
         self.max_draft_tokens = arms
+        self.counts, self.sums = torch.zeros(2, arms + 1 - self.shortest)  # rounds and tokens/s of each arm
+        self.top = torch.zeros(())
 
     def start(self, batch: int, device: torch.device) -> None:
-        arms = self.max_draft_tokens - self.shortest + 1
-        self.counts, self.sums = torch.zeros(arms, device=device), torch.zeros(arms, device=device)
-        self.top = torch.zeros((), device=device)
+        """What was learnt stays."""
+        self.counts, self.sums, self.top = self.counts.to(device), self.sums.to(device), self.top.to(device)
         self.arm = torch.zeros((), dtype=torch.long, device=device)  # of this round, an index
 
     def start_round(self, live: Tensor) -> Tensor:
