@@ -13,8 +13,10 @@ KEEP = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "20000
 
 def keep_freed_blocks() -> None:
     """Start this command anew with glibc told to keep freed memory for itself: it reads that from the environment only,
-    before anything runs. Does nothing where the user has set any of it, where there is a GPU, or with another libc."""
+    before anything runs. Does nothing where the user has set any of it, where there is a GPU, with another libc, or in
+    a program that was started with other words than this command's."""
     told = any(name.startswith("MALLOC_") for name in os.environ)
-    if told or platform.libc_ver()[0] != "glibc" or Path("/dev/nvidiactl").exists():
+    ours = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :] == sys.argv[1:]
+    if told or not ours or platform.libc_ver()[0] != "glibc" or Path("/dev/nvidiactl").exists():
         return
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | KEEP)

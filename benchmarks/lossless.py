@@ -81,7 +81,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "entropy": lambda: EntropyPolicy(0.8),
     "svip": lambda: SvipPolicy(0.35),
     "adaedl": lambda: AdaEdlPolicy(0.6),
-    "online-logistic": lambda: OnlineLogisticPolicy(0.4),
+    "online-logistic": lambda: OnlineLogisticPolicy(0.5),
     "dsde": lambda: DsdePolicy(2, k_min=1, k_max=4, calibration=2),
     "bandit": lambda: BanditPolicy(2),
     "batch-map": lambda: BatchMapPolicy([(1, 1, 3), (2, 2, 2), (3, 8, 1)]),

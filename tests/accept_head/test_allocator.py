@@ -33,6 +33,14 @@ def test_train_keeps_freed_memory_and_its_words_and_its_process_number():
 
 
 @glibc
+def test_a_program_that_calls_the_command_line_is_not_started_anew():
+    program = f"import sys; sys.argv = ['accept-head', 'train', '--depth', '3']; {PROGRAM.format(names=list(KEEP))}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", program, "other"], capture_output=True, text=True, env=inherited)
+    assert done.stdout.strip().endswith("['train', '--depth', '3'] [None, None, None]")
+
+
+@glibc
 @pytest.mark.parametrize(
     ("words", "environment"), [(("generate", "train"), {}), ((), {}), (("train",), {"MALLOC_ARENA_MAX": "2"})]
 )

@@ -218,7 +218,7 @@ def test_dropping_drawn_tokens_by_their_own_probability_is_caught(embedded_pair,
         if drafted.ids:
             slots = zip(drafted.probabilities, drafted.ids, strict=True)
             likely = torch.stack([q.gather(-1, ids[:, None])[:, 0] >= 0.5 for q, ids in slots], dim=1)
-            drafted.lengths = torch.minimum(drafted.lengths, likely.long().cumprod(-1).sum(-1))
+            drafted.trim(likely.long().cumprod(-1).sum(-1))
         return drafted
 
     monkeypatch.setattr(Decoder, "_draft", drops_unlikely_tokens)

@@ -324,8 +324,8 @@ def test_bandit_counts_only_rounds_of_the_arm_and_tokens_of_live_rows():
     assert policy.start_round(live).tolist() == [2, 2]
     policy.observe(outcome([1, 2], [1, 2], [True, False], seconds=0.5))
     assert policy.counts.tolist() == [1, 0] and policy.start_round(live).tolist() == [2, 2]
-    policy.start(2, CPU)
-    assert policy.counts.tolist() == [0, 0]
+    policy.start(3, CPU)
+    assert policy.counts.tolist() == [1, 0], "another batch: what was learnt stays"
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
