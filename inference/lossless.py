@@ -30,12 +30,15 @@ HIDDEN = 16  # size of the hidden states that a policy is shown
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """vocab: tokens. depth: of a round at most. rows: of the batch, the first of which is enumerated. history: rounds
-    that come before."""
+    that come before. q is Dirichlet(concentration); p is a mixture of it, to a share of `agreement`, and another draw.
+    As they stand, the two agree as often as real pairs do."""
 
     vocab: int = 3
     depth: int = 2
     rows: int = 2
     history: int = 8
+    concentration: float = 0.6
+    agreement: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +73,9 @@ class Tables:
     def __init__(self, shape: Shape, random: np.random.Generator):
         self.shape = shape
         prefixes = sum(shape.vocab**depth for depth in range(shape.depth + 1))
-        own, self.q = (random.dirichlet(np.full(shape.vocab, 0.6), size=(shape.rows, prefixes)) for _ in range(2))
-        self.p = (own + self.q) / 2  # so that the two agree as often as real pairs do
+        spread = np.full(shape.vocab, shape.concentration)
+        own, self.q = (random.dirichlet(spread, size=(shape.rows, prefixes)) for _ in range(2))
+        self.p = (1 - shape.agreement) * own + shape.agreement * self.q
         self.hidden = torch.from_numpy(random.normal(size=(shape.rows, prefixes, HIDDEN))).float()
         self.draft = torch.from_numpy(self.q).float()
 
