@@ -11,6 +11,7 @@ python benchmarks/policies.py [--batches 1 8 32] [--clock wall|cpu]
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def main() -> None:
         "settings": {name: results[0]["settings"][name] for name in ("repeats", "top_k", "clock", "seed", "verifier")},
         "cells": [without_chunks(cell) for one in results for cell in one["cells"]],
     }
-    print(f"wrote {write_result('policies', result)}")
+    portable = json.loads(json.dumps(result).replace(f"{REPOSITORY}/", ""))
+    print(f"wrote {write_result('policies', portable)}")
 
 
 def tuned_specs(folder: Path) -> list[str]:
