@@ -1,5 +1,5 @@
-"""Training on a CPU spends a fifth of its time in page faults: glibc maps every block above 128 kB anew and unmaps it
-when it is freed, and nearly all tensors of a training step are such blocks."""
+"""Training on a CPU spends a tenth of its time or more in page faults: glibc maps every block above 128 kB anew, and
+unmaps it when it is freed, and nearly all tensors of a training step are such blocks."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ python benchmarks/sweep.py [--repeats 3] [--traces FOLDER with train and dev]
 from __future__ import annotations
 
 import argparse
+import datetime
 import resource
 import shutil
 import subprocess
@@ -114,6 +115,7 @@ def measure(recipe: str, traces: Path, folder: Path, repeats: int) -> dict[str, 
     each = {key: value / (1 + len(CHECKED)) for key, value in alone.items()}
     heads = len(DEPTHS) * len(WEIGHTS)
     result = {
+        "date": datetime.date.today().isoformat(),  # the recipes of the file may be of several runs
         "repeats": repeats,
         "seconds": best,
         "all_repeats": times,

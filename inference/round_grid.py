@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from scipy.optimize import nnls
 
 from accept_head.cost import BatchForwardCost
 from accept_head.errors import InputError
@@ -179,7 +180,7 @@ def fit_round_costs(grid: RoundGrid, draft: BatchForwardCost, target: BatchForwa
     seconds, contexts = grid.seconds.ravel(), grid.context_tokens.ravel()
     known = (lengths * draft.alpha + target.alpha) * contexts
     features = np.stack([lengths * sizes, lengths, sizes * (lengths + 1), np.ones_like(sizes)], axis=1)
-    fitted = _nonnegative_least_squares(features / seconds[:, None], (seconds - known) / seconds)
+    fitted, _ = nnls(features / seconds[:, None], (seconds - known) / seconds)
     unexplained = np.square(seconds - known - features @ fitted).sum()
     r_squared = float(1 - unexplained / np.square(seconds - seconds.mean()).sum())
     beta_draft, gamma_draft, beta_target, gamma_target = fitted.tolist()
@@ -187,18 +188,6 @@ def fit_round_costs(grid: RoundGrid, draft: BatchForwardCost, target: BatchForwa
         "draft": replace(draft, beta=beta_draft, gamma=gamma_draft, r_squared=r_squared),
         "target": replace(target, beta=beta_target, gamma=gamma_target, r_squared=r_squared),
     }
-
-
-def _nonnegative_least_squares(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """The best coefficients that are all 0 or more. For a few: it looks at every set of those that are not 0."""
-    best, least = np.zeros(features.shape[1]), np.inf
-    for used in itertools.product((False, True), repeat=features.shape[1]):
-        tried = np.zeros(len(used))
-        tried[list(used)] = np.linalg.lstsq(features[:, list(used)], measured, rcond=None)[0]
-        unexplained = np.square(measured - features @ tried).sum()
-        if tried.min() >= 0 and unexplained < least:
-            best, least = tried, unexplained
-    return best
 
 
 def count_accepted(drafted: np.ndarray, accepted: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:

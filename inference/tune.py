@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from accept_head.cost import ForwardCosts
+from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file, write_json
 from accept_head.head import AcceptanceHead
 from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
-from accept_head.inference.cost_file import read_costs
+from accept_head.inference.cost_file import pair_costs, read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import EntropyPolicy, HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
@@ -108,8 +108,10 @@ def tune(
             writable_file(Path(name) / DECODING_NAME, "--head")
     longest = max(LONGEST, *grid.k_max)
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
-    tuned = search(coupled, heads, priced, grid, objective)
-    rows = tuned.rows(seed, costs)
+    # What a policy of this file predicts, as it will where it decodes; a target that is only imagined has no file.
+    real = costs if target_times == 1 else None
+    tuned = search(coupled, heads, priced, grid, objective, pair_costs(Path(real)) if real else None)
+    rows = tuned.rows(seed, real)
     decodings = {name: decoding(tuned, name, rows) for name in heads}
     write_json(
         path,
@@ -194,15 +196,16 @@ def search(
     costs: ForwardCosts,
     grid: Grid,
     objective: Objective = "mean",
+    pair: PairCosts | None = None,
 ) -> Tuned:
-    """Replay everything and choose. heads: by the name that a SPEC would give them."""
+    """Replay everything and choose. heads: by the name that a SPEC would give them. pair: for `ask`."""
     none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     families = {name: _replay_head(traces, name, head, grid) for name, head in heads.items()}
     for name in grid.rules:
         if name in RULES:
             families[name] = replay_thresholds(traces, RULES[name](), grid.settings(grid.of(name)), name)
         else:
-            families[name] = [ask(traces, name, v, costs, max(grid.k_max)) for v in _values(name, costs)]
+            families[name] = [ask(traces, name, v, costs, max(grid.k_max), pair) for v in _values(name, costs)]
     value = objective_of(objective, traces.domains, costs)
     return Tuned(
         traces=traces,

@@ -62,15 +62,17 @@ LEARNERS = {
     "hf-heuristic": Learner(
         lambda first, _, k: HfHeuristicPolicy(first, k_max=k), "first", HfHeuristicPolicy.grid, by_row=True
     ),
-    "hf-confidence": Learner(lambda theta, _, k: HfConfidencePolicy(theta, k_max=k), "threshold", (0.2, 0.4, 0.6)),
+    "hf-confidence": Learner(
+        lambda theta, _, k: HfConfidencePolicy(theta, k_max=k), "threshold", HfConfidencePolicy.grid
+    ),
     "adaedl": Learner(lambda level, _, k: AdaEdlPolicy(level, k_max=k), "threshold", AdaEdlPolicy.grid, by_row=True),
     "online-logistic": Learner(
-        lambda level, _, k: OnlineLogisticPolicy(level, k_max=k), "threshold", (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+        lambda level, _, k: OnlineLogisticPolicy(level, k_max=k), "threshold", OnlineLogisticPolicy.grid
     ),
     "dsde": Learner(lambda first, _, k: DsdePolicy(first, k_max=k), "k_first", DsdePolicy.grid),
     # 8.4 % slower than the best arm after 1,000 rounds at the authors' constant, 0.5 % at 0.01 (simulated).
     "bandit": Learner(
-        lambda constant, *_: BanditPolicy(6, exploration=constant), "exploration", (0.01, 0.1, 1.0, 6.0), argument="6"
+        lambda constant, *_: BanditPolicy(6, exploration=constant), "exploration", BanditPolicy.grid, argument="6"
     ),
     "goodput": Learner(
         lambda decay, costs, k: GoodputPolicy(costs, decay=decay, k_max=k), "decay", (1.0, 0.99, 0.95), argument="COSTS"
@@ -81,10 +83,13 @@ LEARNERS = {
 EVERY = (*RULES, *LEARNERS)
 
 
-def ask(traces: CoupledTraces, name: str, value: float, costs: ForwardCosts, k_max: int) -> Replayed:
-    """A learner's replay with one value, one response at a time unless its rows are independent."""
+def ask(
+    traces: CoupledTraces, name: str, value: float, costs: ForwardCosts, k_max: int, pair: PairCosts | None = None
+) -> Replayed:
+    """A learner's replay with one value, one response at a time unless its rows are independent. pair: what a policy
+    predicts seconds by; `costs`, when left out."""
     learner = LEARNERS[name]
-    policy = learner.build(value, PairCosts.constant(costs), k_max)
+    policy = learner.build(value, pair or PairCosts.constant(costs), k_max)
     own = policy.max_draft_tokens
     params = {learner.param: value} | ({"k_max": own} if "k_max" in _options(name) else {})
     shown = f"{name}:{value:g}" if not learner.argument else name

@@ -25,7 +25,7 @@ class BanditPolicy(RowPolicy):
 
     needs = frozenset({Signal.SECONDS})
     stops_early = False
-    grid = (2, 4, 6, 8)
+    grid = (0.01, 0.1, 1.0, 6.0)  # of exploration
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ class HfConfidencePolicy(RowPolicy):
 
     needs = frozenset({Signal.LOGPROB})
     scores: Literal["prefix", "proposal"] = "proposal"
-    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # to start from
+    grid = (0.2, 0.4, 0.6)  # to start from
     FEWEST = 5  # samples that are not enough
     MISSED = 3  # what a token costs that would have been accepted, in tokens that are drafted in vain
 

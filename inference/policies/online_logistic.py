@@ -10,7 +10,6 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.inference.estimator import AcceptanceEstimator
 from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
 
 
@@ -27,7 +26,7 @@ class OnlineLogisticPolicy(RowPolicy):
 
     needs = frozenset({Signal.MAX_PROB})
     scores: Literal["prefix", "proposal"] = "prefix"
-    grid = ThresholdPolicy.grid
+    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
     def __init__(self, threshold: float = 0.5, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:

@@ -10,6 +10,7 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
 from accept_head.inference.comparison import throughputs
+from accept_head.inference.cost_file import pair_costs
 from accept_head.inference.replay_host import replay
 from accept_head.inference.tune import Grid, search
 from accept_head.inference.tune_rules import EVERY, LEARNERS, RULES, ask, checked_rules, spec_of
@@ -80,3 +81,21 @@ def test_unknown_rules_are_refused_by_name():
     assert checked_rules(None) == EVERY and checked_rules(["svip"]) == ("svip",)
     with pytest.raises(InputError, match="rules has 'fixed', expected some of confidence, "):
         checked_rules([*RULES, "fixed"])
+
+
+@pytest.mark.parametrize("name", ["goodput", "adaspec", "budget"])
+def test_policies_predict_by_the_file_that_their_spec_names(traces, tmp_path, name):
+    """Its fit by batch size, too: what is tuned is what decodes."""
+    forward = {"alpha": 0.0, "beta": 0.03, "gamma": 0.02}
+    path = tmp_path / "costs.json"
+    write_json(path, {"t_draft": 0.03, "t_target": 0.1, "batch": {"draft": forward, "target": forward}})
+    grid = Grid(k_min=(1,), k_max=(traces.k_max,), rules=(name,))
+    values = LEARNERS[name].values if name == "goodput" else (4,)  # the traces' rounds are short
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LEARNERS, name, LEARNERS[name]._replace(values=values))
+        tuned, other = (search(traces, {}, COSTS, grid, pair=pair) for pair in (pair_costs(path), None))
+    (row,) = (row for row in tuned.rows(costs_file=str(path)) if row["name"] == name)
+    again = replay(traces, make_policy(row["spec"], llama(1)), name, batch=1, costs=COSTS)
+    assert np.array_equal(tuned.chosen[name].counts, again.counts)
+    assert not np.array_equal(tuned.chosen[name].counts, other.chosen[name].counts)
+    assert all("COSTS" in row["spec"] for row in tuned.rows() if row["name"] == name), "no file, no path"
