@@ -3,10 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# vLLM has an environment of its own (4 GB): configs/vllm/environment.sh says why.
+VLLM_VENV ?= .venv-vllm
+VLLM_READY := $(VLLM_VENV)/ready
 # Two OpenMP threads on two shared cores can be slower than one; more cores are used by more processes.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint pair browser clean
+.PHONY: demo test test-all test-vllm vllm-env lint pair browser clean
 
 demo: $(READY)
 	$(BIN)/accept-head demo --out runs/demo
@@ -16,6 +19,12 @@ test: $(READY) lint browser
 
 test-all: $(READY) lint browser
 	$(BIN)/python -m pytest
+	$(MAKE) test-vllm VLLM_TESTS=
+
+# The adapter's tests with vLLM; VLLM_TESTS= takes the slow ones too.
+VLLM_TESTS ?= -m "not slow"
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm $(VLLM_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -46,5 +55,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+vllm-env: $(VLLM_READY)
+
+$(VLLM_READY): pyproject.toml configs/vllm/environment.sh configs/vllm/constraints.txt
+	PYTHON=$(PYTHON) configs/vllm/environment.sh $(VLLM_VENV)
+
 clean:
-	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

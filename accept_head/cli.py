@@ -28,6 +28,7 @@ VERBS = {
     "report": ("accept_head.inference.report", "report", "the same -> one HTML page with plots and every round"),
     "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
     "bench": ("accept_head.inference.bench", "bench", "policies side by side in wall clock, or on an arrival trace"),
+    "vllm-config": ("accept_head.inference.vllm_config", "vllm_config", "a tuned head -> vLLM's options"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
 
@@ -140,7 +141,7 @@ def _wrong_input(message: str) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:10} {line}" for verb, (_, _, line) in VERBS.items())
+    verbs = "\n".join(f"  {verb:11} {line}" for verb, (_, _, line) in VERBS.items())
     return (
         f"usage: accept-head VERB [options]\n\nverbs:\n{verbs}\n\n`accept-head VERB --help` lists a verb's options; "
         "`accept-head --list-policies` prints the policies."
@@ -162,6 +163,8 @@ def _policies() -> str:
             "adaspec,lossy=true and budget,retrospective=true, which sampling refuses without --verifier match or "
             "--allow_lossy:",
             *lines,
+            "every policy that drafts and whose argument is not COSTS also takes costs=FILE (accept-head profile) or "
+            "costs=C (t_draft / t_target): a round ends when what the batch expects to gain no longer pays for a step",
         ]
     )
 

@@ -128,6 +128,9 @@ class DraftPolicy(Protocol):
     # The verifiers under which sampled output is distributed as the target's own. Trimming is unbiased under `ratio`
     # only if what is dropped depends neither on the token drawn there nor on anything drawn later in its request.
     lossless: frozenset[Verifier]
+    # P̂(Y_i accepted | those before it were) of this round's tokens judged so far, (batch,) each, in order of depth;
+    # empty for rules that do not predict acceptance.
+    predicted: list[Tensor]
 
     def start(self, batch: int, device: torch.device) -> None:
         """A batch of this many rows begins; nothing is known of any."""
@@ -173,6 +176,7 @@ class RowPolicy:
     peeks = False
     trims = False
     lossless: frozenset[Verifier] = BOTH
+    predicted: list[Tensor] = []  # noqa: RUF012 - never filled: a rule that predicts begins each round with its own
     max_draft_tokens: int
 
     def start(self, batch: int, device: torch.device) -> None:

@@ -4,6 +4,7 @@ from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.bandit import BanditPolicy
 from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
@@ -26,6 +27,7 @@ __all__ = [
     "AdaSpecPolicy",
     "BanditPolicy",
     "BatchMapPolicy",
+    "BatchStopPolicy",
     "BudgetPolicy",
     "ConfidencePolicy",
     "CumulativeConfidencePolicy",

@@ -31,6 +31,7 @@ class HeadPolicy(ThresholdPolicy):
 
     scores: Literal["prefix", "proposal"] = "proposal"
     statistic = "product"
+    predicts = True
 
     def __init__(
         self, head: AcceptanceHead, threshold: float, *, k_min: int = 1, k_max: int = 20, lag: int | None = None

@@ -41,10 +41,12 @@ class OnlineLogisticPolicy(RowPolicy):
     def start_round(self, live: Tensor) -> Tensor:
         self.estimator.start_round()
         self.survival = torch.ones(live.shape, device=live.device)
+        self.predicted = []
         return super().start_round(live)
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        self.survival = self.survival * self.estimator.predict(step)
+        self.predicted.append(self.estimator.predict(step))
+        self.survival = self.survival * self.predicted[-1]
         return step.active if step.depth < self.k_min else step.active & (self.survival >= self.threshold)
 
     def observe(self, outcome: VerifyOutcome) -> None:

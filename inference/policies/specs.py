@@ -1,4 +1,7 @@
-"""Policies by name. A SPEC is `name`, `name:ARGUMENT` or `name:ARGUMENT,option=value,…`."""
+"""Policies by name. A SPEC is `name`, `name:ARGUMENT` or `name:ARGUMENT,option=value,…`.
+
+The option `costs` is of all policies that draft and do not know costs by themselves: it wraps them (BatchStopPolicy).
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+import torch
 from transformers import PreTrainedModel
 
+from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub import load_head
@@ -18,6 +23,7 @@ from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.bandit import BanditPolicy
 from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.batch_stop import OURS, BatchStopPolicy, Host
 from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
@@ -36,6 +42,7 @@ from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size
 
 Options = dict[str, Any]
+COSTS = "costs"
 
 
 class Entry(NamedTuple):
@@ -44,23 +51,40 @@ class Entry(NamedTuple):
 
     form: str
     line: str
-    build: Callable[[str, PreTrainedModel, Options], DraftPolicy]
+    build: Callable[[str, DraftShape, Options], DraftPolicy]
     policy: type[Any]
 
 
-def make_policy(spec: str, draft: Pair | PreTrainedModel) -> DraftPolicy:
-    """Build a policy for a draft (or its pair) from its SPEC. Raises InputError naming the part that is wrong."""
-    model = draft.draft if isinstance(draft, Pair) else draft
+class DraftShape(NamedTuple):
+    """What a policy has to know of a draft: channels of its last hidden state, and where it runs. For hosts whose model
+    is none of transformers'."""
+
+    hidden_size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, draft: Pair | PreTrainedModel | DraftShape) -> DraftShape:
+        if isinstance(draft, DraftShape):
+            return draft
+        model = draft.draft if isinstance(draft, Pair) else draft
+        return cls(hidden_size(model), model.device)
+
+
+def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:
+    """Build a policy for a draft (or its pair) from its SPEC. host: who will ask it, for the option `costs`. Raises
+    InputError naming the part that is wrong."""
     text, *pairs = spec.split(",")
     name, _, argument = text.partition(":")
     if name not in POLICIES:
         raise InputError(f"policy {spec!r}: unknown, expected one of {', '.join(e.form for e in POLICIES.values())}")
     entry = POLICIES[name]
     options = _parse_options(spec, pairs, entry)
+    costs = options.pop(COSTS, None)
     try:
-        return entry.build(argument, model, options)
+        policy = entry.build(argument, DraftShape.of(draft), options)
     except _Malformed:
         raise InputError(f"policy {spec!r}: expected {entry.form}") from None
+    return policy if costs is None else BatchStopPolicy(policy, costs, host=host)
 
 
 def option_types(entry: Entry) -> dict[str, type]:
@@ -81,10 +105,33 @@ def _parse_options(spec: str, pairs: list[str], entry: Entry) -> Options:
     options: Options = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
+        if key == COSTS:
+            options[key] = _costs_option(spec, value, entry)
+            continue
         if key not in known:
-            raise InputError(f"policy {spec!r}: unknown option {key!r}, expected one of {sorted(known) or 'none'}")
+            expected = sorted([*known, COSTS] if takes_costs(entry) else known)
+            raise InputError(f"policy {spec!r}: unknown option {key!r}, expected one of {expected or 'none'}")
         options[key] = _parse_option(spec, key, value, known[key])
     return options
+
+
+def takes_costs(entry: Entry) -> bool:
+    """Whether the option `costs` can be given: not where the argument says them, nor where nothing is drafted."""
+    return entry.form != "none" and not entry.form.endswith(COSTS.upper())
+
+
+def _costs_option(spec: str, value: str, entry: Entry) -> PairCosts:
+    """Of a file, or c = t_draft / t_target for any batch."""
+    if not takes_costs(entry):
+        why = "which drafts nothing" if entry.form == "none" else f"whose argument they are: {entry.form}"
+        raise InputError(f"policy {spec!r}: option costs is not for a policy {why}")
+    if not _is_number(value):
+        if not value:
+            raise InputError(f"policy {spec!r}: option costs is empty, expected a file or a number t_draft / t_target")
+        return pair_costs(Path(value))
+    if not 0 < float(value) < float("inf"):
+        raise InputError(f"policy {spec!r}: option costs is {value}, expected a file or t_draft / t_target above 0")
+    return PairCosts.constant(ForwardCosts(t_draft=float(value), t_target=1.0))
 
 
 def _parse_option(spec: str, key: str, value: str, kind: type) -> Any:
@@ -102,7 +149,7 @@ class _Malformed(Exception):
     """The argument is not of the entry's form."""
 
 
-def _none(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+def _none(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
     if argument:
         raise _Malformed
     return FixedPolicy(0)
@@ -110,10 +157,10 @@ def _none(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolic
 
 def _rule(
     policy: Callable[..., DraftPolicy], read: Callable[[str], Any], *, needed: bool = False
-) -> Callable[[str, PreTrainedModel, Options], DraftPolicy]:
+) -> Callable[[str, DraftShape, Options], DraftPolicy]:
     """A rule with one argument, which has a default unless it is `needed`. read: what the argument says."""
 
-    def build(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+    def build(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
         if not argument and needed:
             raise _Malformed
         return policy(read(argument), **options) if argument else policy(**options)
@@ -121,7 +168,7 @@ def _rule(
     return build
 
 
-def _head(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolicy:
+def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
     """PATH:THRESHOLD, or PATH alone: threshold, bounds and lag are then those of its decoding.json."""
     path, _, last = argument.rpartition(":")
     if path and _is_number(last):
@@ -133,7 +180,7 @@ def _head(argument: str, draft: PreTrainedModel, options: Options) -> DraftPolic
         options = decoding | options
     else:
         raise _Malformed
-    head = load_head(path, hidden_size=hidden_size(draft), device=draft.device)
+    head = load_head(path, hidden_size=draft.hidden_size, device=draft.device)
     return HeadPolicy(head, threshold, **options)
 
 

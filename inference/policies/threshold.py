@@ -28,6 +28,7 @@ class ThresholdPolicy(RowPolicy):
     statistic: ClassVar[Literal["product", "minimum"]] = "minimum"
     grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # thresholds to tune over
     lag = 0
+    predicts = False  # whether a score is P̂(Y accepted | those before it were)
     reads: frozenset[Signal]
 
     def __init__(self, name: str, threshold: float, k_min: int, k_max: int):
@@ -53,6 +54,8 @@ class ThresholdPolicy(RowPolicy):
     def start_round(self, live: Tensor) -> Tensor:
         start = 1.0 if self.statistic == "product" else float("inf")
         self.running = torch.full(live.shape, start, device=live.device)
+        if self.predicts:
+            self.predicted = []
         return super().start_round(live)
 
     def draw_next(self, step: DraftStep) -> Tensor:
@@ -67,4 +70,6 @@ class ThresholdPolicy(RowPolicy):
         return step.active if step.depth < self.k_min else step.active & (self.running >= self.level)
 
     def _add(self, score: Tensor) -> None:
+        if self.predicts:
+            self.predicted.append(score)
         self.running = self.running * score if self.statistic == "product" else torch.minimum(self.running, score)

@@ -21,7 +21,7 @@ PARAMETERS = {
 def commands(text):
     """(verb, options) of every accept-head command line in a text."""
     for line in text.splitlines():
-        if found := re.search(r"(?:accept-head|-m accept_head) +(\w+)((?: +--?\w+.*)?)$", line.strip("# `")):
+        if found := re.search(r"(?:accept-head|-m accept_head) +([\w-]+)((?: +--?\w+.*)?)$", line.strip("# `")):
             yield found[1], re.findall(r"--(\w+)", found[2])
 
 

@@ -1,0 +1,56 @@
+"""A head for vLLM's adaptive verification, which trims what is verified and works with asynchronous scheduling.
+
+vLLM models the acceptance of draft slot k as σ(ω·f + β_k), f = logit(max q), and refits ω and β by damped Newton steps
+from what is accepted while it serves. Here f is the head's logit: the fit then recalibrates the head for nothing. It
+starts at ω = 1, β = 0, where the prediction is the head's own.
+
+Trimming drops drawn tokens, so the score of a slot must not look at the token drawn there: only a head that reads the
+state before it will do, without log q(Y) among its signals (build.head_of).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
+
+from accept_head.inference.adapters.vllm.build import draft_distribution
+from accept_head.signals import draft_entropy, draft_max_prob
+
+MOST_LOG_ODDS = 40.0  # as vLLM's
+
+
+class HeadAcceptanceEstimator(OnlineAcceptanceEstimator):
+    """vLLM's estimator with another feature. What it learns from, and how, is its own (`step`)."""
+
+    def __init__(self, head: nn.Module, max_num_reqs: int, num_speculative_steps: int, device: torch.device):
+        super().__init__(max_num_reqs, num_speculative_steps, device)
+        self.head: Any = head
+        self.slope.fill_(1.0)
+        self.intercepts.zero_()
+
+    def predict_by_head(
+        self,
+        hidden: Tensor,
+        logits: Tensor,
+        temperature: Tensor,
+        idx_mapping: Tensor,
+        draft_step: Tensor,
+        confidence: Tensor,
+    ) -> None:
+        """hidden: (batch, hidden) that `logits`, (batch, vocab), came from. temperature: by request slot. idx_mapping:
+        (batch,) request slots. draft_step: () int. confidence: (requests, steps), written at [:batch, step]."""
+        signals = None
+        if self.head.config.signals:
+            q = draft_distribution(logits, temperature[idx_mapping])
+            # log q(Y) is not among those that this head reads (head_of), so that its place may hold anything.
+            entropy, max_prob = draft_entropy(q), draft_max_prob(q)
+            signals = torch.stack([torch.zeros_like(entropy), entropy, max_prob], dim=-1)
+        logit = self.head(hidden, signals)[..., self.head.index_of("token")].float()
+        feature = logit.clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
+        probability = torch.sigmoid(self.slope * feature + self.intercepts[draft_step])
+        self.features[idx_mapping, draft_step] = feature
+        self.predictions[idx_mapping, draft_step] = probability
+        confidence[: len(hidden)].index_copy_(1, draft_step.view(1), probability[:, None])

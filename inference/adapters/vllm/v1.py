@@ -1,0 +1,88 @@
+"""vLLM's V1 model runner: rounds that end early, and drafts of different lengths, as lists."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+from accept_head.inference.adapters.vllm.build import build_host, draft_distribution, host_reads
+from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
+from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
+from accept_head.inference.adapters.vllm.settings import check_hooks
+
+HOOKS = ("propose", "_sample_draft_tokens", "_sample_from_logits", "prepare_inputs_padded", "take_last_draft_probs")
+
+
+class AcceptHeadProposer(DraftModelProposer):
+    """vLLM's own proposer, until accept_head is asked for. Its loop is not copied: the sampling that ends each of its
+    forwards is overridden, and an exception leaves it."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
+        super().__init__(vllm_config, device, runner)
+        self.runner = runner
+        self.host: PolicyHost | None = build_host(vllm_config, device)
+        self.verdict: Verdict | None = None
+        if self.host is not None:
+            check_hooks(DraftModelProposer, HOOKS)
+            fix_cpu_sampling()
+
+    def prepare_inputs_padded(self, common_attn_metadata: Any, spec_decode_metadata: Any, counts: Tensor) -> Any:
+        """Called before `propose` whenever drafts were verified. counts: (batch,) valid tokens sampled, 0 for a request
+        whose prompt is not fed yet."""
+        ends = spec_decode_metadata.cu_num_draft_tokens
+        self.verdict = Verdict(torch.diff(ends, prepend=torch.zeros_like(ends[:1])), (counts - 1).clamp(min=0))
+        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, counts)
+
+    def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor | list[list[int]]:
+        """→ lists of drafted ids, one a request, where a policy decides."""
+        if self.host is None:
+            return super().propose(num_speculative_tokens, **inputs)
+        metadata, rejected = inputs["common_attn_metadata"], inputs["num_rejected_tokens_gpu"]
+        batch = metadata.batch_size()
+        verdict, self.verdict = self.verdict, None
+        lengths = metadata.seq_lens[:batch].long() + 1 - (0 if rejected is None else rejected.long())
+        # A request whose prompt is not fed yet is drafted, too, and the draft thrown away: it must not keep us at it.
+        live = ~self.runner.discard_request_mask.gpu[:batch]
+        with host_reads():
+            most = self.host.begin(self.runner.input_batch.req_ids, live, lengths, num_speculative_tokens, verdict)
+        self.drawn_ids: list[Tensor] = []
+        self.drawn_from: list[Tensor] = []
+        with contextlib.suppress(EndOfRound):
+            super().propose(most, **inputs)
+        counts = self.host.end()
+        self._last_draft_probs = torch.stack(self.drawn_from, dim=1) if self.drawn_from else None
+        with host_reads():
+            return _ragged(self.drawn_ids, counts)
+
+    def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
+        """Called once a draft forward. hidden_states: (batch, hidden), after the final norm."""
+        host = self.host
+        if host is None:
+            return super()._sample_draft_tokens(hidden_states, sampling_metadata)
+        with host_reads():
+            if not host.advance(hidden_states):
+                raise EndOfRound
+        logits = self.model.compute_logits(hidden_states)
+        q = None
+        if host.reads_q and (not self._enable_probabilistic_draft_probs or sampling_metadata.all_greedy):
+            q = draft_distribution(logits, sampling_metadata.temperature)
+        ids, probs = self._sample_from_logits(logits, sampling_metadata)
+        self.drawn_ids.append(ids)
+        if probs is not None:
+            self.drawn_from.append(probs)
+        with host_reads():
+            if not host.drawn(ids, probs if q is None else q):
+                raise EndOfRound
+        return ids, probs
+
+
+def _ragged(drawn: list[Tensor], counts: Tensor) -> list[list[int]]:
+    """drawn: (batch,) ids a step. counts: (batch,) how many of them each row keeps."""
+    if not drawn:
+        return [[] for _ in range(len(counts))]
+    table = torch.cat([counts[:, None], torch.stack(drawn, dim=1).to(counts.dtype)], dim=1).tolist()
+    return [row[1 : 1 + row[0]] for row in table]

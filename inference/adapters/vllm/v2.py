@@ -1,0 +1,103 @@
+"""vLLM's V2 model runner, the default on CUDA.
+
+Synchronous scheduling: rounds that end early, and drafts of different lengths. Asynchronous scheduling, where every
+draft has its length beforehand: the head's logit goes into vLLM's adaptive verification instead (adaptive.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
+from accept_head.inference.adapters.vllm.build import (
+    build_host,
+    build_policy,
+    draft_distribution,
+    head_of,
+    host_reads,
+)
+from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
+from accept_head.inference.adapters.vllm.ragged import leave_lengths
+from accept_head.inference.adapters.vllm.settings import check_hooks
+
+HOOKS = ("propose", "sample_draft", "compute_draft_logits", "load_model", "_maybe_predict_acceptance")
+
+
+class AcceptHeadSpeculator(StandaloneARSpeculator):
+    """vLLM's own speculator, until accept_head is asked for. Its loop is not copied: see AcceptHeadProposer."""
+
+    def __init__(self, vllm_config: Any, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.host: PolicyHost | None = None
+        self.head: nn.Module | None = None
+        if self.enable_adaptive_verification:
+            policy = build_policy(vllm_config, device)
+            self.head = None if policy is None else head_of(policy)
+        else:
+            self.host = build_host(vllm_config, device)
+        if self.host is not None or self.head is not None:
+            check_hooks(StandaloneARSpeculator, HOOKS)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        if self.head is not None:
+            self.acceptance_estimator = HeadAcceptanceEstimator(
+                self.head, self.max_num_reqs, self.num_speculative_steps, self.device
+            )
+
+    def propose(self, input_batch: Any, *inputs: Any, **options: Any) -> Tensor:
+        """→ (batch, steps) ids as vLLM's own; how many of a row count is left on the batch for `ragged`."""
+        if self.host is None or options.get("dummy_run"):
+            return super().propose(input_batch, *inputs, **options)
+        # attn_metadata, slot_mappings, last_hidden_states and aux_hidden_states come before them.
+        num_sampled, num_rejected = inputs[4], inputs[5]
+        rows = self.rows = input_batch.num_reqs
+        sampled, rejected = num_sampled[:rows].long(), num_rejected[:rows].long()
+        accepted = (sampled - 1).clamp(min=0)
+        wanted = options.get("num_speculative_tokens")
+        limit = self.num_speculative_steps if wanted is None else wanted
+        lengths = input_batch.seq_lens[:rows].long() - rejected + 1
+        live = sampled > 0  # a request whose prompt is not fed yet samples nothing
+        with host_reads():
+            self.host.begin(input_batch.req_ids, live, lengths, limit, Verdict(accepted + rejected, accepted))
+        with contextlib.suppress(EndOfRound):
+            super().propose(input_batch, *inputs, **options)
+        leave_lengths(input_batch, self.host.end())
+        return self.draft_tokens[:rows]  # columns that no row reached hold older drafts; nobody is told to verify them
+
+    def sample_draft(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
+        """Called once a draft forward. hidden_states: (batch, hidden), after the final norm."""
+        host = self.host
+        if host is None:
+            self.fed_hidden = hidden_states
+            return super().sample_draft(hidden_states, *inputs, **options)
+        with host_reads():
+            if not host.advance(hidden_states):
+                raise EndOfRound
+        ids = super().sample_draft(hidden_states, *inputs, **options)
+        self.draft_tokens[: self.rows, host.depth] = ids  # the caller would, if it got them
+        q = None
+        if host.reads_q:
+            q = draft_distribution(self.logits, self.temperature[self.idx_mapping[: self.rows]])
+        with host_reads():
+            if not host.drawn(ids, q):
+                raise EndOfRound
+        return ids
+
+    def compute_draft_logits(self, hidden_states: Tensor, spec_step_idx: int) -> Tensor:
+        self.logits = super().compute_draft_logits(hidden_states, spec_step_idx)
+        return self.logits
+
+    def _maybe_predict_acceptance(self, logits: Tensor, idx_mapping: Tensor, draft_step: Tensor) -> None:
+        estimator = self.acceptance_estimator
+        if isinstance(estimator, HeadAcceptanceEstimator):
+            estimator.predict_by_head(
+                self.fed_hidden, logits, self.temperature, idx_mapping, draft_step, self.draft_token_confidence_probs
+            )
+        else:
+            super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)

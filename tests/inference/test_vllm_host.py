@@ -1,0 +1,275 @@
+"""PolicyHost: a policy in a draft loop that is not ours decides what a scalar reading of its rule decides."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accept_head import InputError
+from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.dsde import DsdePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy
+from accept_head.inference.policy import RowPolicy, Signal
+from accept_head.signals import draft_signals
+from tests.inference.toy import random_head
+
+CPU = torch.device("cpu")
+VOCAB, HIDDEN = 7, 16
+
+
+class Engine:
+    """A foreign draft loop: it feeds, draws for every row, and asks. Its numbers are made beforehand.
+
+    hidden: (forwards, batch, hidden), the first at the last verified token. q: (forwards, batch, vocab).
+    """
+
+    def __init__(self, batch, depth, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden = torch.randn(depth + 1, batch, HIDDEN, generator=generator)
+        self.q = (3 * torch.randn(depth + 1, batch, VOCAB, generator=generator)).softmax(-1)
+        self.ids = torch.stack([torch.multinomial(q, 1, generator=generator)[:, 0] for q in self.q])
+
+    def round(self, host, names, live=None, verdict=None, limit=99):
+        """→ (batch,) lengths, and the number of forwards."""
+        live = torch.ones(len(names), dtype=torch.bool) if live is None else torch.tensor(live)
+        host.begin(names, live, torch.full((len(names),), 9), limit, verdict)
+        forwards = 0
+        while True:
+            hidden, q, ids = self.hidden[forwards], self.q[forwards], self.ids[forwards]
+            forwards += 1
+            if not host.advance(hidden) or not host.drawn(ids, q if host.reads_q else None):
+                return host.end().tolist(), forwards
+
+
+def host_of(policy, *, rows=8, limit=8, greedy=False, **options):
+    return PolicyHost(policy, rows=rows, limit=limit, device=CPU, greedy=greedy, **options)
+
+
+def names(count):
+    return [f"request-{number}" for number in range(count)]
+
+
+# --- lengths are what the rule says, row by row ---------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.floats(0.2, 0.95), st.integers(0, 10**6))
+def test_a_rule_on_drawn_tokens_keeps_the_token_it_stops_at(batch, limit, threshold, seed):
+    engine = Engine(batch, limit, seed)
+    lengths, forwards = engine.round(host_of(MaxProbPolicy(threshold), limit=limit), names(batch))
+    expected = []
+    for row in range(batch):
+        below = [k + 1 for k in range(limit) if float(engine.q[k, row].max()) < threshold]
+        expected.append(below[0] if below else limit)
+    assert lengths == expected
+    assert forwards == max(expected)  # not one in vain
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 8), st.floats(0.2, 0.9), st.integers(0, 10**6))
+def test_a_rule_that_peeks_ends_before_the_token(batch, limit, level, seed):
+    engine = Engine(batch, limit, seed)
+    lengths, _ = engine.round(host_of(AdaEdlPolicy(level), limit=limit), names(batch))
+    for row in range(batch):
+        entropy = [float(-(q[row] * q[row].log()).sum()) for q in engine.q]
+        declined = [k for k in range(1, limit) if 1 - math.sqrt(0.2 * entropy[k]) < level]
+        assert lengths[row] == (declined[0] if declined else limit)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([("drawn", 0), ("drawn", 1), ("before", None)]),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 8),
+    st.floats(0.1, 0.9),
+    st.integers(0, 10**6),
+)
+def test_heads_read_the_state_that_they_were_trained_on(reading, signals, batch, limit, threshold, seed):
+    reads, lag = reading
+    head = random_head(HIDDEN, signals=signals, reads=reads)
+    engine = Engine(batch, limit, seed)
+    lengths, forwards = engine.round(host_of(HeadPolicy(head, threshold, lag=lag), limit=limit), names(batch))
+    expected = [scalar_head(head, lag, engine, row, limit, threshold) for row in range(batch)]
+    assert lengths == expected
+    longest = max(expected)
+    assert forwards == longest + (reads == "drawn" and lag == 0 and longest < limit)
+
+
+def scalar_head(head, lag, engine, row, limit, threshold):
+    """SpecDec++ §4.2, one row: how many tokens are drafted."""
+    product = 1.0
+    for k in range(
+        1, limit + 1
+    ):  # Y_k is drawn from q[k - 1], which came with hidden[k - 1]; hidden[k] is the one at Y_k
+        judged = k - 1 if lag == 1 else k
+        if judged == 0 or (head.config.reads == "drawn" and judged == limit):
+            continue
+        hidden = engine.hidden[judged - 1 if head.config.reads == "before" else judged, row]
+        extra = draft_signals(engine.q[judged - 1, row], engine.ids[judged - 1, row]) if head.config.signals else None
+        product *= float(head.probability(hidden, signals=extra).detach())
+        if 1 - product > threshold:
+            return k
+    return limit
+
+
+def test_a_head_that_read_the_wrong_state_would_be_seen():
+    head, differences = random_head(HIDDEN, reads="before"), 0
+    for seed in range(20):
+        engine = Engine(4, 6, seed)
+        lengths, _ = engine.round(host_of(HeadPolicy(head, 0.5), limit=6), names(4))
+        engine.hidden = engine.hidden.roll(1, dims=0)
+        differences += lengths != [scalar_head(head, 0, engine, row, 6, 0.5) for row in range(4)]
+    assert differences >= 15
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_and_the_engine_limit_what_is_drafted():
+    engine = Engine(3, 12, 0)
+    assert engine.round(host_of(FixedPolicy(5), limit=4), names(3))[0] == [4, 4, 4]
+    assert engine.round(host_of(FixedPolicy(5), limit=8), names(3), limit=2)[0] == [2, 2, 2]
+    assert engine.round(host_of(FixedPolicy(5)), names(3), live=[True, False, True])[0] == [5, 0, 5]
+
+
+def test_nothing_is_drafted_where_nothing_is_wanted_yet_the_draft_is_fed():
+    host = host_of(BatchMapPolicy([[1, 2, 3], [3, 8, 0]]))
+    assert Engine(3, 4, 0).round(host, names(3)) == ([0, 0, 0], 1)
+    assert host.forwards == 1
+    assert Engine(2, 4, 0).round(host, names(2)) == ([3, 3], 3)
+
+
+# --- rows are requests ----------------------------------------------------------------------------------------------
+
+
+class ScalarAdaEdl:
+    """One request's moving level, from field.md B4."""
+
+    def __init__(self, level):
+        self.level, self.rate = level, 0.9
+
+    def verified(self, drafted, accepted, k_max):
+        self.rate = 0.5 * self.rate + 0.5 * accepted / drafted
+        change = 0.01 if self.rate < 0.9 else -0.01
+        target = self.level if self.rate >= 0.9 and accepted == k_max else self.level + change
+        self.level = 0.9 * self.level + 0.1 * target
+
+
+def test_a_requests_state_follows_it_through_joins_departures_and_moves():
+    random, policy = np.random.default_rng(3), AdaEdlPolicy(0.5, k_max=6)
+    host = host_of(policy, rows=6, limit=6)
+    scalars, running, made, drafted, verdict = {}, [], 0, {}, None
+    for number in range(60):
+        if running:
+            random.shuffle(running)
+            del running[: int(random.integers(0, 3))]
+        while len(running) < 6 and random.random() < 0.6:
+            running.append(f"request-{made}")
+            scalars[running[-1]] = ScalarAdaEdl(0.5)
+            made += 1
+        if not running:
+            continue
+        verified = {name: length for name, length in drafted.items() if name in running}
+        accepted = {name: int(random.integers(0, length + 1)) for name, length in verified.items()}
+        verdict = Verdict(
+            torch.tensor([verified.get(name, 0) for name in running]),
+            torch.tensor([accepted.get(name, 0) for name in running]),
+        )
+        lengths, _ = Engine(len(running), 6, number).round(host, running, verdict=verdict)
+        for name, length in verified.items():
+            scalars[name].verified(length, accepted[name], 6)
+        assert policy.levels.tolist() == pytest.approx([scalars[name].level for name in running], abs=1e-6)
+        drafted = dict(zip(running, lengths, strict=True))
+
+
+class Spy(RowPolicy):
+    """Drafts two tokens and remembers what it is told."""
+
+    stops_early = False
+
+    def __init__(self):
+        self.max_draft_tokens, self.seen, self.moves = 2, [], []
+
+    def select(self, rows):
+        self.moves.append(("select", rows.tolist()))
+
+    def admit(self, rows, lengths):
+        self.moves.append(("admit", rows.tolist()))
+
+    def observe(self, outcome):
+        self.seen.append(outcome)
+
+
+def test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on():
+    spy, engine = Spy(), Engine(3, 3, 0)
+    host = host_of(spy)
+    engine.round(host, ["a", "b", "c"])
+    assert spy.moves == [("select", [0, 0, 0]), ("admit", [0, 1, 2])] and spy.seen == []
+    # b is gone, d is new, a and c have changed places; a had one token fewer verified than it drafted.
+    engine.round(host, ["c", "d", "a"], verdict=Verdict(torch.tensor([2, 0, 1]), torch.tensor([2, 0, 1])))
+    outcome = spy.seen[0]
+    assert outcome.live.tolist() == [True, False, True]
+    assert outcome.drafted.tolist() == [2, 2, 2]
+    assert outcome.submitted[[0, 2]].tolist() == [1, 2] and outcome.accepted[[0, 2]].tolist() == [1, 2]
+    assert spy.moves[2:] == [("select", [2, 0, 0]), ("admit", [1])]
+    # The same requests in the same places: nothing moves, and no verdict means that nothing was verified.
+    engine.round(host, ["c", "d", "a"])
+    assert len(spy.moves) == 4 and spy.seen[1].submitted.tolist() == [0, 0, 0]
+
+
+# --- tensor-parallel ranks ------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_disagree_do_what_the_first_one_says():
+    answers = []
+
+    def tell(answer):
+        answers.append(answer.clone())
+        return answer
+
+    def follow(answer):
+        said = answers.pop(0)
+        assert said.dtype == answer.dtype and said.shape == answer.shape
+        return said
+
+    engine, other = Engine(3, 6, 0), Engine(3, 6, 1)
+    first = engine.round(host_of(MaxProbPolicy(0.6), agree=tell), names(3))
+    second = other.round(host_of(MaxProbPolicy(0.6), agree=follow), names(3))
+    assert first == second and not answers
+    assert other.round(host_of(MaxProbPolicy(0.6)), names(3)) != first  # it would have done otherwise
+
+
+# --- what cannot be hosted ------------------------------------------------------------------------------------------
+
+
+def test_signals_that_the_engine_does_not_give_are_refused_by_name():
+    with pytest.raises(InputError, match="DsdePolicy needs DIVERGENCE"):
+        host_of(DsdePolicy(4))
+
+
+class DropsUnlikelyTokens(RowPolicy):
+    """What was drawn with little probability is dropped: biased under the ratio test."""
+
+    needs = frozenset({Signal.LOGPROB})
+    trims = True
+    lossless = frozenset({"match"})
+    max_draft_tokens = 3
+
+    def trim(self, drafted):
+        return drafted - 1
+
+
+def test_dropping_drawn_tokens_by_what_they_are_is_refused_unless_drafts_are_greedy():
+    with pytest.raises(InputError, match="drops drawn tokens"):
+        host_of(DropsUnlikelyTokens())
+    assert Engine(2, 3, 0).round(host_of(DropsUnlikelyTokens(), greedy=True), names(2))[0] == [2, 2]

@@ -1,0 +1,46 @@
+"""Engines whose policy a test changes while they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accept_head import AcceptanceHead
+
+
+def worker_of(llm: Any) -> Any:
+    """The model runner of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def drafter_of(llm: Any) -> Any:
+    """vLLM's proposer (V1) or speculator (V2)."""
+    runner = worker_of(llm)
+    return runner.drafter if hasattr(runner, "drafter") else runner.speculator
+
+
+def use(llm: Any, policy: str | None) -> Any:
+    """From now on this engine drafts by another SPEC; None: as vLLM does by itself. → the host."""
+    from accept_head.inference.adapters.vllm.build import build_host
+
+    drafter = drafter_of(llm)
+    drafter.vllm_config.additional_config = {"accept_head": {"policy": policy}} if policy else {}
+    drafter.host = build_host(drafter.vllm_config, drafter.device)
+    return drafter.host
+
+
+def at_most(llm: Any, rows: int) -> None:
+    """From now on so many requests are decoded together."""
+    llm.llm_engine.engine_core.engine_core.scheduler.max_num_active_reqs = rows
+
+
+def toy_head(folder: Path, hidden: int, **config: Any) -> Path:
+    """A head that was not trained but whose predictions spread around one half, saved."""
+    torch.manual_seed(0)
+    head = AcceptanceHead({"hidden_size": hidden, "depth": 1, **config})
+    torch.nn.init.normal_(head.output.weight, std=0.3)
+    torch.nn.init.constant_(head.output.bias, 1.0)
+    head.save_pretrained(folder)
+    return folder

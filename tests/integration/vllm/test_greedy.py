@@ -1,0 +1,207 @@
+"""Greedy output under every policy is what vLLM decodes without speculation; the drafts are those of our own loop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accept_head import InputError, Pair
+from accept_head.inference import generate as our_generate
+from accept_head.inference.round import Round
+from tests.integration.vllm.engines import at_most, toy_head, use, worker_of
+
+K_MAX, NEW_TOKENS = 6, 40
+HEADS = {"before": {"reads": "before"}, "drawn": {"reads": "drawn"}}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory, embedded_pair: Pair) -> dict[str, Path]:
+    """One that was trained, and untrained ones for the other ways to read the draft."""
+    hidden = embedded_pair.draft.config.hidden_size
+    made = {name: toy_head(tmp_path_factory.mktemp(name), hidden, **config) for name, config in HEADS.items()}
+    return made
+
+
+@pytest.fixture(scope="module")
+def batch_map(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("map") / "map.json"
+    table = [[1, 1, 5], [2, 3, 3], [4, 8, 1], [9, 64, 0]]
+    path.write_text(json.dumps({"num_speculative_tokens_per_batch_size": table, "num_speculative_tokens": 5}))
+    return path
+
+
+POLICIES = (
+    "fixed:0",
+    "fixed:1",
+    f"fixed:{K_MAX}",
+    "max-prob:0.5",
+    "svip:0.35",
+    "adaedl:0.4",
+    "online-logistic:0.3",
+    "confidence:0.3",
+    "cumulative-confidence:0.2",
+    "batch-map:{map}",
+    "head:{before}:0.5",
+    "head:{drawn}:0.5",
+    "head:{drawn}:0.5,lag=0",
+    "head:{before}:0.5,costs=0.2",
+    "fixed:6,costs=0.3",
+)
+
+
+@pytest.fixture(scope="module")
+def spec_of(heads: dict[str, Path], batch_map: Path) -> Any:
+    return lambda policy: policy.format(map=batch_map, **heads)
+
+
+@pytest.fixture(scope="module")
+def plain(make_llm: Any) -> Any:
+    return make_llm(max_num_seqs=16)
+
+
+@pytest.fixture(scope="module")
+def speculative(make_llm: Any) -> Any:
+    accept_head = {"accept_head": {"policy": "fixed:1"}}
+    return make_llm(
+        {"num_speculative_tokens": K_MAX},
+        max_num_seqs=16,
+        additional_config=accept_head,
+        per_request_spec_decode_metrics="detailed",
+    )
+
+
+def test_the_plugin_is_loaded_by_vllm_itself(speculative: Any) -> None:
+    from accept_head.inference.adapters.vllm.v1 import AcceptHeadProposer
+
+    assert type(worker_of(speculative).drafter) is AcceptHeadProposer
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_greedy_output_is_that_of_the_target_alone(
+    policy: str, rows: int, plain: Any, speculative: Any, spec_of: Any, prompts: Any, generate: Any
+) -> None:
+    check_greedy(plain, speculative, spec_of(policy), rows, prompts[::12][: max(6, rows)], generate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+def test_greedy_output_of_all_test_prompts(
+    policy: str | None, rows: int, plain: Any, speculative: Any, spec_of: Any, prompts: Any, generate: Any
+) -> None:
+    check_greedy(plain, speculative, policy and spec_of(policy), rows, prompts, generate)
+
+
+def check_greedy(plain: Any, speculative: Any, policy: str | None, rows: int, prompts: Any, generate: Any) -> None:
+    for engine in (plain, speculative):
+        at_most(engine, rows)
+    host = use(speculative, policy)
+    sampling = {"temperature": 0.0, "max_tokens": NEW_TOKENS}
+    assert generate(speculative, prompts, **sampling) == generate(plain, prompts, **sampling)
+    if host is not None:
+        none_wanted = policy == "fixed:0" or (rows == 16 and policy is not None and policy.startswith("batch-map"))
+        assert host.metrics.read()["accepted"] > 0 or none_wanted
+
+
+def test_prompts_fed_in_chunks_beside_others_are_decoded_alike(
+    make_llm: Any, plain: Any, spec_of: Any, prompts: Any, generate: Any
+) -> None:
+    chunked = make_llm({"num_speculative_tokens": K_MAX}, max_num_seqs=8, max_num_batched_tokens=96)
+    at_most(plain, 8)
+    long = [prompt * (1 + 5 * (index % 3 == 0)) for index, prompt in enumerate(prompts[::15])]
+    long = [prompt[:300] for prompt in long]
+    use(chunked, spec_of("head:{before}:0.5"))
+    sampling = {"temperature": 0.0, "max_tokens": 24}
+    assert generate(chunked, long, **sampling) == generate(plain, long, **sampling)
+
+
+ROW_RULES = ("fixed:3", "max-prob:0.5", "svip:0.35", "adaedl:0.4", "head:{before}:0.5", "head:{drawn}:0.5")
+
+
+@pytest.mark.parametrize("policy", [*ROW_RULES, "head:{drawn}:0.5,lag=0"])
+def test_rounds_are_those_of_our_own_loop(
+    policy: str, speculative: Any, spec_of: Any, prompts: Any, embedded_pair: Pair
+) -> None:
+    """How many tokens were drafted and accepted, in every round but those that come near a response's end.
+
+    End tokens are ignored: our loop does not draft beyond one, vLLM does.
+    """
+    from vllm import SamplingParams
+
+    spec = spec_of(policy) + f",k_max={K_MAX}" * (not policy.startswith("fixed"))
+    use(speculative, spec)
+    at_most(speculative, 4)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts[::10]]
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    outputs = speculative.generate(inputs, sampling, use_tqdm=False)
+    theirs = [
+        list(zip(said.per_step_drafted, said.per_step_accepted, strict=True))
+        for said in (output.outputs[0].spec_decode_metrics for output in outputs)
+    ]
+    # vLLM's first token comes with the prompt and without a draft.
+    begun = [[*prompt, output.outputs[0].token_ids[0]] for prompt, output in zip(prompts[::10], outputs, strict=True)]
+    ours = rounds_of(embedded_pair, begun, spec)
+    compared = 0
+    for mine, other in zip(ours, theirs, strict=True):
+        length = 0
+        for round_ours, round_theirs in zip(mine, other, strict=False):
+            if length + 2 * (K_MAX + 1) > NEW_TOKENS:
+                break
+            assert round_ours == round_theirs
+            length += round_ours[1] + 1
+            compared += 1
+    assert compared > 100
+
+
+def rounds_of(pair: Pair, prompts: list[list[int]], policy: str) -> list[list[tuple[int, int]]]:
+    """(drafted, accepted) of each round of each response, by our own loop."""
+    rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
+
+    def watch(done: Round) -> None:
+        for row in done.rows.live_rows:
+            request = done.rows.requests[row]
+            assert request is not None
+            rounds[request.index].append((int(done.outcome.drafted[row]), int(done.outcome.accepted[row])))
+
+    options = {"max_new_tokens": NEW_TOKENS, "batch_size": 4, "end_token_ids": []}
+    our_generate(pair.target, pair.draft, prompts, policy=policy, watch=watch, **options)
+    return rounds
+
+
+def test_lengths_follow_each_request_when_others_leave(speculative: Any, spec_of: Any, prompts: Any) -> None:
+    """Requests of very different lengths, and one that is aborted half-way: nobody else's output changes."""
+    from vllm import SamplingParams
+
+    use(speculative, spec_of("adaedl:0.4"))
+    at_most(speculative, 6)
+    chosen = prompts[:12]
+
+    def run(aborted: int | None) -> dict[str, list[int]]:
+        engine, ended = speculative.llm_engine, {}
+        for index, prompt in enumerate(chosen):
+            sampling = SamplingParams(temperature=0.0, max_tokens=4 + 5 * (index % 7))
+            engine.add_request(f"{aborted}-{index}", {"prompt_token_ids": prompt}, sampling)
+        steps = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    ended[output.request_id.partition("-")[2]] = list(output.outputs[0].token_ids)
+            steps += 1
+            if steps == 5 and aborted is not None:
+                engine.abort_request([f"{aborted}-{aborted}"])
+        return ended
+
+    whole, cut = run(None), run(3)
+    assert len(whole) == 12
+    assert {index: ids for index, ids in whole.items() if index != "3"} == {
+        index: ids for index, ids in cut.items() if index != "3"
+    }
+
+
+def test_what_is_wrong_is_said_before_anything_is_loaded(make_llm: Any) -> None:
+    with pytest.raises((InputError, ValueError), match="policy"):
+        make_llm({}, additional_config={"accept_head": {"policy": ""}})
