@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError
@@ -119,6 +120,10 @@ class AcceptanceHead(
 ):
     """Acceptance prediction head. Saved as, and loaded from, `model.safetensors` and `config.json` only."""
 
+    signal_places: Tensor
+    signal_mean: Tensor
+    signal_std: Tensor
+
     def __init__(self, config: HeadConfig | dict[str, Any]):
         super().__init__()
         self.config = HeadConfig.from_dict(config) if isinstance(config, dict) else config
@@ -126,6 +131,11 @@ class AcceptanceHead(
         self.output = nn.Linear(self.config.hidden_size, len(self.config.predictions))
         if self.config.signals:
             self.signal_input = nn.Linear(len(self.config.signals), self.config.hidden_size, bias=False)
+            # Of the config, so not among the weights; as buffers they are where the head is.
+            places = torch.tensor([SIGNALS.index(name) for name in self.config.signals])
+            self.register_buffer("signal_places", places, persistent=False)
+            for name in ("signal_mean", "signal_std"):
+                self.register_buffer(name, torch.tensor(getattr(self.config, name)), persistent=False)
 
     def forward(self, hidden: Tensor, signals: Tensor | None = None) -> Tensor:
         """Logits (..., predictions), in the head's dtype.
@@ -144,9 +154,8 @@ class AcceptanceHead(
 
     def normalised(self, signals: Tensor) -> Tensor:
         """(..., 3) → (..., those of the config), with mean 0 and deviation 1 on the training traces."""
-        used = signals[..., [SIGNALS.index(name) for name in self.config.signals]].to(self.output.weight.dtype)
-        mean, std = (used.new_tensor(values) for values in (self.config.signal_mean, self.config.signal_std))
-        return (used - mean) / std
+        used = signals if self.config.signals == SIGNALS else signals[..., self.signal_places]
+        return (used.to(self.output.weight.dtype) - self.signal_mean) / self.signal_std
 
     def probability(self, hidden: Tensor, prediction: Prediction = "token", signals: Tensor | None = None) -> Tensor:
         """P̂ of one prediction. hidden: (..., hidden_size) → (...). Raises InputError if this head does not make it."""

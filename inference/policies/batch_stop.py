@@ -190,24 +190,30 @@ class BatchStopPolicy(RowPolicy):
         self.first_price = speed * column if self.host.feeds else self.step_price
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        live = outcome.live
-        rows, longest = live.sum(), torch.where(live, outcome.drafted, 0).max()
+        live, submitted = outcome.live, outcome.submitted
+        rows = live.sum()
+        longest, widest = (torch.where(live, tokens, 0).max() for tokens in (outcome.drafted, submitted))
         keep = (1 - 1 / self.memory) ** rows
         self.accepted, self.before, self.after = keep * self.accepted, keep * self.before, keep * self.after
-        if self.decided:
-            depths = torch.arange(1, len(self.decided) + 1, device=live.device)
-            tried = live[:, None] & (depths <= outcome.drafted[:, None])
-            self.accepted[: len(depths)] += (tried & (depths <= outcome.accepted[:, None])).sum(0)
-            # A token that the policy peeked at and declined was a step that gained nothing.
-            peeked = live[:, None] & (depths <= outcome.drafted[:, None] + self.peeks)
-            self.before[: len(depths)] += torch.where(peeked, torch.stack(self.decided, dim=1), 0.0).sum(0)
-        if self.judged:
-            tried = tried[:, : len(self.judged)]
-            self.after[: len(self.judged)] += torch.where(tried, torch.stack(self.judged, dim=1), 0.0).sum(0)
+        depths = torch.arange(1, len(self.decided) + 1, device=live.device)
+        # A host may verify less than was drafted: of the rest nothing is known.
+        tried = live[:, None] & (depths <= submitted[:, None])
+        # A token that the policy peeked at and declined was a step that gained nothing.
+        declined = self.peeks & (submitted == outcome.drafted)
+        looked = live[:, None] & (depths <= (submitted + declined)[:, None])
+        self.accepted[: len(depths)] += (tried & (depths <= outcome.accepted[:, None])).sum(0)
+        self._sum(self.before, self.decided, looked)
+        self._sum(self.after, self.judged, tried)
         # A host may not ask at the last depth.
         steps = torch.where(longest > 0, longest.clamp(min=self.steps), int(self.host.feeds))
         emitted = ((outcome.accepted + 1) * live).sum()
-        verified = rows * longest if self.host.padded else (outcome.drafted * live).sum()
+        verified = rows * widest if self.host.padded else (submitted * live).sum()
         self.totals = keep * self.totals + torch.stack([rows, emitted, rows * steps, verified])
         self.decided, self.judged, self.lengths = [], [], outcome.lengths
         self.policy.observe(outcome)
+
+    @staticmethod
+    def _sum(sums: Tensor, survivals: list[Tensor], counted: Tensor) -> None:
+        """Add survivals, (rows,) a depth, of those that are counted, (rows, depths), to sums, (k_max,)."""
+        if n := len(survivals):
+            sums[:n] += torch.where(counted[:, :n], torch.stack(survivals, dim=1), 0.0).sum(0)

@@ -100,9 +100,13 @@ def one_round(policy, live, told, room=None):
     return drafted
 
 
-def outcome_of(drafted, accepted, live, lengths):
-    accepted, lengths = torch.as_tensor(accepted), torch.as_tensor(lengths)
-    return VerifyOutcome(drafted=drafted, accepted=accepted, live=live, lengths=lengths, seconds=1.0)
+def outcome_of(drafted, accepted, live, lengths, submitted=None):
+    accepted, lengths, submitted = (
+        torch.as_tensor(n) for n in (accepted, lengths, drafted if submitted is None else submitted)
+    )
+    return VerifyOutcome(
+        drafted=drafted, accepted=accepted, live=live, lengths=lengths, seconds=1.0, submitted=submitted
+    )
 
 
 # --- the rule, by a scalar reference ---------------------------------------------------------------------------------
@@ -167,20 +171,21 @@ class Scalar:
         self.idle = 0 if self.decisions else self.idle + 1
         return drafted
 
-    def observe(self, drafted, accepted, counted):
+    def observe(self, drafted, submitted, accepted, counted):
         """counted: the rows whose outcome is known."""
         keep = (1 - 1 / self.memory) ** len(counted)
         for sums in (self.accepted, self.before, self.after):
             sums[:] = [keep * x for x in sums]
         for depth, (before, after) in enumerate(zip(self.decisions, self.verdicts, strict=True), start=1):
             for row in counted:
-                if drafted[row] >= depth:
+                if submitted[row] >= depth:
                     self.before[depth - 1] += before[row]
                     self.after[depth - 1] += after[row]
                     self.accepted[depth - 1] += accepted[row] >= depth
         longest = max((drafted[row] for row in counted), default=0)
         steps = max(longest, int(self.host.feeds))
-        verified = [longest if self.host.padded else drafted[row] for row in counted]
+        widest = max((submitted[row] for row in counted), default=0)
+        verified = [widest if self.host.padded else submitted[row] for row in counted]
         self.row_rounds = keep * self.row_rounds + len(counted)
         self.emitted = keep * self.emitted + sum(accepted[row] + 1 for row in counted)
         self.steps = keep * self.steps + steps * len(counted)
@@ -190,8 +195,8 @@ class Scalar:
 @pytest.mark.parametrize("load", ["light", "heavy"])
 @pytest.mark.parametrize("host", [OURS, VLLM, Host(padded=True, feeds=True), Host(padded=False, feeds=False)])
 def test_the_rule_is_its_formula_over_many_rounds(host, load):
-    """Rows that are not live, whose budget is short, whose outcome is never known (aborted), that leave, and that
-    begin; a shift from easy to hard text and back."""
+    """Rows that are not live, whose budget is short, whose drafts are cut by the host, whose outcome is never known
+    (aborted), that leave, and that begin; a shift from easy to hard text and back."""
     random = np.random.default_rng(7)
     light, heavy = pair_costs(0.1, 0.02, row=0.002, context=1e-4), pair_costs(0.15, 0.15, context=1e-4)
     costs = light if load == "light" else heavy
@@ -212,11 +217,14 @@ def test_the_rule_is_its_formula_over_many_rounds(host, load):
         assert not drafted[~live].any()
         seen.append(max(expected))
         wins = random.random(told.shape) < np.nan_to_num(told)
-        accepted = np.minimum(drafted, np.cumprod(wins, axis=1).sum(1))
+        submitted = np.where(random.random(len(live)) < 0.1, drafted // 2, drafted)
+        accepted = np.minimum(submitted, np.cumprod(wins, axis=1).sum(1))
         known = live & (random.random(len(live)) < 0.9)
         lengths = lengths + known * (accepted + 1)
-        policy.observe(outcome_of(torch.from_numpy(drafted), accepted, torch.from_numpy(known), lengths))
-        scalar.observe(expected, accepted[alive].tolist(), np.where(known[alive])[0].tolist())
+        policy.observe(outcome_of(torch.from_numpy(drafted), accepted, torch.from_numpy(known), lengths, submitted))
+        scalar.observe(
+            expected, submitted[alive].tolist(), accepted[alive].tolist(), np.where(known[alive])[0].tolist()
+        )
         if number % 20 == 19:
             rows = random.permutation(len(lengths))[: random.integers(3, 8)]
             lengths = np.append(lengths[rows], [random.integers(5, 60)])

@@ -173,16 +173,19 @@ class PolicyHost:
         now, self.began, began = time.perf_counter(), time.perf_counter(), self.began
         if not self.requests:
             return
-        index = _positions(self.requests, requests, lengths.device)
-        found, index = index >= 0, index.clamp(min=0)
         if verdict is None:
             verdict = Verdict(torch.zeros_like(lengths), torch.zeros_like(lengths))
-        submitted = torch.minimum(verdict.submitted[index].long(), self.submitted)
+        (submitted, accepted), live = verdict, self.live
+        if requests != self.requests:
+            index = _positions(self.requests, requests, lengths.device)
+            live, index = live & (index >= 0), index.clamp(min=0)
+            submitted, accepted, lengths = submitted[index], accepted[index], lengths[index]
+        submitted = torch.minimum(submitted.long(), self.submitted)
         outcome = VerifyOutcome(
             drafted=self.lengths,
-            accepted=torch.minimum(verdict.accepted[index].long(), submitted),
-            live=self.live & found,
-            lengths=lengths[index],
+            accepted=torch.minimum(accepted.long(), submitted),
+            live=live,
+            lengths=lengths,
             seconds=now - began,
             submitted=submitted,
         )
@@ -194,18 +197,16 @@ class PolicyHost:
 
     def _follow(self, requests: Sequence[str], lengths: Tensor) -> None:
         """Bring the policy's rows into the order of the requests; what it knew of those that are gone is forgotten."""
-        if list(requests) == self.requests:
+        if requests == self.requests:
             return
         index = _positions(requests, self.requests, lengths.device)
         new = (index < 0).nonzero()[:, 0]
         self.policy.select(index.clamp(min=0))
         self.policy.admit(new, lengths[new])
-        self.requests = list(requests)
+        self.requests = list(requests)  # the engine changes its own
 
 
 def _positions(names: Sequence[str], among: Sequence[str], device: torch.device) -> Tensor:
     """(names,) int, where each is; −1 if it is not there."""
-    if names == among:
-        return torch.arange(len(names), device=device)
     where = {name: position for position, name in enumerate(among)}
     return torch.tensor([where.get(name, -1) for name in names], dtype=torch.long, device=device)

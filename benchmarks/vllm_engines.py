@@ -1,0 +1,154 @@
+"""Real vLLM engines in this process, timed step by step, whose drafting is set anew for each run.
+
+One engine has no speculation; the other drafts as vLLM does by itself (any K, or its table from batch size to K) or by a
+policy of ours. Both have the same weights, dtype and limits, so that what is compared runs side by side in one process.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two on shared cores can be many times slower
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from accept_head.inference.adapters.vllm.host import PolicyHost
+from accept_head.inference.rows import DecodeStats, Finished, Request
+from accept_head.sampling import Sampling
+
+
+@dataclass
+class Drafting:
+    """How one arm drafts. table: vLLM's own rule, tokens by the number of requests; policy: a SPEC of ours; neither: no
+    speculation. host: the policy at work; it learns from run to run."""
+
+    table: list[int] | None = None
+    policy: str | None = None
+    host: PolicyHost | None = None
+    draft_forwards: int = field(default=0)
+
+    @classmethod
+    def fixed(cls, k: int, rows: int) -> Drafting:
+        return cls(table=[k] * (rows + 1))
+
+
+class Engines:
+    """target, draft: folders or Hub names. k_max: most tokens that any arm drafts. rows: most requests together."""
+
+    def __init__(self, target: str, draft: str, *, k_max: int, rows: int, **options: Any):
+        from vllm import LLM
+
+        shared = {"max_num_seqs": rows, "disable_log_stats": False, "async_scheduling": False, "seed": 0, **options}
+        speculation = {
+            "method": "draft_model",
+            "model": draft,
+            "num_speculative_tokens": k_max,
+            "draft_sample_method": "probabilistic",  # greedy requests draft the most likely token all the same
+        }
+        self.rows, self.numbers = rows, itertools.count()
+        self.plain = LLM(model=target, **shared).llm_engine
+        self.speculative = LLM(
+            model=target,
+            speculative_config=speculation,
+            additional_config={"accept_head": {"policy": "fixed:1", "log_every": 0}},
+            per_request_spec_decode_metrics="detailed",
+            **shared,
+        ).llm_engine
+
+    def tokenizer(self) -> Any:
+        return self.plain.get_tokenizer()
+
+    def run(self, drafting: Drafting, requests: Sequence[Request], sampling: Sampling, rows: int) -> Run:
+        """Decode all requests, at most `rows` together, and time each step."""
+        engine = self.plain if drafting.table is None and drafting.policy is None else self.speculative
+        core = engine.engine_core.engine_core
+        core.scheduler.max_num_active_reqs = rows
+        if engine is self.speculative:
+            self._set(drafting)
+        forwards = drafting.host.metrics.read()["draft_forwards"] if drafting.host else 0
+        run = _decode(engine, requests, sampling, f"{next(self.numbers)}-")
+        if drafting.host:
+            forwards = drafting.host.metrics.read()["draft_forwards"] - forwards
+        elif drafting.table is not None:
+            forwards = sum(max(1, drafting.table[live]) for live in run.live)
+        drafting.draft_forwards += forwards
+        return run
+
+    def _set(self, drafting: Drafting) -> None:
+        from accept_head.inference.adapters.vllm.build import build_host
+
+        core = self.speculative.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
+        if drafting.policy is not None and drafting.host is None:
+            drafter.vllm_config.additional_config = {"accept_head": {"policy": drafting.policy, "log_every": 0}}
+            drafting.host = build_host(drafter.vllm_config, drafter.device)
+        drafter.host = drafting.host
+        core.scheduler.dynamic_sd_lookup = drafting.table
+        if hasattr(drafter, "num_speculative_steps") and drafting.table is not None:
+            # The V2 speculator drafts all its steps whatever the scheduler takes of them.
+            drafter.num_speculative_steps = max(1, drafting.table[-1])
+        elif hasattr(drafter, "num_speculative_steps"):
+            drafter.num_speculative_steps = drafter.speculative_config.num_speculative_tokens
+
+
+@dataclass
+class Run:
+    """wall, cpu: seconds, prompts included. live: (steps,) requests that each step decoded."""
+
+    wall: float
+    cpu: float
+    live: list[int]
+    finished: list[Finished]
+
+
+def _decode(engine: Any, requests: Sequence[Request], sampling: Sampling, prefix: str) -> Run:
+    from vllm import SamplingParams
+
+    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
+    by_id = {f"{prefix}{request.index}": request for request in requests}
+    wall, cpu = time.perf_counter(), time.process_time()
+    for name, request in by_id.items():
+        parameters = SamplingParams(max_tokens=request.max_new_tokens, **options)
+        engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, parameters)
+    first: dict[str, float] = {}
+    steps: dict[str, int] = dict.fromkeys(by_id, 0)
+    live, finished = [], []
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        now = time.perf_counter()
+        live.append(len(outputs))
+        for output in outputs:
+            name = output.request_id
+            first.setdefault(name, now)
+            steps[name] += 1
+            if output.finished:
+                finished.append(_finished(by_id[name], output, steps[name], now - first[name]))
+    return Run(time.perf_counter() - wall, time.process_time() - cpu, live, finished)
+
+
+def _finished(request: Request, output: Any, steps: int, seconds: float) -> Finished:
+    """seconds: from its first token, which comes with the prompt, to its last; they are of one token less."""
+    ids = list(output.outputs[0].token_ids)
+    said = output.outputs[0].spec_decode_metrics
+    verified = sum(said.per_step_drafted) if said is not None else 0
+    rounds = max(1, steps - 1)
+    stats = DecodeStats(
+        generated=len(ids),
+        drafted=verified,
+        submitted=verified,
+        accepted=max(0, len(ids) - 1 - rounds),
+        rounds=rounds,
+        draft_forwards=verified,
+        seconds=seconds * len(ids) / max(1, len(ids) - 1),
+    )
+    return Finished(request, ids, stats)

@@ -1,0 +1,259 @@
+"""Question: inside real vLLM, how fast is a head, next to vLLM's own options and to policies without training?
+
+Same engine, prompts and weights; on each chunk of prompts every arm runs in turn, in random order. Arms: no speculation;
+vLLM's own fixed K, one of them twice (the noise floor), and its table from batch size to K (made here, of a pilot run on
+dev prompts); our policies, per row; the head, per row and with the batch-wide end of a round (`costs`, of the same
+pilot). Outputs at T = 0 must be equal. Times per output token are from a response's first token to its last.
+
+OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_side_by_side.py            # the embedded pair, on a CPU
+python benchmarks/vllm_side_by_side.py --target T --draft D --prompts P.jsonl --head HEAD --greedy_head HEAD \\
+    --dtype bfloat16 --gpu_memory 0.4 --batches 1 4 16 64 --name vllm_side_by_side_gpu       # on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from record import REPOSITORY, TINY, write_result
+from rich.console import Console
+from vllm_engines import Drafting, Engines
+
+from accept_head.cost import BatchForwardCost
+from accept_head.files import write_json
+from accept_head.inference.adapters.vllm.settings import installed_version
+from accept_head.inference.batch_table import best_table, tokens_per_round
+from accept_head.inference.bench_figures import TWIN, Cell, noise_floor, rows, static_by_domain
+from accept_head.inference.bench_measure import Chunk, Timed, make_chunks
+from accept_head.inference.bench_tables import cell_table
+from accept_head.inference.generation import make_requests
+from accept_head.inference.rows import Request
+from accept_head.sampling import Sampling
+
+FIXED = (1, 2, 3, 5, 8)
+K_MAX = 8
+PILOT_LENGTHS = (0, 1, 2, 3, 5, 8)
+
+
+def main() -> None:
+    options = _parse()
+    console = Console(width=130)
+    engines = Engines(
+        options.target,
+        options.draft,
+        k_max=K_MAX,
+        rows=max(options.batches),
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        enforce_eager=options.enforce_eager,
+        **({"gpu_memory_utilization": options.gpu_memory} if options.gpu_memory else {}),
+    )
+    work = REPOSITORY / "runs" / options.name
+    work.mkdir(parents=True, exist_ok=True)
+    cells = []
+    for temperature in options.temperatures:
+        sampling = Sampling(temperature=temperature, top_k=0)
+        head = options.head if temperature else options.greedy_head
+        dev, _ = _requests(engines, options.dev_prompts, options)
+        pilot = run_pilot(engines, dev, sampling, options.batches)
+        costs = work / f"costs-T{temperature:g}.json"
+        write_json(costs, pilot["costs"])
+        for batch in options.batches:
+            requests, domains = _requests(engines, options.prompts, options)
+            count = min(len(requests), options.count * (1 if batch == 1 else 2 if batch < 16 else 4))
+            chosen = np.random.default_rng(batch).permutation(len(requests))[:count]
+            requests = [Request(i, requests[j].prompt, options.max_new_tokens, i) for i, j in enumerate(chosen)]
+            chunks = make_chunks(requests, [domains[j] for j in chosen], batch=batch)
+            arms = make_arms(head, str(costs), pilot["table"], max(options.batches))
+            cell = run_cell(engines, arms, chunks, sampling, batch, options.repeats)
+            cells.append({"batch_size": batch, "temperature": temperature, **cell})
+            console.print(cell_table({"cell": f"batch {batch}, T = {temperature:g}", **cells[-1]}))
+            console.print(_against_best(cells[-1]))
+        cells[-1]["pilot"] = pilot
+    shutil.rmtree(work, ignore_errors=True)
+    path = write_result(
+        options.name,
+        {
+            "vllm": installed_version(),
+            "numpy": version("numpy"),
+            "target": options.target.replace(f"{REPOSITORY}/", ""),
+            "draft": options.draft.replace(f"{REPOSITORY}/", ""),
+            "heads": {"sampled": _relative(options.head), "greedy": _relative(options.greedy_head)},
+            "max_new_tokens": options.max_new_tokens,
+            "cells": cells,
+        },
+    )
+    print(f"wrote {path}")
+
+
+def make_arms(head: str, costs: str, table: list[list[int]], rows: int) -> dict[str, Drafting]:
+    """By name, in the order of the table that is printed."""
+    lookup = [next((k for first, last, k in table if first <= size <= last), table[-1][2]) for size in range(rows + 1)]
+    return {
+        "none": Drafting(),
+        **{f"fixed:{k}": Drafting.fixed(k, rows) for k in FIXED},
+        "fixed:2" + TWIN: Drafting.fixed(2, rows),
+        "vllm-dynamic": Drafting(table=lookup),
+        "max-prob:0.4": Drafting(policy=f"max-prob:0.4,k_max={K_MAX}"),
+        "svip:0.6": Drafting(policy=f"svip:0.6,k_max={K_MAX}"),
+        "adaedl:0.3": Drafting(policy=f"adaedl:0.3,k_max={K_MAX}"),
+        "online-logistic:0.3": Drafting(policy=f"online-logistic:0.3,k_max={K_MAX}"),
+        "head": Drafting(policy=f"head:{head},k_max={K_MAX}"),
+        "head, costs": Drafting(policy=f"head:{head},k_max={K_MAX},costs={costs}"),
+        "fixed:8, costs": Drafting(policy=f"fixed:8,costs={costs}"),
+    }
+
+
+def run_cell(
+    engines: Engines, arms: dict[str, Drafting], chunks: list[Chunk], sampling: Sampling, batch: int, repeats: int
+) -> dict[str, Any]:
+    names, runs = list(arms), []
+    for drafting in arms.values():  # warm
+        engines.run(drafting, chunks[0].requests[: max(2, batch)], sampling, batch)
+        drafting.draft_forwards = 0
+    for repeat in range(repeats):
+        for number, chunk in enumerate(chunks):
+            for index in np.random.default_rng([repeat, number, batch]).permutation(len(names)):
+                run = engines.run(arms[names[index]], chunk.requests, sampling, batch)
+                timed = Timed(repeat, number, names[index], run.wall, run.cpu, len(run.live), run.finished)
+                runs.append(timed)
+    cell = Cell(runs, chunks, names, [f"fixed:{k}" for k in FIXED], "fixed:2")
+    greedy = sampling.greedy
+    table = rows(cell, same_tokens=greedy)
+    for row in table:
+        row["draft_forwards_per_token"] = arms[row["name"]].draft_forwards / row["counts"]["generated"]
+        row["target_forwards_per_token"] = cell.loop_rounds[row["name"]] / row["counts"]["generated"]
+        row["target_calls_per_token"] = row["counts"]["rounds"] / row["counts"]["generated"]  # of a row
+        row["drafted_per_accepted"] = row["counts"]["drafted"] / max(1, row["counts"]["accepted"])
+        row["priced"] = None
+        del row["chunks"]
+    return {
+        "prompts": sum(len(chunk.requests) for chunk in chunks),
+        "repeats": repeats,
+        "best_static": cell.best_static(),
+        "best_static_by_domain": static_by_domain(cell),
+        "noise": noise_floor(cell),
+        "cpu_share": cell.cpu_share,
+        "same_tokens": greedy,
+        "slo_limits": None,
+        "policies": table,
+    }
+
+
+def run_pilot(engines: Engines, requests: list[Request], sampling: Sampling, batches: list[int]) -> dict[str, Any]:
+    """Seconds of a round by batch size and K, which give vLLM's table and the costs that our batch rule takes."""
+    sizes = sorted({1, *batches})
+    seconds = np.zeros((len(sizes), len(PILOT_LENGTHS)))
+    for row, size in enumerate(sizes):
+        chosen = requests[: max(8, 2 * size)]
+        for column, k in enumerate(PILOT_LENGTHS):
+            best = float("inf")
+            for _ in range(3):
+                run = engines.run(Drafting() if k == 0 else Drafting.fixed(k, engines.rows), chosen, sampling, size)
+                full = sum(run.live) / size  # rounds, if all rows had been live in each of them
+                best = min(best, run.wall / full)
+            seconds[row, column] = best
+    survival = _survival(engines, requests[:32], sampling)
+    table = [list(r) for r in best_table(seconds, sizes, PILOT_LENGTHS, tokens_per_round(survival))]
+    return {
+        "batch_sizes": sizes,
+        "draft_lengths": list(PILOT_LENGTHS),
+        "seconds": seconds.tolist(),
+        "survival": survival.tolist(),
+        "table": table,
+        "costs": _fit(sizes, seconds),
+    }
+
+
+def _survival(engines: Engines, requests: list[Request], sampling: Sampling) -> np.ndarray:
+    """(K_MAX,) the chance that the first 1, 2, … drafted tokens are accepted."""
+    drafting = Drafting(policy=f"fixed:{K_MAX}")
+    engines.run(drafting, requests, sampling, 4)
+    assert drafting.host is not None and drafting.host.metrics is not None
+    depths = drafting.host.metrics.read()["depths"]
+    return np.array([depth["accepted"] / max(1, depth["verified"]) for depth in depths])
+
+
+def _fit(sizes: list[int], seconds: np.ndarray) -> dict[str, Any]:
+    """Costs as `accept-head profile` writes them, by least squares on t = γ_t + β_t·B·(k + 1) + (γ_d + β_d·B)·k, k ≥ 1:
+    what vLLM does once a round whatever K is, the draft's first forward among it, is counted as the target's."""
+    from scipy.optimize import nnls
+
+    design, values = [], []
+    for row, size in enumerate(sizes):
+        for column, k in enumerate(PILOT_LENGTHS):
+            if k:
+                design.append([1.0, size * (k + 1), k, size * k])
+                values.append(seconds[row, column])
+    weights = 1 / np.array(values)[:, None]  # relative errors count alike
+    gamma_t, beta_t, gamma_d, beta_d = nnls(np.array(design) * weights, np.array(values) * weights[:, 0])[0]
+    residual = np.array(values) - np.array(design) @ [gamma_t, beta_t, gamma_d, beta_d]
+    r_squared = float(1 - residual.var() / np.var(values))
+    cost = {
+        "draft": BatchForwardCost(alpha=0.0, beta=float(beta_d), gamma=float(gamma_d), r_squared=r_squared),
+        "target": BatchForwardCost(alpha=0.0, beta=float(beta_t), gamma=float(gamma_t), r_squared=r_squared),
+    }
+    one = {name: fitted.seconds(context_tokens=0, batch_tokens=1) for name, fitted in cost.items()}
+    return {
+        "t_draft": one["draft"],
+        "t_target": one["target"],
+        "batch": {name: vars(fitted) for name, fitted in cost.items()},
+    }
+
+
+def _against_best(cell: dict[str, Any]) -> str:
+    """What the issue asks: drafted tokens per accepted token, against the best fixed K."""
+    by_name = {row["name"]: row for row in cell["policies"]}
+    best = by_name[cell["best_static"]]
+    lines = [f"{'':22}drafted/accepted  target calls/token  draft forwards/token"]
+    for name in (cell["best_static"], "head", "head, costs"):
+        row = by_name[name]
+        change = row["drafted_per_accepted"] / best["drafted_per_accepted"] - 1
+        lines.append(
+            f"{name:22}{row['drafted_per_accepted']:.2f} ({100 * change:+.0f} %)      "
+            f"{row['target_calls_per_token']:.3f}               {row['draft_forwards_per_token']:.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _requests(engines: Engines, path: str, options: Any) -> tuple[list[Request], list[str | None]]:
+    records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    tokenizer = engines.tokenizer()
+    prompts = [tokenizer(record["prompt"])["input_ids"] for record in records]
+    room = options.max_model_len - options.max_new_tokens - K_MAX - 1
+    requests = make_requests([prompt[-room:] for prompt in prompts], options.max_new_tokens)
+    return requests, [record.get("domain") for record in records]
+
+
+def _relative(path: str) -> str:
+    return path.replace(f"{REPOSITORY}/", "")
+
+
+def _parse() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(TINY / "target"))
+    parser.add_argument("--draft", default=str(TINY / "draft"))
+    parser.add_argument("--prompts", default=str(TINY / "prompts" / "test.jsonl"))
+    parser.add_argument("--dev_prompts", default=str(TINY / "prompts" / "dev.jsonl"))
+    parser.add_argument("--head", default=str(TINY / "heads" / "sampled"))
+    parser.add_argument("--greedy_head", default=str(TINY / "heads" / "greedy"))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--count", type=int, default=40, help="prompts at batch 1; twice below 16, four times from there")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--max_model_len", type=int, default=512)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--enforce_eager", type=lambda text: text == "true", default=True)
+    parser.add_argument("--gpu_memory", type=float, help="share of the GPU's memory for each of the two engines")
+    parser.add_argument("--name", default="vllm_side_by_side")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
