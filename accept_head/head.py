@@ -12,6 +12,7 @@ among all of them), and a linear layer with one logit per prediction.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -160,6 +161,34 @@ class AcceptanceHead(
     def probability(self, hidden: Tensor, prediction: Prediction = "token", signals: Tensor | None = None) -> Tensor:
         """P̂ of one prediction. hidden: (..., hidden_size) → (...). Raises InputError if this head does not make it."""
         return self(hidden, signals)[..., self.index_of(prediction)].sigmoid()
+
+    @torch.no_grad()
+    def scorer(self, prediction: Prediction = "token") -> Callable[[Tensor, Tensor | None], Tensor]:
+        """`probability` for serving, with a third of the host's work a call: (hidden, signals) → P̂, on the weights as
+        they are now; the normalisation is folded into them. Raises InputError as `probability` does."""
+        place = self.index_of(prediction)
+        blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
+        output, bias = self.output.weight[place].clone(), self.output.bias[place].clone()
+        dtype, width = output.dtype, self.config.hidden_size
+        if self.config.signals:
+            scale = torch.zeros(len(SIGNALS), width, dtype=dtype, device=output.device)
+            scale[self.signal_places] = (self.signal_input.weight / self.signal_std).t()
+            shift = -(self.signal_input.weight @ (self.signal_mean / self.signal_std))
+
+        def score(hidden: Tensor, signals: Tensor | None = None) -> Tensor:
+            x = hidden.to(dtype).reshape(-1, width)
+            if self.config.signals:
+                if signals is None:
+                    raise InputError(f"this head reads the draft signals {self.config.signals}, but none were given")
+                x = torch.addmm(x + shift, signals.to(dtype).reshape(-1, len(SIGNALS)), scale)
+            for weight, offset in blocks:
+                x = x + nn.functional.silu(torch.addmm(offset, x, weight))
+            return torch.addmv(bias.expand(len(x)), x, output).sigmoid().view(hidden.shape[:-1])
+
+        return score
+
+    def _blocks(self) -> list[ResidualBlock]:
+        return [block for block in self.blocks if isinstance(block, ResidualBlock)]
 
     def index_of(self, prediction: Prediction) -> int:
         """Position of a prediction among the logits. Raises InputError if this head does not make it."""

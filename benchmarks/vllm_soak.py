@@ -330,7 +330,9 @@ def serving(command: Sequence[str], log: Path, *, seconds: float = 600, **place:
 def environment() -> dict[str, str]:
     """One thread, at most 1 GiB of cache, nothing sent away, and vLLM's usual processes."""
     ours = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    return {**os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    # oneDNN keeps what it made for each of the last 1,024 shapes: with any batch size that is new memory grows, until
+    # that is full, after many thousand requests. With room for 4 a leak can be told from it.
+    return {**os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
 
 
 # --- one server's run ------------------------------------------------------------------------------------------------

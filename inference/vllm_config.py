@@ -256,7 +256,7 @@ def _servable(policy: DraftPolicy) -> bool:
 def _check_adaptive(policy: DraftPolicy | None, table: list[Range] | None) -> None:
     """Raises InputError."""
     if policy is None:
-        raise InputError("--adaptive_verification takes a head: expected --head, or --policy head:PATH")
+        raise InputError("adaptive verification takes a head: expected --head, or --policy head:PATH")
     head_of(policy)
     if table is not None:
         raise InputError("--adaptive_verification sizes what is verified by the load itself: leave --batch_map out")

@@ -39,7 +39,7 @@ class HeadPolicy(ThresholdPolicy):
         if not 0 <= threshold <= 1:
             raise InputError(f"head threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("head", threshold, k_min, k_max)
-        head.index_of("token")  # refuses a head that does not predict it
+        self.probability = head.scorer("token")  # refuses a head that does not predict it
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
             raise InputError(
@@ -61,7 +61,7 @@ class HeadPolicy(ThresholdPolicy):
         """P̂(Y accepted)."""
         hidden = step.fed_hidden if self.head.config.reads == "before" else step.drawn_hidden
         assert hidden is not None
-        return self.head.probability(hidden, signals=self._signals_of(step))
+        return self.probability(hidden, self._signals_of(step))
 
     def judged(self, step: DraftStep) -> DraftStep | None:
         if self.lag == 0:
