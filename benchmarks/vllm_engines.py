@@ -1,7 +1,7 @@
 """Real vLLM engines in this process, timed step by step, whose drafting is set anew for each run.
 
-One engine has no speculation; the other drafts as vLLM does by itself (any K, or its table from batch size to K) or by a
-policy of ours. Both have the same weights, dtype and limits, so that what is compared runs side by side in one process.
+One engine has no speculation; the other drafts as vLLM does by itself (any K, or its table from batch size to K) or by
+a policy of ours. Both have the same weights, dtype and limits: what is compared runs side by side in one process.
 """
 
 from __future__ import annotations

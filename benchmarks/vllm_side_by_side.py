@@ -1,9 +1,9 @@
 """Question: inside real vLLM, how fast is a head, next to vLLM's own options and to policies without training?
 
-Same engine, prompts and weights; on each chunk of prompts every arm runs in turn, in random order. Arms: no speculation;
-vLLM's own fixed K, one of them twice (the noise floor), and its table from batch size to K (made here, of a pilot run on
-dev prompts); our policies, per row; the head, per row and with the batch-wide end of a round (`costs`, of the same
-pilot). Outputs at T = 0 must be equal. Times per output token are from a response's first token to its last.
+Same engine, prompts and weights; on each chunk of prompts every arm runs in turn, in random order. Arms: no
+speculation; vLLM's own fixed K, one of them twice (the noise floor), and its table from batch size to K (made here, of
+a pilot run on dev prompts); our policies, per row; the head, per row and with the batch-wide end of a round (`costs`,
+of the same pilot). At T = 0 outputs are compared. Times per output token are from a response's first token to its last.
 
 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_side_by_side.py            # the embedded pair, on a CPU
 python benchmarks/vllm_side_by_side.py --target T --draft D --prompts P.jsonl --head HEAD --greedy_head HEAD \\
@@ -244,7 +244,9 @@ def _parse() -> Any:
     parser.add_argument("--greedy_head", default=str(TINY / "heads" / "greedy"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--count", type=int, default=40, help="prompts at batch 1; twice below 16, four times from there")
+    parser.add_argument(
+        "--count", type=int, default=40, help="prompts at batch 1; twice as many below 16, then four times"
+    )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--max_model_len", type=int, default=512)
