@@ -30,12 +30,15 @@ class AcceptHeadProposer(DraftModelProposer):
             check_hooks(DraftModelProposer, HOOKS)
             fix_cpu_sampling()
 
-    def prepare_inputs_padded(self, common_attn_metadata: Any, spec_decode_metadata: Any, counts: Tensor) -> Any:
-        """Called before `propose` whenever drafts were verified. counts: (batch,) valid tokens sampled, 0 for a request
+    def prepare_inputs_padded(
+        self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor
+    ) -> Any:
+        """Called before `propose` whenever drafts were verified. The count, (batch,), is of sampled tokens, 0 for one
         whose prompt is not fed yet."""
         ends = spec_decode_metadata.cu_num_draft_tokens
-        self.verdict = Verdict(torch.diff(ends, prepend=torch.zeros_like(ends[:1])), (counts - 1).clamp(min=0))
-        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, counts)
+        submitted = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
+        self.verdict = Verdict(submitted, (valid_sampled_tokens_count - 1).clamp(min=0))
+        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
 
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor | list[list[int]]:
         """→ lists of drafted ids, one a request, where a policy decides."""
