@@ -47,10 +47,11 @@ def speculative(make_llm: Any) -> Any:
     )
 
 
-class DropsUnlikelyTokens(RowPolicy):
-    """Biased: what the draft gave little is dropped after it was drawn. It says that it is lossless."""
+class DropsSurprises(RowPolicy):
+    """Biased: a drawn token that is not the draft's most likely one is dropped, and what came after it. It says that it
+    is lossless."""
 
-    needs = frozenset({Signal.LOGPROB})
+    needs = frozenset({Signal.LOGPROB, Signal.MAX_PROB})
     trims, lossless, max_draft_tokens = True, BOTH, K_MAX
 
     def start_round(self, live: Tensor) -> Tensor:
@@ -59,8 +60,8 @@ class DropsUnlikelyTokens(RowPolicy):
         return super().start_round(live)
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        assert step.logprob is not None
-        self.going = self.going & (step.logprob > np.log(0.3))
+        assert step.logprob is not None and step.max_prob is not None
+        self.going = self.going & (step.logprob.exp() > 0.999 * step.max_prob)
         self.kept += self.going
         return step.active & self.going
 
@@ -70,7 +71,7 @@ class DropsUnlikelyTokens(RowPolicy):
 
 def use_biased(llm: Any) -> None:
     drafter = drafter_of(llm)
-    drafter.host = PolicyHost(DropsUnlikelyTokens(), rows=ROWS, limit=K_MAX, device=drafter.device, greedy=False)
+    drafter.host = PolicyHost(DropsSurprises(), rows=ROWS, limit=K_MAX, device=drafter.device, greedy=False)
 
 
 # --- a statistic along the text -------------------------------------------------------------------------------------
