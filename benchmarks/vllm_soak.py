@@ -10,7 +10,7 @@ looked at. What may not be, and makes the script fail, each relative to plain vL
 - cache blocks or requests that are left when the server is idle; memory that grows (MEMORY_GROWTH, MEMORY_SLOPE);
 - accepted or verified tokens in `vllm:accept_head_*` that are not those of vLLM's own counters.
 
-.venv-vllm/bin/python benchmarks/vllm_soak.py     # benchmarks/results/vllm_soak.json: 15 to 20 minutes on 2 busy cores
+.venv-vllm/bin/python benchmarks/vllm_soak.py     # benchmarks/results/vllm_soak.json: 12 minutes on 2 busy cores
 """
 
 from __future__ import annotations

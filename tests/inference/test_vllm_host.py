@@ -41,13 +41,22 @@ class Engine:
     def round(self, host, names, live=None, verdict=None, limit=99):
         """→ (batch,) lengths, and the number of forwards."""
         live = torch.ones(len(names), dtype=torch.bool) if live is None else torch.tensor(live)
-        host.begin(names, live, torch.full((len(names),), 9), limit, verdict)
+        host.begin(names, live, self.texts(host, names, verdict), limit, verdict)
         forwards = 0
         while True:
             hidden, q, ids = self.hidden[forwards], self.q[forwards], self.ids[forwards]
             forwards += 1
             if not host.advance(hidden) or not host.drawn(ids, q if host.reads_q else None):
                 return host.end().tolist(), forwards
+
+    @staticmethod
+    def texts(host, names, verdict):
+        """(batch,) tokens of each request: one more than was accepted since the last round; a new one has 9."""
+        before = getattr(host, "texts", {})
+        accepted = [0] * len(names) if verdict is None else verdict.accepted.tolist()
+        known = {name: before[name] + 1 + count for name, count in zip(names, accepted, strict=True) if name in before}
+        host.texts = {name: known.get(name, 9) for name in names}
+        return torch.tensor(list(host.texts.values()))
 
 
 def host_of(policy, *, rows=8, limit=8, greedy=False, **options):
@@ -273,3 +282,14 @@ def test_dropping_drawn_tokens_by_what_they_are_is_refused_unless_drafts_are_gre
     with pytest.raises(InputError, match="drops drawn tokens"):
         host_of(DropsUnlikelyTokens())
     assert Engine(2, 3, 0).round(host_of(DropsUnlikelyTokens(), greedy=True), names(2))[0] == [2, 2]
+
+
+def test_a_verdict_on_other_drafts_than_ours_counts_for_nothing():
+    spy, engine = Spy(), Engine(2, 3, 0)
+    host = host_of(spy)
+    engine.round(host, ["a", "b"])
+    # vLLM verified zeros for all instead, and took none of them: a's text has grown by one token, not by three.
+    host.begin(
+        ["a", "b"], torch.ones(2, dtype=torch.bool), torch.tensor([10, 12]), 9, Verdict(*[torch.tensor([2, 2])] * 2)
+    )
+    assert spy.seen[0].live.tolist() == [False, True]

@@ -32,6 +32,7 @@ def apply() -> bool:
     from vllm.utils import cpu_triton_utils
 
     register_kernels({KERNEL: expand})
+    _skip_empty_batches()
     # Each further engine in this process registers the platform's kernels again, for all engines.
     cpu_triton_utils._expand_kernel_impl = expand
     # A child of vLLM's own loggers, which are the ones that it shows.
@@ -41,6 +42,18 @@ def apply() -> bool:
         version,
     )
     return True
+
+
+def _skip_empty_batches() -> None:
+    """Top-k of no rows raises there; and no rows are what a step without drafts has, as that of a lone prompt."""
+    from vllm.v1.sample import rejection_sampler
+
+    original = rejection_sampler.apply_top_k_top_p
+
+    def apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+        return original(logits, k, p) if len(logits) else logits
+
+    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 
 
 def _cpp_function_in_use() -> bool:

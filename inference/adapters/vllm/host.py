@@ -68,7 +68,7 @@ class PolicyHost:
         self.judges_late = Signal.DRAWN_HIDDEN in policy.needs  # by the state at the drawn token itself
         self.stopwatch = Stopwatch(device)
         self.requests: list[str] = []  # of the last round, in its order
-        self.budget = self.lengths = self.submitted = torch.zeros(0, dtype=torch.long, device=device)
+        self.budget = self.lengths = self.submitted = self.context = torch.zeros(0, dtype=torch.long, device=device)
         self.live = self.active = torch.zeros(0, dtype=torch.bool, device=device)
         self.most = self.depth = self.forwards = 0
         self.pending: DraftStep | None = None
@@ -90,6 +90,7 @@ class PolicyHost:
             self._follow(requests, lengths)
             policy = self.policy
             budget = checked(policy, "start_round", policy.start_round(live), len(live))
+        self.context = lengths  # of the rows as this round finds them
         self.live, self.budget = live, budget.clamp(min=0, max=min(limit, self.limit)) * live
         self.active = self._agreed(self.budget > 0)
         self.lengths = self.submitted = torch.zeros_like(self.budget)
@@ -180,6 +181,9 @@ class PolicyHost:
             index = _positions(self.requests, requests, lengths.device)
             live, index = live & (index >= 0), index.clamp(min=0)
             submitted, accepted, lengths = submitted[index], accepted[index], lengths[index]
+        # When one request is too near the end of the context to draft, vLLM verifies zeros instead for all. What is
+        # said of those is not said of our drafts, whose own verdict never comes.
+        live = live & (lengths == self.context + accepted + 1)
         submitted = torch.minimum(submitted.long(), self.submitted)
         outcome = VerifyOutcome(
             drafted=self.lengths,
