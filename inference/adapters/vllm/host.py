@@ -171,7 +171,7 @@ class PolicyHost:
 
     def _observe(self, requests: Sequence[str], lengths: Tensor, verdict: Verdict | None) -> None:
         """Tell the policy of the last round, in that round's order of rows."""
-        now, self.began, began = time.perf_counter(), time.perf_counter(), self.began
+        began, self.began = self.began, time.perf_counter()
         if not self.requests:
             return
         if verdict is None:
@@ -190,7 +190,7 @@ class PolicyHost:
             accepted=torch.minimum(accepted.long(), submitted),
             live=live,
             lengths=lengths,
-            seconds=now - began,
+            seconds=self.began - began,
             submitted=submitted,
         )
         if self.metrics is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from accept_head import Pair
 from tests.integration.vllm.engines import our_rounds, toy_head, use
@@ -86,11 +87,8 @@ def test_greedy_outputs_and_rounds(
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    import torch
-
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    logits_free = model.generate(torch.tensor([prompt]), **{**options, "eos_token_id": None, "min_new_tokens": None})
-    return logits_free[0, len(prompt) :].tolist()
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}  # end tokens are ignored
+    return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
 
 
 @pytest.mark.slow
@@ -117,8 +115,6 @@ def test_sampled_output_follows_the_target(
 def fit_a_head(steps: int, slope: float, shift: float) -> dict[str, Any]:
     """In the interpreter's process: an estimator with a head whose logits are wrong by a known slope and shift, and
     verdicts drawn from the truth."""
-    import torch
-
     from accept_head.head import AcceptanceHead
     from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
 
