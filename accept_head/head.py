@@ -2,11 +2,12 @@
 
     P̂(Y_i accepted | x, Y₁..Y_i) = sigmoid(f_θ(e_i))        e_i: the draft's hidden state, after the final norm, at Y_i
 
-Ours may read e_{i−1} instead, the state that Y_i was drawn from, together with the draft signals that describe Y_i: a
-little less is known, but one draft forward earlier.
+Ours may read e_{i−1} instead, the state that Y_i was drawn from, together with what says which token was drawn: the
+draft signals of Y_i and the draft's input embedding of it. It judges one draft forward earlier.
 
 f_θ is `depth` residual blocks e ← e + SiLU(W e + b), each with weights of its own (the research code shares one matrix
-among all of them), and a linear layer with one logit per prediction.
+among all of them), and a linear layer with one logit per prediction. Before them, what a head reads is brought to its
+width and added up.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ Predicts = Literal["token", "next", "both"]
 Prediction = Literal["token", "next"]
 Reads = Literal["drawn", "before"]
 
+Score = Callable[..., Tensor]
+
 MAX_DEPTH = 4
+TABLE_BYTES = 1 << 28  # largest table of projected embeddings that serving keeps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,9 @@ class HeadConfig:
     reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
     signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; only for `token`.
     signal_mean, signal_std: what each signal is normalised with, inside the head.
+    embedding_std: the head also reads the draft's input embedding of Y_i, divided by this, the root mean square of the
+        draft's embedding matrix; None = it does not. Only for `token`.
+    width: channels inside the head; None = hidden_size, and the state goes in as it is, as in the paper.
     """
 
     hidden_size: int
@@ -55,10 +62,14 @@ class HeadConfig:
     signals: tuple[str, ...] = ()
     signal_mean: tuple[float, ...] = ()
     signal_std: tuple[float, ...] = ()
+    embedding_std: float | None = None
+    width: int | None = None
 
     def __post_init__(self) -> None:
         if not _is_int(self.hidden_size) or self.hidden_size < 1:
             raise InputError(f"head config: hidden_size is {self.hidden_size!r}, expected a positive integer")
+        if self.width is not None and (not _is_int(self.width) or self.width < 1):
+            raise InputError(f"head config: width is {self.width!r}, expected a positive integer or null")
         if not _is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise InputError(f"head config: depth is {self.depth!r}, expected an integer from 0 to {MAX_DEPTH}")
         if self.predicts not in get_args(Predicts):
@@ -67,6 +78,11 @@ class HeadConfig:
         if self.reads not in get_args(Reads):
             raise InputError(f"head config: reads is {self.reads!r}, expected one of {get_args(Reads)}")
         self._check_signals()
+        if self.embedding_std is not None:
+            if not _is_finite(self.embedding_std) or not self.embedding_std > 0:
+                raise InputError(f"head config: embedding_std is {self.embedding_std!r}, expected a positive number")
+            if self.predicts != "token":
+                raise InputError(f"head config: an embedding is of a drawn token, but predicts is {self.predicts!r}")
 
     def _check_signals(self) -> None:
         for name in ("signals", "signal_mean", "signal_std"):
@@ -83,6 +99,15 @@ class HeadConfig:
             raise InputError(f"head config: signal_std is {self.signal_std}, expected positive numbers")
         if self.signals and self.predicts != "token":
             raise InputError(f"head config: signals describe a drawn token, but predicts is {self.predicts!r}")
+
+    @property
+    def channels(self) -> int:
+        """Inside the head."""
+        return self.width or self.hidden_size
+
+    @property
+    def reads_embedding(self) -> bool:
+        return self.embedding_std is not None
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:
@@ -103,9 +128,9 @@ class HeadConfig:
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b). W starts at zero, so that a deep head starts as a linear probe."""
 
-    def __init__(self, hidden_size: int):
+    def __init__(self, channels: int):
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
+        self.linear = nn.Linear(channels, channels)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
@@ -128,64 +153,114 @@ class AcceptanceHead(
     def __init__(self, config: HeadConfig | dict[str, Any]):
         super().__init__()
         self.config = HeadConfig.from_dict(config) if isinstance(config, dict) else config
-        self.blocks = nn.ModuleList(ResidualBlock(self.config.hidden_size) for _ in range(self.config.depth))
-        self.output = nn.Linear(self.config.hidden_size, len(self.config.predictions))
+        channels = self.config.channels
+        self.blocks = nn.ModuleList(ResidualBlock(channels) for _ in range(self.config.depth))
+        self.output = nn.Linear(channels, len(self.config.predictions))
         if self.config.signals:
-            self.signal_input = nn.Linear(len(self.config.signals), self.config.hidden_size, bias=False)
+            self.signal_input = nn.Linear(len(self.config.signals), channels, bias=False)
             # Of the config, so not among the weights; as buffers they are where the head is.
             places = torch.tensor([SIGNALS.index(name) for name in self.config.signals])
             self.register_buffer("signal_places", places, persistent=False)
             for name in ("signal_mean", "signal_std"):
                 self.register_buffer(name, torch.tensor(getattr(self.config, name)), persistent=False)
+        if self.config.reads_embedding:
+            self.embedding_input = nn.Linear(self.config.hidden_size, channels, bias=False)
+        if self.config.width is not None:
+            self.state_input = nn.Linear(self.config.hidden_size, channels, bias=False)
+        self.embeddings: Tensor | None = None  # the draft's; see `attach`
 
-    def forward(self, hidden: Tensor, signals: Tensor | None = None) -> Tensor:
+    def attach(self, embeddings: Tensor | None) -> AcceptanceHead:
+        """Look up drawn tokens in the draft's input embedding matrix, (vocab, hidden_size) of any float dtype, which is
+        not copied; a head that reads no embedding ignores it. Returns self. Raises InputError when it does not fit."""
+        if self.config.reads_embedding:
+            if embeddings is None or embeddings.dim() != 2 or embeddings.shape[1] != self.config.hidden_size:
+                got = "none" if embeddings is None else f"one of shape {tuple(embeddings.shape)}"
+                raise InputError(
+                    "this head reads the draft's embedding of the drawn token: expected an embedding matrix (vocab, "
+                    f"{self.config.hidden_size}), got {got}"
+                )
+            self.embeddings = embeddings.detach()
+        return self
+
+    def forward(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
         """Logits (..., predictions), in the head's dtype.
 
         hidden: (..., hidden_size), any float dtype. signals: (..., 3) as `draft_signals` gives them; needed, and used,
-        only when the config names signals.
+        only when the config names signals. token_ids: (...) int, Y; only when the head reads its embedding.
         """
         hidden = hidden.to(self.output.weight.dtype)
+        x = self.state_input(hidden) if self.config.width is not None else hidden
         if self.config.signals:
-            if signals is None:
-                raise InputError(f"this head reads the draft signals {self.config.signals}, but none were given")
-            hidden = hidden + self.signal_input(self.normalised(signals))
+            x = x + self.signal_input(self.normalised(_given(signals, "the draft signals", self.config.signals)))
+        if self.config.reads_embedding:
+            x = x + self.embedding_input(self.embedded(_given(token_ids, "the embedding of", "the drawn token")))
         for block in self.blocks:
-            hidden = block(hidden)
-        return self.output(hidden)
+            x = block(x)
+        return self.output(x)
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """(...) ids → (..., hidden_size), with root mean square about 1. Raises InputError before `attach`."""
+        return self._embeddings()[token_ids].to(self.output.weight.dtype) / (self.config.embedding_std or 1.0)
+
+    def _embeddings(self) -> Tensor:
+        if self.embeddings is None:
+            raise InputError("this head reads the draft's embedding of the drawn token: attach(embeddings) comes first")
+        return self.embeddings
 
     def normalised(self, signals: Tensor) -> Tensor:
         """(..., 3) → (..., those of the config), with mean 0 and deviation 1 on the training traces."""
         used = signals if self.config.signals == SIGNALS else signals[..., self.signal_places]
         return (used.to(self.output.weight.dtype) - self.signal_mean) / self.signal_std
 
-    def probability(self, hidden: Tensor, prediction: Prediction = "token", signals: Tensor | None = None) -> Tensor:
+    def probability(
+        self,
+        hidden: Tensor,
+        prediction: Prediction = "token",
+        signals: Tensor | None = None,
+        token_ids: Tensor | None = None,
+    ) -> Tensor:
         """P̂ of one prediction. hidden: (..., hidden_size) → (...). Raises InputError if this head does not make it."""
-        return self(hidden, signals)[..., self.index_of(prediction)].sigmoid()
+        return self(hidden, signals, token_ids)[..., self.index_of(prediction)].sigmoid()
 
     @torch.no_grad()
-    def scorer(self, prediction: Prediction = "token") -> Callable[[Tensor, Tensor | None], Tensor]:
-        """`probability` for serving, with a third of the host's work a call: (hidden, signals) → P̂, on the weights as
-        they are now; the normalisation is folded into them. Raises InputError as `probability` does."""
-        place = self.index_of(prediction)
+    def scorer(self, prediction: Prediction = "token") -> Score:
+        """`probability` for serving, with a third of the host's work a call: (hidden, signals, token_ids) → P̂, on the
+        weights as they are now; what is the same for all tokens is folded into them. Raises InputError as `probability`
+        does, or when the embeddings are not attached."""
+        place, config = self.index_of(prediction), self.config
         blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
         output, bias = self.output.weight[place].clone(), self.output.bias[place].clone()
-        dtype, width = output.dtype, self.config.hidden_size
-        if self.config.signals:
-            scale = torch.zeros(len(SIGNALS), width, dtype=dtype, device=output.device)
+        dtype = output.dtype
+        state = self.state_input.weight.detach().t() if config.width is not None else None
+        if config.signals:
+            scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=output.device)
             scale[self.signal_places] = (self.signal_input.weight / self.signal_std).t()
             shift = -(self.signal_input.weight @ (self.signal_mean / self.signal_std))
+        table = self._embedding_table() if config.reads_embedding else None
 
-        def score(hidden: Tensor, signals: Tensor | None = None) -> Tensor:
-            x = hidden.to(dtype).reshape(-1, width)
-            if self.config.signals:
-                if signals is None:
-                    raise InputError(f"this head reads the draft signals {self.config.signals}, but none were given")
+        def score(hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
+            x = hidden.to(dtype).reshape(-1, config.hidden_size)
+            if state is not None:
+                x = x @ state
+            if config.signals:
+                signals = _given(signals, "the draft signals", config.signals)
                 x = torch.addmm(x + shift, signals.to(dtype).reshape(-1, len(SIGNALS)), scale)
+            if config.reads_embedding:
+                ids = _given(token_ids, "the embedding of", "the drawn token").reshape(-1)
+                x = x + (self.embedding_input(self.embedded(ids)) if table is None else table[ids])
             for weight, offset in blocks:
                 x = x + nn.functional.silu(torch.addmm(offset, x, weight))
             return torch.addmv(bias.expand(len(x)), x, output).sigmoid().view(hidden.shape[:-1])
 
         return score
+
+    def _embedding_table(self) -> Tensor | None:
+        """(vocab, channels) what each token's embedding adds, worked out once; None where that would take much memory,
+        or where the table is not here."""
+        embeddings, weight = self._embeddings(), self.embedding_input.weight.detach()
+        if len(embeddings) * len(weight) * weight.element_size() > TABLE_BYTES or embeddings.device != weight.device:
+            return None
+        return (embeddings.to(weight.dtype) / (self.config.embedding_std or 1.0)) @ weight.t()
 
     def _blocks(self) -> list[ResidualBlock]:
         return [block for block in self.blocks if isinstance(block, ResidualBlock)]
@@ -249,6 +324,12 @@ class AcceptanceHead(
                 shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
                 raise InputError(f"{path}: tensor {name!r} has shape {shapes}")
         self.load_state_dict(stored)
+
+
+def _given(value: Tensor | None, what: str, which: object) -> Tensor:
+    if value is None:
+        raise InputError(f"this head reads {what} {which}, but none were given")
+    return value
 
 
 def _is_finite(value: Any) -> bool:

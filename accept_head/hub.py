@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, write_json
 from accept_head.head import AcceptanceHead
@@ -34,15 +36,23 @@ def save_head(
         traces.save(temporary)
 
 
-def load_head(name: str | Path, *, hidden_size: int, device: Any = "cpu") -> AcceptanceHead:
-    """Load a head for a draft with this hidden size. Raises InputError naming the head when it does not fit."""
+def load_head(
+    name: str | Path, *, hidden_size: int, device: Any = "cpu", embeddings: Tensor | None = None
+) -> AcceptanceHead:
+    """Load a head for a draft with this hidden size. Raises InputError naming the head when it does not fit.
+
+    embeddings: (vocab, hidden_size) the draft's input embedding matrix, for a head that reads it.
+    """
     head = AcceptanceHead.from_pretrained(name)
     if head.config.hidden_size != hidden_size:
         raise InputError(
             f"{name}: the head's hidden_size is {head.config.hidden_size}, but the draft's is {hidden_size}; "
             "a head belongs to the draft it was trained on"
         )
-    return head.to(device)
+    try:
+        return head.to(device).attach(embeddings)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
 
 
 def model_card(head: AcceptanceHead, metrics: dict[str, Any], traces: TraceConfig) -> str:

@@ -205,6 +205,11 @@ def hidden_size(model: PreTrainedModel) -> int:
     return model.get_output_embeddings().weight.shape[1]
 
 
+def input_embeddings(model: PreTrainedModel) -> Tensor:
+    """(vocab, channels) the matrix that ids are looked up in, before any scaling that the model may do."""
+    return model.get_input_embeddings().weight.detach()  # type: ignore[operator]
+
+
 def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Every id that ends a response: the generation config's, else the tokenizer's, else none."""
     ends = target.generation_config.eos_token_id if target.generation_config is not None else None

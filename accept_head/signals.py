@@ -8,11 +8,14 @@ When decoding is greedy, q is one-hot and says nothing: pass the plain softmax (
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 # In this order wherever they are stacked; each is also a column of a trace.
 SIGNALS = ("draft_logprob", "draft_entropy", "draft_max_prob")
+LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # what a smaller q counts as
 
 
 def draft_signals(q: Tensor, y: Tensor) -> Tensor:
@@ -35,3 +38,24 @@ def draft_entropy(q: Tensor) -> Tensor:
 def draft_max_prob(q: Tensor) -> Tensor:
     """max q. q: (..., vocab) → (...)."""
     return q.amax(-1)
+
+
+def signals_of_q(q: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """SIGNALS one by one, written so that a compiler makes one loop of it. q: (batch, vocab); y: (batch,)."""
+    return draft_logprob(q, y), -(q.clamp(min=torch.finfo(q.dtype).tiny).log() * q).sum(-1), draft_max_prob(q)
+
+
+def signals_of_logits(logits: Tensor, temperature: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for q = softmax(logits / temperature), which is not made. With z = (logits − max) / temperature and
+    s = Σ exp z:  log q(Y) = z_Y − log s,  H = log s − Σ z·exp z / s,  max q = 1 / s.
+
+    logits: (batch, vocab), any float dtype, −inf allowed; temperature: (batch,) above 0; y: (batch,) → float32.
+    """
+    scaled = logits.float() / temperature[:, None]
+    # A token less likely than float32 can say counts as that: never 0 · −inf.
+    z = (scaled - scaled.amax(-1, keepdim=True)).clamp(min=LEAST_LOG)
+    share = z.exp()
+    total = share.sum(-1)
+    log_total = total.log()
+    logprob = z.gather(-1, y.unsqueeze(-1)).squeeze(-1) - log_total
+    return logprob.clamp(min=LEAST_LOG), log_total - (share * z).sum(-1) / total, 1 / total

@@ -7,13 +7,14 @@ prompts. Which shards a folder must have follows from its config, so completenes
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accept_head.errors import InputError
-from accept_head.files import atomic_path, read_json, write_json
+from accept_head.files import atomic_path, read_json, sha256, write_json
 from accept_head.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ CONFIG_NAME = "trace_config.json"
 POSITION_COLUMNS = {
     "response_ids": "int32",  # X_i, the target's token
     "draft_ids": "int32",  # Y_i ∼ q, coupled with X_i
-    "accepted": "bool",  # whether Y_i is accepted; then Y_i = X_i
+    "accepted": "bool",  # whether Y_i is accepted; then Y_i = X_i. Of scored text: whether Y_i = X_i
     "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
     "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
     "target_logprob": "float32",  # log p(X_i)
@@ -65,6 +66,8 @@ class TraceConfig:
     vocab_size: ids that both models score. end_token_ids: ids that end a response.
     num_prompts: records in the folder. shard_size: records a shard. batch_size: prompts generated together; it decides
     which random numbers a response gets.
+    responses: fingerprint of the traces whose responses these are, scored again under other sampling settings
+    (`collect --responses`); None when the target said them under these settings. See `check_coupled`.
     """
 
     target: str
@@ -82,6 +85,7 @@ class TraceConfig:
     batch_size: int
     shard_size: int
     version: int = TRACE_VERSION
+    responses: str | None = None
 
     @property
     def num_shards(self) -> int:
@@ -92,10 +96,18 @@ class TraceConfig:
 
     def content(self) -> dict[str, Any]:
         """What decides the records: everything but the models' names, which change when a folder moves."""
-        return {key: value for key, value in asdict(self).items() if key not in ("target", "draft")}
+        return {key: value for key, value in self._written().items() if key not in ("target", "draft")}
+
+    def fingerprint(self) -> str:
+        """SHA-256 of all that decides the records."""
+        return sha256(json.dumps(self.content(), sort_keys=True))
 
     def save(self, folder: Path) -> None:
-        write_json(folder / CONFIG_NAME, asdict(self))
+        write_json(folder / CONFIG_NAME, self._written())
+
+    def _written(self) -> dict[str, Any]:
+        """The fields, without `responses` where there is none: traces are older than it, and keep their fingerprint."""
+        return {key: value for key, value in asdict(self).items() if key != "responses" or value is not None}
 
     @classmethod
     def load(cls, folder: Path) -> TraceConfig:
@@ -110,6 +122,7 @@ class TraceConfig:
             raise InputError(
                 f"{path}: version is {values.get('version')!r}, expected {TRACE_VERSION}; collect these traces again"
             )
+        values.setdefault("responses", None)
         if wrong := sorted(set(values) ^ {field.name for field in fields(cls)}):
             raise InputError(f"{path}: field {wrong[0]!r} is {'unknown' if wrong[0] in values else 'missing'}")
         values["sampling"] = _read_sampling(path, values["sampling"])
@@ -117,9 +130,10 @@ class TraceConfig:
         return cls(**values)._checked(path)
 
     def _checked(self, path: Path) -> TraceConfig:
+        texts: dict[Any, Any] = {"str": str, "str | None": str | None}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type == "str" and not isinstance(value, str):
+            if field.type in texts and not isinstance(value, texts[field.type]):
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected text")
             if field.type == "int" and (type(value) is not int or value < (0 if field.name == "seed" else 1)):
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected a positive integer")
@@ -169,19 +183,28 @@ def read_traces(folder: Path) -> tuple[TraceConfig, Dataset]:
 
     Raises InputError naming the folder, shard or column when a shard is missing, truncated or inconsistent.
     """
-    from datasets import Dataset, concatenate_datasets
+    from datasets import concatenate_datasets
 
+    config = finished_config(folder)
+    return config, concatenate_datasets([read_shard(folder, config, shard) for shard in range(config.num_shards)])
+
+
+def finished_config(folder: Path) -> TraceConfig:
+    """The config of a folder that has all its shards. Raises InputError naming the folder when some are missing."""
     config = TraceConfig.load(folder)
     if missing := missing_shards(folder, config):
         raise InputError(
             f"{folder}: {len(missing)} of {config.num_shards} shards are missing (first: "
             f"{shard_path(folder, missing[0]).name}); run the same `accept-head collect` again to finish it"
         )
-    tables = [
-        _read_shard(folder, shard, shard * config.shard_size, config.shard_rows(shard))
-        for shard in range(config.num_shards)
-    ]
-    return config, concatenate_datasets([Dataset(table) for table in tables])
+    return config
+
+
+def read_shard(folder: Path, config: TraceConfig, shard: int) -> Dataset:
+    """Read and validate the records of one shard. Raises InputError naming the shard or column."""
+    from datasets import Dataset
+
+    return Dataset(_read_table(folder, shard, shard * config.shard_size, config.shard_rows(shard)))
 
 
 def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) -> None:
@@ -190,7 +213,17 @@ def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) 
         raise InputError(f"{folder}: made by another pair (its draft was {config.draft}); --draft must be that draft")
 
 
-def _read_shard(folder: Path, shard: int, first: int, rows: int) -> Any:
+def check_coupled(config: TraceConfig, folder: Path) -> None:
+    """Raises InputError when the responses are not what the target says under the sampling settings of these traces:
+    no round of decoding would have gone along them."""
+    if config.responses is not None:
+        raise InputError(
+            f"{folder}: its responses were scored with `collect --responses`, not said under these sampling settings; "
+            "such traces can train a head, but neither be replayed nor be dev traces"
+        )
+
+
+def _read_table(folder: Path, shard: int, first: int, rows: int) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq

@@ -91,7 +91,7 @@ class Engines:
         drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
         if drafting.policy is not None and drafting.host is None:
             drafter.vllm_config.additional_config = {"accept_head": {"policy": drafting.policy, "log_every": 0}}
-            drafting.host = build_host(drafter.vllm_config, drafter.device)
+            drafting.host = build_host(drafter.vllm_config, drafter.device, drafter.model)
         drafter.host = drafting.host
         core.scheduler.dynamic_sd_lookup = drafting.table
         if hasattr(drafter, "num_speculative_steps") and drafting.table is not None:

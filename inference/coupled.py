@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
 from accept_head.inference.rollouts import read_rollouts, roll_out
-from accept_head.trace import TraceConfig, check_made_by, read_traces
+from accept_head.trace import TraceConfig, check_coupled, check_made_by, read_traces
 
 SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard
 
@@ -84,12 +84,14 @@ def load_coupled(
 ) -> CoupledTraces:
     """Read traces and their rollouts, making those that are missing. max_prompts: the first so many.
 
-    Raises InputError when the traces are damaged, of another draft, or have no response.
+    Raises InputError when the traces are damaged, of another draft, of scored text (`collect --responses`), or have no
+    response.
     """
     if k_max < 2:
         raise InputError(f"k_max is {k_max}, expected at least 2")
     config, traces = read_traces(folder)
     check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
+    check_coupled(config, folder)
     count = min(max_prompts or len(traces), len(traces))
     paths = roll_out(draft, folder, config, traces, k_max=k_max, shards=-(-count // config.shard_size))
     return couple(config, traces.select(range(count)), paths, k_max)

@@ -44,6 +44,7 @@ class DraftStep:
 
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth; None before it is drawn. active: (batch,)
     bool, rows still drafting; what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden);
+    scored: (batch,) what the policy's own score of Y is, from a host that works it out together with the signals.
     drawn_hidden is None at the last token that the round can have, where nothing depends on it. logprob, entropy,
     max_prob: (batch,), of the distribution Y_depth is drawn from; when decoding is greedy, of the draft's plain
     softmax.
@@ -57,6 +58,7 @@ class DraftStep:
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     max_prob: Tensor | None = None
+    scored: Tensor | None = None
 
     @classmethod
     def of(

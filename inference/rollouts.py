@@ -7,7 +7,6 @@ rolled out to the longest round there may be. The hidden states of both parts ar
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
-from accept_head.files import atomic_path, read_json, sha256, writable_folder, write_json
+from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.support import check_served
 from accept_head.pair import context_tokens, hidden_size
@@ -60,7 +59,7 @@ class RolloutConfig:
 
 def trace_fingerprint(config: TraceConfig) -> str:
     """SHA-256 of all that decides the traces."""
-    return sha256(json.dumps(config.content(), sort_keys=True))
+    return config.fingerprint()
 
 
 def roll_out(

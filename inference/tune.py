@@ -30,7 +30,7 @@ from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
 from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune_rules import LEARNERS, RULES, ask, checked_rules, spec_of
-from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
+from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.trace import CONFIG_NAME
 from accept_head.version import VERSION
 
@@ -276,7 +276,9 @@ def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -
     for name in names:
         if name in heads:
             raise InputError(f"--head {name}: given twice")
-        heads[name] = load_head(name, hidden_size=hidden_size(draft), device=draft.device)
+        heads[name] = load_head(
+            name, hidden_size=hidden_size(draft), device=draft.device, embeddings=input_embeddings(draft)
+        )
         recorded = Path(name) / CONFIG_NAME  # whatever version of it: only the draft matters here
         trained = read_json(recorded) if recorded.is_file() else {}
         if trained.get("draft_fingerprint", fingerprint) != fingerprint:

@@ -24,23 +24,25 @@ from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards, write_sh
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
 from accept_head.training.respond import respond
 from accept_head.training.score import score
+from accept_head.training.stored import StoredResponses
 
 
 def collect(
     target: str,
     draft: str,
-    prompts: str,
     out: str,
+    prompts: str | None = None,
+    responses: str | None = None,
     field: str = "prompt",
     split: str = "train",
     temperature: float = 1.0,
     top_k: int = 50,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    max_new_tokens: int = 128,
+    max_new_tokens: int | None = None,
     max_prompts: int | None = None,
     batch_size: int = 32,
-    shard_size: int = 64,
+    shard_size: int | None = None,
     seed: int = 0,
     dtype: str = "auto",
     device_map: str | None = None,
@@ -54,18 +56,22 @@ def collect(
     Args:
         target: Target model, a folder or Hub name.
         draft: Draft model, a folder or Hub name; it must share the target's tokenizer.
-        prompts: JSONL file, or a name or folder for `datasets.load_dataset`.
         out: Folder for the traces.
+        prompts: JSONL file, or a name or folder for `datasets.load_dataset`.
+        responses: Instead of `prompts`, a folder of traces of the same pair: its prompts and responses, which may have
+            been sampled otherwise, are scored under these settings, and nothing is generated. Such traces can train a
+            head (a greedy head learns from sampled text too), but not be replayed.
         field: Field of a prompt record with the text, or with a list of chat messages.
         split: Split to read when `prompts` is a data set.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Most likely tokens kept; 0 keeps all.
         top_p: Probability mass kept; 1 keeps all.
         min_p: Least probability kept, as a share of the most likely token's; 0 keeps all.
-        max_new_tokens: Longest response, in tokens.
+        max_new_tokens: Longest response, in tokens; 128 when left out, or that of `responses`.
         max_prompts: Use the first so many prompts only.
         batch_size: Prompts generated together. It decides which random numbers a response gets.
-        shard_size: Prompts in one shard, the unit of work that an interruption loses.
+        shard_size: Prompts in one shard, the unit of work that an interruption loses; 64 when left out, or that of
+            `responses`.
         seed: Seed of responses and coupling.
         dtype: auto, float32, bfloat16 or float16.
         device_map: `auto` spreads the target over all devices of this process.
@@ -73,26 +79,34 @@ def collect(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
-        if value < 1:
+        if value is not None and value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
+    if (prompts is None) == (responses is None):
+        given = "neither of them is" if prompts is None else "both are"
+        raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
     limit_cpu_threads()
     options = trainer_options()
     pair = load_pair(
         target, draft, dtype=dtype, device=local_device(), device_map=device_map, trust_remote_code=trust_remote_code
     )
-    room = min(context_tokens(pair.target), context_tokens(pair.draft)) - max_new_tokens
-    if room < 1:
-        raise InputError(
-            f"max_new_tokens is {max_new_tokens}, but the models' context has {room + max_new_tokens} tokens"
+    fingerprints = checkpoint_fingerprint(target), checkpoint_fingerprint(draft)
+    stored = None
+    if responses is not None:
+        stored = StoredResponses.of(Path(responses), *fingerprints)
+        max_new_tokens = stored.setting("max_new_tokens", max_new_tokens)
+        shard_size = stored.setting("shard_size", shard_size)
+        loaded = stored.prompts(max_prompts)
+    else:
+        max_new_tokens, shard_size = max_new_tokens or 128, shard_size or 64
+        room = _room_for_prompts(pair, max_new_tokens)
+        loaded = load_prompts(
+            str(prompts), pair.tokenizer, field=field, split=split, max_prompts=max_prompts, max_prompt_tokens=room
         )
-    loaded = load_prompts(
-        prompts, pair.tokenizer, field=field, split=split, max_prompts=max_prompts, max_prompt_tokens=room
-    )
     config = TraceConfig(
         target=str(target),
-        target_fingerprint=checkpoint_fingerprint(target),
+        target_fingerprint=fingerprints[0],
         draft=str(draft),
-        draft_fingerprint=checkpoint_fingerprint(draft),
+        draft_fingerprint=fingerprints[1],
         vocabulary_fingerprint=vocabulary_fingerprint(pair.tokenizer),
         prompts_fingerprint=prompts_fingerprint(loaded),
         vocab_size=pair.vocab_size,
@@ -103,6 +117,7 @@ def collect(
         seed=seed,
         batch_size=batch_size,
         shard_size=shard_size,
+        responses=stored.config.fingerprint() if stored else None,
     )
     folder = _prepare(Path(out), config)
     trainer = L.Trainer(
@@ -112,10 +127,18 @@ def collect(
         enable_progress_bar=False,
         callbacks=[TraceWriter(folder)],
     )
-    trainer.predict(Collector(pair, loaded, config, folder), return_predictions=False)
+    trainer.predict(Collector(pair, loaded, config, folder, stored), return_predictions=False)
     trainer.strategy.barrier("collected")
     if trainer.is_global_zero:
         print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
+
+
+def _room_for_prompts(pair: Pair, max_new_tokens: int) -> int:
+    """Tokens of the longest prompt that can be answered."""
+    context = min(context_tokens(pair.target), context_tokens(pair.draft))
+    if context <= max_new_tokens:
+        raise InputError(f"max_new_tokens is {max_new_tokens}, but the models' context has {context} tokens")
+    return context - max_new_tokens
 
 
 def _prepare(folder: Path, config: TraceConfig) -> Path:
@@ -123,10 +146,10 @@ def _prepare(folder: Path, config: TraceConfig) -> Path:
     writable_folder(folder)
     if (folder / CONFIG_NAME).exists():
         before, now = TraceConfig.load(folder).content(), config.content()
-        if changed := [key for key in now if before[key] != now[key]]:
+        if changed := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
             raise InputError(
-                f"--out {folder}: holds traces made with another {changed[0]} ({before[changed[0]]}, now "
-                f"{now[changed[0]]}); choose another folder or remove it"
+                f"--out {folder}: holds traces made with another {changed[0]} ({before.get(changed[0])}, now "
+                f"{now.get(changed[0])}); choose another folder or remove it"
             )
     elif any(folder.glob("*.parquet")):
         raise InputError(f"--out {folder}: holds parquet files but no {CONFIG_NAME}; choose another folder")
@@ -138,11 +161,19 @@ def _prepare(folder: Path, config: TraceConfig) -> Path:
 class Collector(L.LightningModule):
     """predict_step makes all records of one shard."""
 
-    def __init__(self, pair: Pair, prompts: Sequence[Prompt], config: TraceConfig, folder: Path):
+    def __init__(
+        self,
+        pair: Pair,
+        prompts: Sequence[Prompt],
+        config: TraceConfig,
+        folder: Path,
+        stored: StoredResponses | None = None,
+    ):
         super().__init__()
         self.parts = (pair, prompts)  # in a tuple: the models are not submodules, so nothing moves or wraps them
         self.trace_config = config
         self.folder = folder
+        self.stored = stored
 
     def predict_dataloader(self) -> DataLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
@@ -158,10 +189,15 @@ class Collector(L.LightningModule):
         config = self.trace_config
         first = shard * config.shard_size
         mine = prompts[first : first + config.shard_rows(shard)]
+        responses = self.stored.responses(shard) if self.stored else []
         records = []
         for start in range(0, len(mine), config.batch_size):
             batch = mine[start : start + config.batch_size]
-            records += make_records(pair, batch, config)
+            if self.stored is None:
+                records += make_records(pair, batch, config)
+            else:
+                said = responses[start : start + len(batch)]
+                records += score_responses(pair, batch, said, config, drawn_with=self.stored.config.sampling)
             self.tokens += sum(len(record["response_ids"]) for record in records[-len(batch) :])
             self.progress.update(len(batch))
             elapsed = self.progress.format_dict["elapsed"] or 1e-9
@@ -174,20 +210,38 @@ class Collector(L.LightningModule):
 
 def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> list[dict[str, Any]]:
     """Responses and scores of one batch of prompts, as trace records."""
-    prompt_ids = [prompt.ids for prompt in batch]
     # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
     seed = (config.seed * 1_000_003 + batch[0].index) % (1 << 63)
     responses = respond(
         pair.target,
         pair.tokenizer,
-        prompt_ids,
+        [prompt.ids for prompt in batch],
         config.sampling,
         max_new_tokens=config.max_new_tokens,
         seed=seed,
         vocab_size=pair.vocab_size,
     )
-    indices = [prompt.index for prompt in batch]
-    scored = score(pair, prompt_ids, responses, config.sampling, seed=config.seed, indices=indices)
+    return score_responses(pair, batch, responses, config, drawn_with=config.sampling)
+
+
+def score_responses(
+    pair: Pair,
+    batch: Sequence[Prompt],
+    responses: Sequence[Sequence[int]],
+    config: TraceConfig,
+    *,
+    drawn_with: Sampling,
+) -> list[dict[str, Any]]:
+    """Trace records of these responses under `config.sampling`. drawn_with: what the target drew them with."""
+    scored = score(
+        pair,
+        [prompt.ids for prompt in batch],
+        responses,
+        config.sampling,
+        seed=config.seed,
+        indices=[prompt.index for prompt in batch],
+        drawn_with=drawn_with,
+    )
     return [
         {
             "index": prompt.index,

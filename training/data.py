@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from datasets import Dataset as TraceDataset
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -143,14 +144,18 @@ class TraceData(L.LightningDataModule):
 
 
 def split_dev(
-    traces: TraceDataset, folder: Path, *, seed: int, share: float = 0.1
+    traces: TraceDataset, folder: Path | str, *, seed: int, share: float = 0.1, judges: np.ndarray | None = None
 ) -> tuple[TraceDataset, TraceDataset]:
-    """(train, dev): each prompt goes to dev with probability `share`, decided by its index alone."""
+    """(train, dev): each prompt is held out with probability `share`, decided by its index alone.
+
+    judges: (traces,) bool, which of the held-out traces make up dev; all when left out. folder: for the message.
+    """
     indices = torch.tensor(traces["index"])
-    in_dev = uniforms(seed, indices, 0, DEV_STREAM) < share
-    if in_dev.all() or not in_dev.any():
+    held_out = uniforms(seed, indices, 0, DEV_STREAM) < share
+    in_dev = held_out if judges is None else held_out & torch.from_numpy(judges)
+    if held_out.all() or not in_dev.any():
         raise InputError(f"{folder}: {len(traces)} traces are too few to hold some out; give --dev_traces")
-    return traces.select(torch.where(~in_dev)[0].tolist()), traces.select(torch.where(in_dev)[0].tolist())
+    return traces.select(torch.where(~held_out)[0].tolist()), traces.select(torch.where(in_dev)[0].tolist())
 
 
 def _collate(items: list[tuple[Packed, int]]) -> DraftBatch:

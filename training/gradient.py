@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from accept_head.head import AcceptanceHead
 
@@ -24,11 +24,13 @@ class Positions:
     """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
 
     hidden: (n, hidden_size) float32. signals: (n, signals of the config), normalised; None when the head reads none.
+    embedded: (n, hidden_size), of the drawn tokens, as `AcceptanceHead.embedded` gives it; None likewise.
     accept, reject: (n, predictions), the label a and 1 − a; both 0 where that prediction does not count.
     """
 
     hidden: Tensor
     signals: Tensor | None
+    embedded: Tensor | None
     accept: Tensor
     reject: Tensor
 
@@ -53,7 +55,7 @@ def head_loss(
     # Looked up and cast once: for small heads these words of Python are a good part of the time.
     linears: list[Any] = [block.linear for block in head.blocks]
     blocks = [(linear.weight.to(dtype), linear.bias.to(dtype)) for linear in linears]
-    first, output_weight = _first_state(head, positions), head.output.weight.to(dtype)
+    first, output_weight = _first_state(head, positions, dtype), head.output.weight.to(dtype)
     states, before_silu = _forward_blocks(blocks, first, dtype)
     logits = F.linear(states[-1].to(dtype), output_weight, head.output.bias.to(dtype)).float()
 
@@ -67,18 +69,31 @@ def head_loss(
 
     output = [(d_logits.t() @ states[-1].to(dtype)).float(), d_logits.sum(0).float()]
     d_last = (d_logits @ output_weight).float()
-    d_blocks, d_first_signals = _backward_blocks(blocks, positions, states, before_silu, d_last, dtype)
-    gradients = [*d_blocks, *output]
-    if d_first_signals is not None:
-        gradients.append(d_first_signals)
-    return HeadLoss(value, cross_entropy, gradients)
+    inputs = _inputs(head, positions, dtype)
+    d_blocks, d_inputs = _backward_blocks(blocks, list(inputs.values()), states, before_silu, d_last, dtype)
+    return HeadLoss(value, cross_entropy, [*d_blocks, *output, *d_inputs])
 
 
-def _first_state(head: AcceptanceHead, positions: Positions) -> Tensor:
-    """(n, hidden_size): the draft's state, and what the signals add to it."""
-    if positions.signals is None:
-        return positions.hidden
-    return torch.addmm(positions.hidden, positions.signals, head.signal_input.weight.t())
+def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> dict[nn.Linear, Tensor]:
+    """What goes into the head through weights of its own, (n, …) each, by the layer that it goes through, in the order
+    of `head.parameters()`."""
+    inputs = {}
+    if positions.signals is not None:
+        inputs[head.signal_input] = positions.signals
+    if positions.embedded is not None:
+        inputs[head.embedding_input] = positions.embedded.to(dtype)
+    if head.config.width is not None:
+        inputs[head.state_input] = positions.hidden.to(dtype)
+    return inputs
+
+
+def _first_state(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> Tensor:
+    """(n, channels): the sum of all that the head reads."""
+    state = positions.hidden if head.config.width is None else positions.hidden.new_zeros(1, head.config.width)
+    for linear, value in _inputs(head, positions, dtype).items():
+        weight = linear.weight.t().to(value.dtype)
+        state = torch.addmm(state, value, weight) if value.dtype == torch.float32 else state + value @ weight
+    return state
 
 
 def _forward_blocks(
@@ -96,29 +111,22 @@ def _forward_blocks(
 
 def _backward_blocks(
     blocks: Sequence[tuple[Tensor, Tensor]],
-    positions: Positions,
+    inputs: Sequence[Tensor],
     states: Sequence[Tensor],
     before_silu: Sequence[Tensor],
     d_state: Tensor,
     dtype: torch.dtype,
-) -> tuple[list[Tensor], Tensor | None]:
-    """(weight and bias gradients of every block, first block first; gradient of the signal weights). d_state: of the
-    state after the last block, (n, hidden_size)."""
-    signals, d_signals = positions.signals, None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(weight and bias gradients of every block, first block first; gradient of the weights that each of `inputs`
+    went through). inputs: (n, …) each. d_state: of the state after the last block, (n, channels)."""
     gradients: list[Tensor] = []
     for level in reversed(range(len(blocks))):
         weight, _ = blocks[level]
         d_linear = torch.ops.aten.silu_backward(d_state.to(dtype), before_silu[level])
         gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
-        if level > 0:
+        if level > 0 or inputs:
             d_state = d_state.addmm_(d_linear, weight) if dtype == torch.float32 else d_state + d_linear @ weight
-        elif signals is not None:
-            # Nothing below the first block learns but the signal weights: sᵀd comes before the large product.
-            d_signals = ((signals.to(dtype).t() @ d_linear) @ weight).t().float()
-    if signals is not None:
-        straight = (signals.t() @ d_state).t()
-        d_signals = straight if d_signals is None else d_signals + straight
-    return gradients, d_signals
+    return gradients, [(d_state.to(value.dtype).t() @ value).float() for value in inputs]
 
 
 class KnownGradients(torch.autograd.Function):

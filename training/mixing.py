@@ -25,7 +25,8 @@ class DraftBatch:
     input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
     labels, mask: (batch, seq, 2): last axis token, next.
     signals: (batch, seq, 3), draft signals where
-    the token label counts. indices: (batch,) prompt index of each trace, for messages.
+    the token label counts; drawn_ids: (batch, seq) the token there. indices: (batch,) prompt index of each trace, for
+    messages.
     """
 
     input_ids: Tensor
@@ -34,6 +35,7 @@ class DraftBatch:
     labels: Tensor
     mask: Tensor
     signals: Tensor
+    drawn_ids: Tensor
     indices: Tensor
 
     def to(self, device: torch.device) -> DraftBatch:
@@ -43,7 +45,7 @@ class DraftBatch:
 @dataclass
 class Packed:
     """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 2);
-    signals: (seq, 3)."""
+    signals: (seq, 3); drawn_ids: (seq,)."""
 
     ids: Tensor
     positions: Tensor
@@ -51,6 +53,7 @@ class Packed:
     labels: Tensor
     mask: Tensor
     signals: Tensor
+    drawn_ids: Tensor
 
 
 def mix_tokens(response_ids: Tensor, draft_ids: Tensor, uniform: Tensor, r: float) -> Tensor:
@@ -69,7 +72,7 @@ def pack_mixed(trace: dict[str, Any], uniform: Tensor, r: float) -> Packed:
     mask[start:, 1] &= mixed == response
     length = len(ids)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    return Packed(ids, torch.arange(length), allowed, labels, mask, _signals(trace, start, length))
+    return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
 
 
 def pack_exact(trace: dict[str, Any]) -> Packed:
@@ -85,7 +88,7 @@ def pack_exact(trace: dict[str, Any]) -> Packed:
     allowed[trunk:, trunk:] = torch.eye(count, dtype=torch.bool)
     labels, mask = _next_labels(trace, extra=count)
     labels[trunk:, 0], mask[trunk:, 0] = trace["acceptance"], True
-    return Packed(ids, positions, allowed, labels, mask, _signals(trace, trunk, trunk + count))
+    return Packed(ids, positions, allowed, labels, mask, *_drawn(trace, trunk, trunk + count))
 
 
 def pack_prefix(trace: dict[str, Any]) -> Packed:
@@ -96,7 +99,7 @@ def pack_prefix(trace: dict[str, Any]) -> Packed:
     labels, mask = _next_labels(trace, extra=0)
     labels[start : start + count, 0], mask[start : start + count, 0] = trace["acceptance"], True
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    return Packed(ids, torch.arange(length), allowed, labels, mask, _signals(trace, start, length))
+    return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
 
 
 def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
@@ -110,6 +113,7 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         labels=torch.zeros(rows, width, 2),
         mask=torch.zeros(rows, width, 2, dtype=torch.bool),
         signals=torch.zeros(rows, width, len(SIGNALS)),
+        drawn_ids=torch.zeros(rows, width, dtype=torch.long),
         indices=torch.tensor(indices),
     )
     for row, item in enumerate(packed):
@@ -120,14 +124,17 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         batch.labels[row, :length] = item.labels
         batch.mask[row, :length] = item.mask
         batch.signals[row, :length] = item.signals
+        batch.drawn_ids[row, :length] = item.drawn_ids
     return batch
 
 
-def _signals(trace: dict[str, Any], start: int, length: int) -> Tensor:
-    """(length, 3), with the trace's signals from `start` on."""
-    signals = torch.zeros(length, len(SIGNALS))
-    signals[start : start + len(trace["draft_ids"])] = torch.stack([trace[name] for name in SIGNALS], dim=-1)
-    return signals
+def _drawn(trace: dict[str, Any], start: int, length: int) -> tuple[Tensor, Tensor]:
+    """The trace's signals, (length, 3), and drawn ids, (length,), from `start` on."""
+    here = slice(start, start + len(trace["draft_ids"]))
+    signals, ids = torch.zeros(length, len(SIGNALS)), torch.zeros(length, dtype=torch.long)
+    signals[here] = torch.stack([trace[name] for name in SIGNALS], dim=-1)
+    ids[here] = trace["draft_ids"].long()
+    return signals, ids
 
 
 def _next_labels(trace: dict[str, Any], extra: int) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,7 @@ class HeadTraining(L.LightningModule):
         return Positions(
             hidden=hidden[used].float(),
             signals=head.normalised(batch.signals[used]) if head.config.signals else None,
+            embedded=head.embedded(batch.drawn_ids[used]) if head.config.reads_embedding else None,
             accept=torch.where(mask, labels, 0.0),
             reject=torch.where(mask, 1 - labels, 0.0),
         )
@@ -174,8 +175,8 @@ class HeadTraining(L.LightningModule):
     def validation_step(self, batch: DraftBatch, batch_index: int) -> None:
         hidden = self.hidden_states(batch)
         used, labels, mask = self._counted(batch)
-        hidden, signals = hidden[used], batch.signals[used]
-        logits = torch.stack([candidate.head(hidden, signals).float() for candidate in self.candidates])
+        read = hidden[used], batch.signals[used], batch.drawn_ids[used]
+        logits = torch.stack([candidate.head(*read).float() for candidate in self.candidates])
         self.dev_outputs.append((logits.cpu(), labels.cpu(), mask.cpu()))
 
     def on_validation_epoch_end(self) -> None:

@@ -43,12 +43,15 @@ def prepare_run(out: Path, run: dict[str, Any], *, sweep: bool) -> Path:
 
 
 def _first_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """`name (before, now after)` of the first setting that differs; "" when none does."""
-    for key, value in now.items():
-        if before.get(key) != value:
-            if isinstance(value, dict) and isinstance(before.get(key), dict):
-                return f"{key}: {_first_change(before[key], value) or 'settings'}"
-            return f"{key} ({before.get(key)}, now {value})"
+    """`name (before, now after)` of the first setting that differs, the name alone where that would be long; "" when
+    none does."""
+    for key in {**before, **now}:
+        old, new = before.get(key), now.get(key)
+        if old != new:
+            if isinstance(old, dict) and isinstance(new, dict):
+                return f"{key}: {_first_change(old, new)}"
+            change = f"{key} ({old}, now {new})"
+            return change if len(change) < 200 else key
     return ""
 
 

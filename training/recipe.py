@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from accept_head.errors import InputError
 from accept_head.head import Predicts
 from accept_head.training.mixing import Packing
 
 LR_HIDDEN_SIZE = 128
+AUTO_WIDTH = (256, 1024)  # the draft's hidden size, but not less or more than these
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """depth: residual blocks. predicts: token, next or both. signals: whether the head also reads the draft signals.
+    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`, as in AUTO_WIDTH.
+    predicts: token, next or both. signals, embedding: whether the head also reads the draft signals, and the draft's
+    input embedding of the drawn token.
 
     w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
     a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
@@ -25,6 +28,8 @@ class Recipe:
     depth: int = 3
     predicts: Predicts = "token"
     signals: bool = False
+    embedding: bool = False
+    width: int | Literal["auto"] | None = None
     w_acc: float = 1.0
     w_rej: float = 1.0
     packing: Packing = "mixing"
@@ -41,13 +46,19 @@ class Recipe:
         for name in ("epochs", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}, expected a positive integer")
+        if isinstance(self.width, int) and self.width < 1:
+            raise InputError(f"width is {self.width}, expected a positive integer or auto")
         for name in ("r", "warmup_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1")
 
     def for_hidden_size(self, hidden_size: int) -> Recipe:
-        """lr × LR_HIDDEN_SIZE / hidden_size: a step of Adam moves a pre-activation by about lr × channels."""
-        return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size)
+        """Its width settled, and lr × LR_HIDDEN_SIZE / hidden_size: a step of Adam moves a pre-activation by about
+        lr × channels."""
+        least, most = AUTO_WIDTH
+        width = min(max(hidden_size, least), most) if self.width == "auto" else self.width
+        width = None if width == hidden_size else width
+        return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size, width=width)
 
     def for_traces(self, traces: int, processes: int) -> Recipe:
         """With the batch size cut to the traces there are, to a multiple of `processes`, at least one each."""

@@ -15,20 +15,20 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig, Predicts
-from accept_head.pair import checkpoint_fingerprint, hidden_size, load_model
+from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.signals import SIGNALS
-from accept_head.trace import TraceConfig, check_made_by, read_traces
-from accept_head.training.data import StepSampler, TraceData, split_dev
+from accept_head.training.data import StepSampler, TraceData
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
 from accept_head.training.mixing import Packing
 from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
 from accept_head.training.output import prepare_run, print_quality, save_heads
 from accept_head.training.recipe import RECIPES, Recipe, variants
+from accept_head.training.splits import read_splits
 from accept_head.version import VERSION
 
 
 def train(
-    traces: str,
+    traces: str | list[str],
     draft: str,
     out: str,
     dev_traces: str | None = None,
@@ -36,6 +36,8 @@ def train(
     depth: int | list[int] | None = None,
     predicts: Predicts | None = None,
     signals: bool | None = None,
+    embedding: bool | None = None,
+    width: int | Literal["auto"] | None = None,
     w_acc: float | None = None,
     w_rej: float | list[float] | None = None,
     packing: Packing | None = None,
@@ -61,15 +63,17 @@ def train(
     the way during the steps of the last epoch.
 
     Args:
-        traces: Folder made by `accept-head collect`.
+        traces: Folder made by `accept-head collect`; or a list of them, like [A,B], of one pair and sampling.
         draft: The draft that the traces were made with.
         out: Folder for the head; of a sweep, for a folder a head, named like depth3-w_rej6.
-        dev_traces: Traces to evaluate on; a tenth of `traces` when left out.
+        dev_traces: Traces to evaluate on; a tenth of the prompts of `traces` when left out.
         recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs), or
             `default` (ours).
         depth: Residual blocks of the head, 0 to 4; or a list, like [0,1,2,3,4].
         predicts: token, next or both.
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
+        embedding: Whether the head also reads the draft's input embedding of the drawn token.
+        width: Channels of the head; `auto` is the draft's hidden size, but at least 256 and at most 1024.
         w_acc: Loss weight of acceptance.
         w_rej: Loss weight of rejection; or a list, like [1,3,6,12].
         packing: `exact`, or `mixing` (the paper's token mixing), for a head that reads the state at the drawn token;
@@ -87,11 +91,11 @@ def train(
         workers: Processes that prepare batches.
         trust_remote_code: Run model code that comes with the draft.
     """
-    if signals is None and predicts not in (None, "token"):
-        signals = False  # they describe a drawn token, which such a head does not judge, or not alone
+    if predicts not in (None, "token"):  # they describe a drawn token, which such a head does not judge, or not alone
+        signals, embedding = signals or False, embedding or False
     chosen = RECIPES[recipe].override(
-        predicts=predicts, signals=signals, w_acc=w_acc, packing=packing, r=r, epochs=epochs, batch_size=batch_size,
-        warmup_share=warmup_share,
+        predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing, r=r,
+        epochs=epochs, batch_size=batch_size, warmup_share=warmup_share,
     )  # fmt: skip
     variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
@@ -100,7 +104,13 @@ def train(
     options = trainer_options(precision)
     dtype = "bfloat16" if precision == "bf16" else "auto"
     draft_model = load_model(draft, "--draft", dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
-    trace_config, train_set, dev_set = _read_splits(Path(traces), dev_traces, checkpoint_fingerprint(draft), seed)
+    splits = read_splits(
+        [Path(folder) for folder in (traces if isinstance(traces, list) else [traces])],
+        Path(dev_traces) if dev_traces is not None else None,
+        draft_fingerprint=checkpoint_fingerprint(draft),
+        seed=seed,
+    )
+    train_set, dev_set = splits.train, splits.dev
     chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
     if batch_size is None:
         chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
@@ -121,7 +131,7 @@ def train(
     run = {
         **asdict(chosen),
         **{name: _swept(name, recipes, sweep) for name in ("depth", "w_rej")},
-        **{"precision": precision, "seed": seed, "traces": trace_config.content()},
+        **{"precision": precision, "seed": seed, "traces": splits.content()},
     }
     run_folder = prepare_run(Path(out), run, sweep=sweep)
     loggers: list[Logger] = [CSVLogger(run_folder, name="csv")]  # a resumed run logs to a new version_N
@@ -149,33 +159,11 @@ def train(
             module,
             recipes,
             metrics={"train_traces": len(train_set), "dev_traces": len(dev_set), "steps": trainer.global_step},
-            training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed},
-            traces=trace_config,
+            training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed} | splits.record(),
+            traces=splits.configs[0],
         )
         print_quality(Path(out), module)
     trainer.strategy.barrier("saved")
-
-
-def _read_splits(
-    folder: Path, dev_folder: str | None, draft_fingerprint: str, seed: int
-) -> tuple[TraceConfig, Dataset, Dataset]:
-    """(config of the training traces, training traces, dev traces), all made with this draft."""
-    config, traces = read_traces(folder)
-    check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
-    if dev_folder is None:
-        return config, *split_dev(traces, folder, seed=seed)
-    dev_config, dev = read_traces(Path(dev_folder))
-    check_made_by(dev_config, Path(dev_folder), draft_fingerprint=draft_fingerprint)
-    if dev_config.target_fingerprint != config.target_fingerprint:
-        raise InputError(
-            f"--dev_traces {dev_folder}: made by another pair (its target was {dev_config.target}, that of --traces "
-            f"{config.target})"
-        )
-    if dev_config.sampling != config.sampling:
-        raise InputError(
-            f"--dev_traces {dev_folder}: sampled with {dev_config.sampling}, --traces with {config.sampling}"
-        )
-    return config, traces, dev
 
 
 def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
@@ -189,7 +177,10 @@ def _build(
 ) -> tuple[HeadTraining, StepSampler]:
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
     common = next(iter(recipes.values()))
-    signals = _signal_statistics(data.train.traces) if common.signals else {}
+    more = _signal_statistics(data.train.traces) if common.signals else {}
+    embeddings = input_embeddings(draft) if common.embedding else None
+    if embeddings is not None:
+        more["embedding_std"] = float(embeddings.float().square().mean().sqrt())
     candidates = []
     for name, recipe in recipes.items():
         config = HeadConfig(
@@ -197,11 +188,12 @@ def _build(
             depth=recipe.depth,
             predicts=recipe.predicts,
             reads="before" if recipe.packing == "prefix" else "drawn",
-            **signals,
+            width=recipe.width if isinstance(recipe.width, int) else None,
+            **more,
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # each head starts as it would alone
-            candidates.append(Candidate(name, AcceptanceHead(config), recipe.w_rej))
+            candidates.append(Candidate(name, AcceptanceHead(config).attach(embeddings), recipe.w_rej))
     module = HeadTraining(
         candidates,
         draft,
@@ -214,7 +206,7 @@ def _build(
     return module, sampler
 
 
-def _signal_statistics(traces: Dataset) -> dict[str, tuple[Any, ...]]:
+def _signal_statistics(traces: Dataset) -> dict[str, Any]:
     """The head config's fields about signals, from all positions of the training traces."""
     columns = {name: np.concatenate(traces.with_format("numpy")[name][:]).astype(np.float64) for name in SIGNALS}
     return {

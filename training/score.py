@@ -27,11 +27,14 @@ def score(
     *,
     seed: int,
     indices: Sequence[int],
+    drawn_with: Sampling | None = None,
 ) -> list[dict[str, list]]:
     """The per-position columns of each trace (see trace.POSITION_COLUMNS).
 
     indices: each prompt's index; with `seed` and the position it decides the coupling's random numbers, so a trace does
     not depend on the batch it was scored in.
+    drawn_with: the settings that the target drew the responses with, `sampling` when left out. Y ∼ q needs the
+    distribution of X, whatever that was; the labels are those of `sampling`.
     """
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(response) for response in responses]
@@ -48,7 +51,7 @@ def score(
 
     chunk = max(1, CHUNK_ELEMENTS // pair.vocab_size)
     parts = [
-        _score_positions(p, q, x, sampling, seed, counter)
+        _score_positions(p, q, x, sampling, drawn_with or sampling, seed, counter)
         for p, q, x, counter in zip(
             target_logits.split(chunk),
             draft_logits.split(chunk),
@@ -63,12 +66,20 @@ def score(
 
 
 def _score_positions(
-    target_logits: Tensor, draft_logits: Tensor, x: Tensor, sampling: Sampling, seed: int, counters: Tensor
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    x: Tensor,
+    sampling: Sampling,
+    drawn_with: Sampling,
+    seed: int,
+    counters: Tensor,
 ) -> dict[str, Tensor]:
     """Logits: (positions, vocab); x: (positions,); counters: (positions, 2) of prompt index and step."""
     p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
+    p_of_x = p if drawn_with == sampling else drawn_with.probabilities(target_logits)
     index, step = counters.unbind(-1)
-    draft_ids, accepted = couple_with_target(p, q, x, uniforms(seed, index, step, 0), uniforms(seed, index, step, 1))
+    accept_uniform, redraw_uniform = uniforms(seed, index, step, 0), uniforms(seed, index, step, 1)
+    draft_ids, accepted = couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)
     signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
     temperature = sampling.temperature or 1.0
     return {

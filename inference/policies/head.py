@@ -59,9 +59,11 @@ class HeadPolicy(ThresholdPolicy):
 
     def score(self, step: DraftStep) -> Tensor:
         """P̂(Y accepted)."""
+        if step.scored is not None:
+            return step.scored
         hidden = step.fed_hidden if self.head.config.reads == "before" else step.drawn_hidden
         assert hidden is not None
-        return self.probability(hidden, self._signals_of(step))
+        return self.probability(hidden, self._signals_of(step), step.token_ids)
 
     def judged(self, step: DraftStep) -> DraftStep | None:
         if self.lag == 0:

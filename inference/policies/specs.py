@@ -39,7 +39,7 @@ from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPo
 from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
 from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy
-from accept_head.pair import Pair, hidden_size
+from accept_head.pair import Pair, hidden_size, input_embeddings
 
 Options = dict[str, Any]
 COSTS = "costs"
@@ -56,18 +56,19 @@ class Entry(NamedTuple):
 
 
 class DraftShape(NamedTuple):
-    """What a policy has to know of a draft: channels of its last hidden state, and where it runs. For hosts whose model
-    is none of transformers'."""
+    """What a policy has to know of a draft: channels of its last hidden state, where it runs, and its input embedding
+    matrix, (vocab, hidden_size), for heads that read it. For hosts whose model is none of transformers'."""
 
     hidden_size: int
     device: torch.device
+    embeddings: torch.Tensor | None = None
 
     @classmethod
     def of(cls, draft: Pair | PreTrainedModel | DraftShape) -> DraftShape:
         if isinstance(draft, DraftShape):
             return draft
         model = draft.draft if isinstance(draft, Pair) else draft
-        return cls(hidden_size(model), model.device)
+        return cls(hidden_size(model), model.device, input_embeddings(model))
 
 
 def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:
@@ -180,7 +181,7 @@ def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
         options = decoding | options
     else:
         raise _Malformed
-    head = load_head(path, hidden_size=draft.hidden_size, device=draft.device)
+    head = load_head(path, hidden_size=draft.hidden_size, device=draft.device, embeddings=draft.embeddings)
     return HeadPolicy(head, threshold, **options)
 
 

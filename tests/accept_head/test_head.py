@@ -134,8 +134,15 @@ def test_a_string_path_loads_like_a_path(tmp_path):
 def test_a_folder_holds_weights_config_and_card_and_nothing_else(tmp_path):
     folder = saved(tmp_path, depth=2, predicts="both")
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
-    no_signals = {"reads": "drawn", "signals": [], "signal_mean": [], "signal_std": []}
-    expected_config = {"hidden_size": HIDDEN, "depth": 2, "predicts": "both", **no_signals}
+    no_more = {
+        "reads": "drawn",
+        "signals": [],
+        "signal_mean": [],
+        "signal_std": [],
+        "embedding_std": None,
+        "width": None,
+    }
+    expected_config = {"hidden_size": HIDDEN, "depth": 2, "predicts": "both", **no_more}
     assert json.loads((folder / "config.json").read_text()) == expected_config
     expected = {f"blocks.{block}.linear.{part}" for block in range(2) for part in ("weight", "bias")}
     assert set(load_file(folder / "model.safetensors")) == expected | {"output.weight", "output.bias"}

@@ -1,7 +1,9 @@
 """Trace folders: what is written is what is read, and damage of any kind is refused by name."""
 
+import hashlib
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -16,8 +18,11 @@ from accept_head.trace import (
     CONFIG_NAME,
     POSITION_COLUMNS,
     TraceConfig,
+    check_coupled,
     check_made_by,
+    finished_config,
     missing_shards,
+    read_shard,
     read_traces,
     shard_path,
     write_shard,
@@ -111,6 +116,39 @@ def test_an_empty_response_and_an_empty_prompt_survive_the_round_trip(tmp_path):
     empty = {**record(0), "prompt_ids": [], **{name: [] for name in POSITION_COLUMNS}}
     write_shard(tmp_path, 0, [empty, record(1)])
     assert read_traces(tmp_path)[1][0] == empty
+
+
+def test_a_config_written_before_there_was_scored_text_still_loads_and_keeps_its_fingerprint(folder):
+    """The file and the content have no field `responses`, as ever; the fingerprint is that of all but the names."""
+    values = json.loads((folder / CONFIG_NAME).read_text())
+    assert "responses" not in values and "responses" not in CONFIG.content()
+    assert read_traces(folder)[0].responses is None
+    kept = {name: value for name, value in values.items() if name not in ("target", "draft")}
+    assert CONFIG.fingerprint() == hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    assert CONFIG.fingerprint() == "83140b7c5c12b28883f57a35231e380d196429431ebf5482c92571e695e721ff", (
+        "stored rollouts would be made anew"
+    )
+
+
+def test_scored_text_is_written_read_and_told_apart(folder):
+    scored = replace(CONFIG, responses="e5")
+    scored.save(folder)
+    assert read_traces(folder)[0] == scored
+    assert scored.fingerprint() != CONFIG.fingerprint() != replace(scored, responses="f6").fingerprint()
+    check_coupled(CONFIG, Path("traces"))
+    with pytest.raises(InputError, match=r"^some/traces: .*--responses.*replayed"):
+        check_coupled(scored, Path("some/traces"))
+    rewrite_config(folder, lambda values: values.update(responses=7))
+    with pytest.raises(InputError, match="field 'responses' is 7, expected text"):
+        read_traces(folder)
+
+
+def test_one_shard_is_read_by_itself(folder):
+    assert list(read_shard(folder, CONFIG, 1)) == shard_records(1)
+    shard_path(folder, 2).unlink()
+    assert list(read_shard(folder, CONFIG, 0)) == shard_records(0)
+    with pytest.raises(InputError, match="1 of 3 shards are missing"):
+        finished_config(folder)
 
 
 def test_traces_of_another_draft_are_refused():

@@ -15,6 +15,7 @@ from accept_head.cost import DecodeCounts
 from accept_head.head import AcceptanceHead
 from accept_head.inference import RowPolicy, generate, make_policy
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
+from accept_head.pair import input_embeddings
 from tests.inference.toy import (
     TOKENS,
     architectures,
@@ -297,6 +298,28 @@ def test_the_head_policy_follows_the_product_rule(kind, signals, sampling, k_min
     assert len(lengths) > 3  # short and long rounds both occur
 
 
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "another draft's embeddings"])
+def test_a_head_reads_the_embedding_of_the_token_that_it_judges(kind, wrong):
+    target, draft = llama(0, layers=2, sharpness=6.0), llama(1, sharpness=6.0)
+    reads, lag = HEADS[kind]
+    table = input_embeddings(draft)
+    reference = random_head(16, depth=2, reads=reads, signals=True, embeddings=table, width=24)
+    head = random_head(16, depth=2, reads=reads, signals=True, embeddings=table, width=24)
+    head.attach(table.flip(0) if wrong else table)
+    late, seen, same = reads == "drawn" and lag != 0, [], []
+    for threshold in (0.4, 0.8):
+        policy = HeadPolicy(head, threshold, k_max=9, lag=lag)
+        watch = {"watch": lambda round: seen.extend(watched(round))}
+        decode([[1, 2, 3]], policy, (target, draft), max_new_tokens=24, sampling=SAMPLED, **watch)
+        same += [
+            len(drafted) == rule(reference, draft, text, drafted, threshold, min(9, 26 - len(text)), SAMPLED, 1, late)
+            for _, text, drafted, _ in seen
+        ]
+        seen.clear()
+    assert all(same) != wrong
+
+
 @torch.no_grad()
 def rule(head, draft, text, drafted, threshold, budget, sampling, k_min, late):
     """After how many tokens the rule stops. The token judged is the last one, or, late, the one before it."""
@@ -309,7 +332,7 @@ def rule(head, draft, text, drafted, threshold, budget, sampling, k_min, late):
         q = logits.softmax(-1) if sampling.greedy else sampling.probabilities(logits)
         signals = torch.stack([q[token].log(), -(q * q.log()).sum(), q.max()])
         state = output.hidden_states[-1][0, drawn_from + (head.config.reads == "drawn")]
-        survival *= float(head.probability(state, signals=signals))
+        survival *= float(head.probability(state, signals=signals, token_ids=torch.tensor(token)))
         if 1 - survival > threshold and length >= k_min:
             return length
     return budget

@@ -26,6 +26,9 @@ POLICIES = {
     "head drawn lag 0": lambda hidden: HeadPolicy(random_head(hidden), 0.6, k_max=6, lag=0),
     "head drawn lag 1": lambda hidden: HeadPolicy(random_head(hidden, signals=True), 0.6, k_max=6),
     "head before": lambda hidden: HeadPolicy(random_head(hidden, reads="before", signals=True), 0.8, k_max=6),
+    "head with embedding": lambda hidden: HeadPolicy(
+        random_head(hidden, reads="before", embeddings=torch.randn(4096, hidden), width=20), 0.8, k_max=6
+    ),
     "confidence": lambda hidden: ConfidencePolicy(0.5, k_max=6),
 }
 

@@ -52,8 +52,10 @@ K_MAX = 12
 
 
 @cache
-def head(**config):
+def head(*, embedding=False, **config):
     """Untrained, with predictions from doubtful to sure, so that each threshold makes other rounds."""
+    if embedding:  # any table will do: both sides look the tokens up in it
+        config["embeddings"] = torch.randn(4096, 128, generator=torch.Generator().manual_seed(3))
     made = random_head(128, std=0.05, **config)
     torch.nn.init.constant_(made.output.bias, 1.5)
     return made
@@ -90,6 +92,9 @@ POLICIES = {
     "head lag 1, 0.8": lambda: HeadPolicy(head(), 0.8, k_min=2, k_max=8),
     "head lag 0, 0.5": lambda: HeadPolicy(head(signals=True), 0.5, lag=0, k_max=K_MAX),
     "head before, 0.5": lambda: HeadPolicy(head(reads="before", signals=True), 0.5, k_max=K_MAX),
+    "head with embedding, 0.5": lambda: HeadPolicy(
+        head(reads="before", signals=True, width=48, embedding=True), 0.5, k_max=K_MAX
+    ),
     "cautious": Cautious,
     "adaedl:0.5": lambda: AdaEdlPolicy(0.5, k_max=K_MAX),
     "max-prob:0.5": lambda: MaxProbPolicy(0.5, k_max=K_MAX),

@@ -7,6 +7,7 @@ import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -56,13 +57,21 @@ def toy_pair() -> Pair:
 
 
 def random_head(
-    hidden: int, *, depth: int = 1, signals: bool = False, std: float = 1.0, **config: Any
+    hidden: int,
+    *,
+    depth: int = 1,
+    signals: bool = False,
+    embeddings: Tensor | None = None,
+    std: float = 1.0,
+    **config: Any,
 ) -> AcceptanceHead:
-    """An untrained head whose predictions vary."""
+    """An untrained head whose predictions vary. embeddings: (vocab, hidden) the draft's, if it is to read them."""
     if signals:
         config |= {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
+    if embeddings is not None:
+        config |= {"embedding_std": float(embeddings.square().mean().sqrt())}
     torch.manual_seed(2)
-    head = AcceptanceHead(HeadConfig(hidden_size=hidden, depth=depth, **config))
+    head = AcceptanceHead(HeadConfig(hidden_size=hidden, depth=depth, **config)).attach(embeddings)
     torch.nn.init.normal_(head.output.weight, std=std)
     return head.eval()
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accept_head.trace import TraceConfig, write_shard
 from accept_head.training.recipe import RECIPES
 
 TRACES = 24  # of which split_dev keeps some for evaluation
@@ -308,6 +310,108 @@ def test_five_kills_in_a_row_change_nothing(undisturbed, arguments, console_scri
     done = run_cli(*arguments(out, *LONG))
     assert done.returncode == 0, done.stderr
     assert (out / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
+
+
+# --- several folders ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_folders(tmp_path_factory, random_pair_folder, collect):
+    """Two folders of the same prompts with other responses, and one that holds the records of both."""
+    place = tmp_path_factory.mktemp("folders")
+    options = {"max_new_tokens": 12, "batch_size": 4, "shard_size": 8}
+    parts = [collect(random_pair_folder, place / name, seed=seed, **options) for seed, name in enumerate("ab")]
+    rows = [row for part in parts for path in sorted(part.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    config = replace(TraceConfig.load(parts[0]), num_prompts=len(rows))
+    (place / "both").mkdir()
+    config.save(place / "both")
+    for shard in range(config.num_shards):
+        first = shard * config.shard_size
+        records = [{**rows[row], "index": row} for row in range(first, first + config.shard_rows(shard))]
+        write_shard(place / "both", shard, records)
+    return (*parts, place / "both")
+
+
+@pytest.fixture(scope="module")
+def train_on(two_folders, random_pair_folder, run_warm):
+    """Trains on these folders; the head's folder, or the one line that refuses."""
+
+    def run(out, *folders, dev=two_folders[0], more=()):
+        draft = ("--draft", random_pair_folder / "draft", "--out", out, "--lr", 0.01, *SHORT)
+        more = (*more, "--dev_traces", dev) if dev else more
+        done = run_warm("train", "--traces", *folders, *draft, *more)
+        if done.returncode:
+            assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+            return done.stderr
+        return out
+
+    return run
+
+
+def test_a_list_of_one_folder_trains_the_same_bits(head, arguments, run_warm, random_traces_folder, tmp_path):
+    command = [
+        "--traces",
+        f"[{random_traces_folder}]",
+        *arguments(tmp_path / "head", *SHORT, "--checkpoint_every", 2)[3:],
+    ]
+    done = run_warm("train", *command)
+    assert done.returncode == 0, done.stderr
+    for name in ("model.safetensors", "config.json", "metrics.json", "trace_config.json", "training_config.json"):
+        assert (tmp_path / "head" / name).read_bytes() == (head / name).read_bytes(), name
+    recorded = [(folder / "run.json").read_bytes() for folder in (tmp_path / "head-run", run_folder(head))]
+    assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("packing", ["prefix", "exact"])
+def test_two_folders_train_the_head_of_one_folder_that_holds_both(two_folders, train_on, tmp_path, packing):
+    a, b, both = two_folders
+    more = ("--packing", packing)
+    heads = [train_on(tmp_path / str(n), *given, more=more) for n, given in enumerate(([a, b], [both], [a], [b, a]))]
+    bits = [(head / "model.safetensors").read_bytes() for head in heads]
+    assert bits[0] == bits[1]
+    assert bits[0] not in bits[2:], "the comparison sees nothing"
+    assert metrics(heads[0]) == metrics(heads[1])
+    assert metrics(heads[0])["train_traces"] == 2 * TRACES
+
+
+def test_what_was_used_is_recorded(two_folders, train_on, tmp_path):
+    a, b, _ = two_folders
+    head = train_on(tmp_path / "head", a, b, dev=None)
+    assert (head / "trace_config.json").read_bytes() == (a / "trace_config.json").read_bytes()
+    used = json.loads((head / "training_config.json").read_text())["traces"]
+    assert [(part["folder"], part["seed"], part["num_prompts"]) for part in used] == [(str(a), 0, 24), (str(b), 1, 24)]
+    assert len({part["fingerprint"] for part in used}) == 2 and len({part["prompts_fingerprint"] for part in used}) == 1
+    assert [part["seed"] for part in json.loads((run_folder(head) / "run.json").read_text())["traces"]] == [0, 1]
+    counts = metrics(head)
+    assert counts["train_traces"] + counts["dev_traces"] == 2 * TRACES
+    assert counts["dev_traces"] % 2 == 0, "the same prompts are held out of both"
+
+
+def test_a_run_on_several_folders_is_not_continued_on_others(two_folders, train_on, tmp_path):
+    a, b, both = two_folders
+    head = train_on(tmp_path / "head", a, b)
+    weights_before = (head / "model.safetensors").read_bytes()
+    for folders in ([a], [b, a], [a, both], [both]):
+        line = train_on(tmp_path / "head", *folders)
+        assert isinstance(line, str) and "another traces" in line and str(head) in line, line
+    assert train_on(tmp_path / "head", a, b) == head
+    assert (head / "model.safetensors").read_bytes() == weights_before
+    one = train_on(tmp_path / "one", a)
+    assert "another traces" in str(train_on(one, a, b))
+
+
+def test_folders_that_do_not_go_together_are_refused(two_folders, train_on, collect, random_pair_folder, tmp_path):
+    a, b, _ = two_folders
+    cold = collect(random_pair_folder, tmp_path / "cold", temperature=0.5, max_new_tokens=12, max_prompts=4)
+    for folders, named in (
+        ([a, a], [f"--traces {a}", "once"]),
+        ([a, b, cold], [f"--traces {cold}", "temperature=0.5"]),
+        ([a, tmp_path / "nowhere"], ["nowhere"]),
+        (["[]"], ["--traces", "empty"]),
+    ):
+        line = train_on(tmp_path / "head", *folders, dev=None)
+        assert all(words in str(line) for words in named), line
+        assert not (tmp_path / "head").exists() and not (tmp_path / "head-run").exists()
 
 
 # --- other ways to train --------------------------------------------------------------------------------------------

@@ -10,14 +10,16 @@ from accept_head.objective import binary_kl, weighted_bce
 from accept_head.signals import SIGNALS
 from accept_head.training.gradient import KnownGradients, Positions, head_loss
 
-COUNT, HIDDEN = 37, 16
+COUNT, HIDDEN, VOCAB = 37, 16, 11
 W_ACC, W_REJ = 2.0, 6.0
 
 
-def make_head(depth, predicts="token", signals=False):
+def make_head(depth, predicts="token", signals=False, embedding=False, width=None):
     torch.manual_seed(depth)
     more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25)} if signals else {}
-    head = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=depth, predicts=predicts, **more))
+    more |= {"embedding_std": 0.7} if embedding else {}
+    head = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=depth, predicts=predicts, width=width, **more))
+    head.attach(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5)))
     for block in head.blocks:  # blocks start at zero; a trained one does not
         torch.nn.init.normal_(block.linear.weight, std=0.2)
         torch.nn.init.normal_(block.linear.bias, std=0.2)
@@ -25,34 +27,48 @@ def make_head(depth, predicts="token", signals=False):
 
 
 def make_inputs(head):
-    """(hidden, signals, labels, mask); with two predictions, some positions count for one of them only."""
+    """(hidden, signals, ids, labels, mask); with two predictions, some positions count for one of them only."""
     generator = torch.Generator().manual_seed(7)
     predictions = len(head.config.predictions)
     hidden, signals = torch.randn(COUNT, HIDDEN, generator=generator), torch.rand(COUNT, 3, generator=generator)
     labels = torch.rand(COUNT, predictions, generator=generator)
     labels[:3] = torch.tensor([0.0, 1.0, 0.5]).unsqueeze(-1)
     mask = torch.rand(COUNT, predictions, generator=generator) < (0.6 if predictions > 1 else 2)
-    return hidden, signals, labels, mask
+    return hidden, signals, torch.randint(VOCAB, (COUNT,), generator=generator), labels, mask
 
 
 def by_hand(head, inputs, *, w_rej=W_REJ, dtype=torch.float32):
-    hidden, signals, labels, mask = inputs
+    hidden, signals, ids, labels, mask = inputs
     signals = head.normalised(signals) if head.config.signals else None
+    embedded = head.embedded(ids) if head.config.reads_embedding else None
     accept, reject = torch.where(mask, labels, 0.0), torch.where(mask, 1 - labels, 0.0)
     with torch.no_grad():
-        return head_loss(head, Positions(hidden, signals, accept, reject), w_acc=W_ACC, w_rej=w_rej, dtype=dtype)
+        positions = Positions(hidden, signals, embedded, accept, reject)
+        return head_loss(head, positions, w_acc=W_ACC, w_rej=w_rej, dtype=dtype)
 
 
 def by_autograd(head, inputs):
-    hidden, signals, labels, mask = inputs
-    value = weighted_bce(head(hidden, signals), labels, mask, w_acc=W_ACC, w_rej=W_REJ).value
+    hidden, signals, ids, labels, mask = inputs
+    value = weighted_bce(head(hidden, signals, ids), labels, mask, w_acc=W_ACC, w_rej=W_REJ).value
     return value, torch.autograd.grad(value, list(head.parameters()))
 
 
 @pytest.mark.parametrize("depth", range(5))
-@pytest.mark.parametrize(("predicts", "signals"), [("token", False), ("token", True), ("next", False), ("both", False)])
-def test_value_and_gradients_are_autograds(depth, predicts, signals):
-    head = make_head(depth, predicts, signals)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"signals": True},
+        {"predicts": "next"},
+        {"predicts": "both"},
+        {"embedding": True},
+        {"signals": True, "embedding": True, "width": 24},
+        {"width": 8, "predicts": "both"},
+    ],
+    ids=str,
+)
+def test_value_and_gradients_are_autograds(depth, options):
+    head = make_head(depth, **options)
     inputs = make_inputs(head)
     got, (value, gradients) = by_hand(head, inputs), by_autograd(head, inputs)
     torch.testing.assert_close(got.value, value, rtol=1e-5, atol=1e-5)
@@ -73,7 +89,7 @@ def test_comparison_would_see_another_loss_weight():
 def test_cross_entropy_less_the_labels_entropy_is_the_binary_kl(predicts):
     """Without loss weights, each prediction on its own."""
     head = make_head(3, predicts)
-    hidden, _, labels, mask = inputs = make_inputs(head)
+    hidden, _, _, labels, mask = inputs = make_inputs(head)
     cross_entropy = by_hand(head, inputs).cross_entropy
     kl = binary_kl(labels, head(hidden))
     for axis in range(len(head.config.predictions)):
@@ -85,8 +101,9 @@ def test_cross_entropy_less_the_labels_entropy_is_the_binary_kl(predicts):
         )
 
 
-def test_bfloat16_products_are_close_and_the_gradients_float32():
-    head = make_head(3, signals=True)
+@pytest.mark.parametrize("options", [{}, {"embedding": True, "width": 24}], ids=str)
+def test_bfloat16_products_are_close_and_the_gradients_float32(options):
+    head = make_head(3, signals=True, **options)
     inputs = make_inputs(head)
     exact, rounded = by_hand(head, inputs), by_hand(head, inputs, dtype=torch.bfloat16)
     for one, other in zip(exact.gradients, rounded.gradients, strict=True):

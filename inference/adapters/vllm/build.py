@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import Settings, check
-from accept_head.inference.policies.batch_stop import VLLM
+from accept_head.inference.compiled import compiled
+from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.specs import DraftShape, make_policy
 from accept_head.inference.policy import DraftPolicy
+from accept_head.signals import SIGNALS
 from accept_head.version import VERSION
 
-GREEDY_BELOW = 1e-5  # temperatures that vLLM takes for 0
 
+def build_policy(vllm_config: Any, device: torch.device, model: nn.Module | None = None) -> DraftPolicy | None:
+    """None where none is asked for. Raises InputError as `check` and `make_policy` do.
 
-def build_policy(vllm_config: Any, device: torch.device) -> DraftPolicy | None:
-    """None where none is asked for. Raises InputError as `check` and `make_policy` do."""
+    model: the draft. Without it, before it is loaded, the policy is good for nothing but these errors and its config.
+    """
     settings = check(vllm_config)
     if settings is None:
         return None
@@ -31,15 +33,35 @@ def build_policy(vllm_config: Any, device: torch.device) -> DraftPolicy | None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)  # vLLM may be loading models of another; heads stay as they were trained
     try:
-        policy = make_policy(settings.policy, DraftShape(draft.get_hidden_size(), device), host=VLLM)
+        vocab, hidden = draft.get_vocab_size(), draft.get_hidden_size()
+        embeddings = torch.empty(vocab, hidden, device="meta") if model is None else input_embeddings(model, vocab)
+        policy = make_policy(settings.policy, DraftShape(hidden, device, embeddings), host=VLLM)
     finally:
         torch.set_default_dtype(default)
-    _logger().info("accept-head %s: policy %s", VERSION, settings.policy)
+    if model is not None:
+        _logger().info("accept-head %s: policy %s", VERSION, settings.policy)
     return policy
 
 
-def build_host(vllm_config: Any, device: torch.device) -> PolicyHost | None:
-    policy = build_policy(vllm_config, device)
+def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
+    """(vocab, hidden) the matrix that the draft looks ids up in, before any scaling; under tensor parallelism a copy
+    of all ranks' parts. Raises InputError when the model has none of vLLM's kind."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    kind = VocabParallelEmbedding
+    layers = [each for each in model.modules() if isinstance(each, kind) and not isinstance(each, ParallelLMHead)]
+    if not layers:
+        raise InputError(f"the draft, a {type(model).__name__}, has no {kind.__name__}, which heads may read")
+    weight = layers[0].weight
+    if layers[0].tp_size == 1 and weight.is_floating_point() and weight.dim() == 2:
+        return weight.detach()[:vocab]
+    ids = torch.arange(vocab, device=weight.device)
+    return torch.cat([layers[0](chunk) for chunk in ids.split(1 << 14)])
+
+
+def build_host(vllm_config: Any, device: torch.device, model: nn.Module) -> PolicyHost | None:
+    """model: the draft. Raises InputError as `build_policy` does."""
+    policy = build_policy(vllm_config, device, model)
     settings = Settings.of(vllm_config)
     if policy is None or settings is None:
         return None
@@ -54,6 +76,7 @@ def build_host(vllm_config: Any, device: torch.device) -> PolicyHost | None:
         agree=_broadcast if tensor_parallel > 1 else None,
         metrics=_metrics(settings, limit, device),
     )
+    _compile(host, policy, spec, device)
     if policy.max_draft_tokens < limit:
         _logger().warning(
             "accept-head: the policy drafts at most %d tokens, but num_speculative_tokens reserves cache for %d",
@@ -63,16 +86,37 @@ def build_host(vllm_config: Any, device: torch.device) -> PolicyHost | None:
     return host
 
 
+def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.device) -> None:
+    """What is done for each token, now, so that no request waits for it."""
+    draft, logger = spec.draft_model_config, _logger()
+    ids = torch.arange(4, device=device)
+    logits = (ids[:, None] * torch.linspace(-1, 1, draft.get_vocab_size(), device=device)).to(draft.dtype)
+    hidden = torch.zeros(4, draft.get_hidden_size(), dtype=draft.dtype, device=device)
+    sampled = spec.draft_sample_method == "probabilistic"
+    while isinstance(policy, BatchStopPolicy):
+        policy = policy.policy
+    if not isinstance(policy, HeadPolicy):
+        host.reader.compile(logits, hidden, sampled=sampled, logger=logger)
+        return
+    config, score = policy.head.config, policy.probability
+    at_once = score if config.reads == "before" and config.signals else None  # all that it reads is there
+    compiles = host.reader.compile(logits, hidden, sampled=sampled, logger=logger, score=at_once)
+    if at_once is None or not compiles:
+        signals = torch.zeros(4, len(SIGNALS), device=device, dtype=torch.float32) if config.signals else None
+        example = (hidden, signals, ids if config.reads_embedding else None)
+        policy.probability = compiled(score, example, name="the head", logger=logger)
+
+
 def head_of(policy: DraftPolicy) -> AcceptanceHead:
     """The head of a policy, for adaptive verification. Raises InputError when its score would look at the token that it
     may drop."""
     if not isinstance(policy, HeadPolicy):
         raise InputError("adaptive verification takes a head: expected a policy like 'head:PATH'")
     config = policy.head.config
-    if config.reads != "before" or "draft_logprob" in config.signals:
+    if config.reads != "before" or "draft_logprob" in config.signals or config.reads_embedding:
         raise InputError(
             "adaptive verification drops drawn tokens, so the head must not look at the token that it scores; expected "
-            "one trained with packing 'prefix' and without the signal draft_logprob"
+            "one trained with packing 'prefix', without its embedding and without the signal draft_logprob"
         )
     return policy.head
 
@@ -99,21 +143,3 @@ def _broadcast(answer: Tensor) -> Tensor:
 
     group = get_tp_group()
     return group.broadcast(answer.to(torch.int64), src=0).to(answer.dtype)
-
-
-def draft_distribution(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """(batch, vocab) float32, as heads are trained on: at the sampling temperature, and plain where that is 0.
-
-    temperature: (batch,); None = all greedy.
-    """
-    if temperature is None:
-        return logits.softmax(-1, dtype=torch.float32)
-    scale = torch.where(temperature < GREEDY_BELOW, 1.0, temperature)[:, None]
-    return (logits.float() / scale).softmax(-1)
-
-
-def host_reads() -> AbstractContextManager[None]:
-    """Where the host may wait for the device although vLLM looks out for that."""
-    from vllm.utils.gpu_sync_debug import gpu_sync_allowed
-
-    return gpu_sync_allowed()

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
+from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.adapters.vllm.stopwatch import Stopwatch
 from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
-from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
 # What a host that does not show its target's logits can give.
 KNOWN = OF_Q | {Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN, Signal.SECONDS}
+NOTHING = Distribution()
 
 
 class EndOfRound(Exception):
@@ -64,13 +65,17 @@ class PolicyHost:
             raise InputError(f"policy {type(policy).__name__} needs {names}, which vLLM does not give")
         check_lossless(policy, "ratio", greedy=greedy)
         self.policy, self.limit, self.agree, self.metrics = policy, limit, agree, metrics
-        self.reads_q = bool(policy.needs & OF_Q)
+        self.reader = SignalReader(policy.needs)
+        self.reads_q, self.reads_fed = bool(policy.needs & OF_Q), Signal.FED_HIDDEN in policy.needs
         self.judges_late = Signal.DRAWN_HIDDEN in policy.needs  # by the state at the drawn token itself
+        self.asks = policy.stops_early or policy.peeks  # else each row drafts its budget
         self.stopwatch = Stopwatch(device)
         self.requests: list[str] = []  # of the last round, in its order
         self.budget = self.lengths = self.submitted = self.context = torch.zeros(0, dtype=torch.long, device=device)
         self.live = self.active = torch.zeros(0, dtype=torch.bool, device=device)
-        self.most = self.depth = self.forwards = 0
+        self.least = self.most = self.depth = self.forwards = 0
+        self.drew: list[Tensor] = []  # of this round, (batch,) bool a depth, rows that kept the token drawn there
+        self.going = False  # is there a row that drafts on?
         self.pending: DraftStep | None = None
         self.began = time.perf_counter()
         policy.start(rows, device)
@@ -91,13 +96,14 @@ class PolicyHost:
             policy = self.policy
             budget = checked(policy, "start_round", policy.start_round(live), len(live))
         self.context = lengths  # of the rows as this round finds them
-        self.live, self.budget = live, budget.clamp(min=0, max=min(limit, self.limit)) * live
-        self.active = self._agreed(self.budget > 0)
-        self.lengths = self.submitted = torch.zeros_like(self.budget)
+        self.live, self.budget = live, self._agreed(budget.clamp(min=0, max=min(limit, self.limit)) * live)
+        self.active = self.budget > 0
         self.depth = self.forwards = 0
-        self.pending = None
+        self.drew, self.pending = [], None
         # One of the two places where the host waits for the device: it launches the forwards.
-        self.most = int(self._agreed(self.budget).max())
+        budgets = [tokens for tokens in self.budget.tolist() if tokens > 0]
+        self.least, self.most = min(budgets, default=0), max(budgets, default=0)
+        self.going = self.most > 0
         return self.most
 
     def advance(self, hidden: Tensor) -> bool:
@@ -106,33 +112,50 @@ class PolicyHost:
         if self.pending is not None:
             step, self.pending = replace(self.pending, drawn_hidden=hidden), None
             self._ask(step)
+            self._look()
         self.hidden = hidden
-        return self.depth < self.most and self._any_active()
+        return self.going
 
-    def drawn(self, token_ids: Tensor, q: Tensor | None) -> bool:
+    def drawn(
+        self,
+        token_ids: Tensor,
+        q: Tensor | None = None,
+        *,
+        logits: Tensor | None = None,
+        temperature: Tensor | None = None,
+    ) -> bool:
         """A token was drawn for each row; is there to be another forward? token_ids: (batch,). q: (batch, vocab), what
-        they were drawn from, or the plain softmax where the draft is greedy; only if `reads_q`.
+        they were drawn from; where the draft is greedy, give `logits`, (batch, vocab), instead and the requests'
+        temperatures, (batch,), or None if all are greedy. Either is looked at only if `reads_q`.
 
-        A row's token belongs to its draft if it was active; `lengths` tells.
+        A row's token belongs to its draft if it was active; `end` tells.
         """
         self.depth += 1
-        step = self._step(token_ids, q)
+        if not self.asks:
+            self.going = self.depth < self.most
+            return self.going
+        signals = self._signals(token_ids, q, logits, temperature)
+        hidden = self.hidden if self.reads_fed else None
         if self.policy.peeks:
+            before = DraftStep(self.depth, None, self.active, hidden, None, None, signals.entropy, signals.max_prob)
             with self.stopwatch.timing():
-                wanted = self.policy.draw_next(replace(step, token_ids=None, logprob=None))
+                wanted = self.policy.draw_next(before)
             self.active = self._agreed(self.active & checked(self.policy, "draw_next", wanted, len(self.active)))
-        self.lengths = self.lengths + self.active
-        self.active = self.active & (self.lengths < self.budget)
+        self.drew.append(self.active)
+        if self.depth >= self.least:  # a row that drafts on has as many tokens as there were forwards
+            self.active = self.active & (self.budget > self.depth)
+        step = DraftStep(self.depth, token_ids, self.active, hidden, None, *signals)
         if self.judges_late:
-            self.pending = replace(step, active=self.active)
+            self.pending = step
         elif self.policy.stops_early:
-            self._ask(replace(step, active=self.active))
-        return self.depth < self.most and self._any_active()
+            self._ask(step)
+        self._look()
+        return self.going
 
     def end(self) -> Tensor:
         """(batch,) int, the drafted tokens of each row that are to be verified."""
         self.forwards = max(self.forwards, 1)  # even without a draft, what was accepted is fed
-        self.submitted = self.lengths
+        self.submitted = self.lengths = self._drafted()
         if self.policy.trims:
             with self.stopwatch.timing():
                 wanted = checked(self.policy, "trim", self.policy.trim(self.lengths), len(self.lengths))
@@ -141,28 +164,31 @@ class PolicyHost:
 
     # --- inside it ---------------------------------------------------------------------------------------------------
 
-    def _step(self, token_ids: Tensor, q: Tensor | None) -> DraftStep:
-        needs = self.policy.needs
-        q = q if q is not None else torch.empty(0)
-        return DraftStep(
-            depth=self.depth,
-            token_ids=token_ids,
-            active=self.active,
-            fed_hidden=self.hidden if Signal.FED_HIDDEN in needs else None,
-            logprob=draft_logprob(q, token_ids.long()) if Signal.LOGPROB in needs else None,
-            entropy=draft_entropy(q) if Signal.ENTROPY in needs else None,
-            max_prob=draft_max_prob(q) if Signal.MAX_PROB in needs else None,
-        )
+    def _signals(
+        self, token_ids: Tensor, q: Tensor | None, logits: Tensor | None, temperature: Tensor | None
+    ) -> Distribution:
+        if not self.reads_q:
+            return NOTHING
+        if q is not None:
+            return self.reader.of_q(q, token_ids, self.hidden)
+        assert logits is not None
+        return self.reader.of_logits(logits, temperature, token_ids, self.hidden)
 
     def _ask(self, step: DraftStep) -> None:
         with self.stopwatch.timing():
             wanted = checked(self.policy, "keep_drafting", self.policy.keep_drafting(step), len(self.active))
         self.active = self._agreed(self.active & wanted)
 
-    def _any_active(self) -> bool:
+    def _look(self) -> None:
         """The other place where the host waits for the device, once a token, and only if the policy can stop early:
         whether any row goes on decides whether there is another forward."""
-        return not self.policy.stops_early or bool(self.active.any())
+        self.going = self.depth < self.most and True in self.active.tolist()
+
+    def _drafted(self) -> Tensor:
+        """(batch,) int, the tokens of each row that it kept."""
+        if self.asks and self.drew:
+            return torch.stack(self.drew).sum(0)
+        return self.budget if self.depth >= self.most else self.budget.clamp(max=self.depth)
 
     def _agreed(self, answer: Tensor) -> Tensor:
         return answer if self.agree is None else self.agree(answer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -14,21 +12,27 @@ class Stopwatch:
 
     def __init__(self, device: torch.device):
         self.on_gpu = device.type == "cuda"
-        self.seconds = 0.0
+        self.seconds = self.began = 0.0
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextmanager
-    def timing(self) -> Iterator[None]:
+    def timing(self) -> Stopwatch:
+        """`with stopwatch.timing(): ...`, not one within another."""
+        return self
+
+    def __enter__(self) -> None:
         if self.on_gpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self.events.append((begin, end))
+            self.begin = torch.cuda.Event(enable_timing=True)
+            self.begin.record()
         else:
-            start = time.perf_counter()
-            yield
-            self.seconds += time.perf_counter() - start
+            self.began = time.perf_counter()
+
+    def __exit__(self, failed: type[BaseException] | None, *details: object) -> None:
+        if not self.on_gpu:
+            self.seconds += time.perf_counter() - self.began
+        elif failed is None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            self.events.append((self.begin, end))
 
     def take(self) -> float:
         """Seconds since it was last asked; those of a GPU up to the last event that has passed."""

@@ -6,15 +6,25 @@ import contextlib
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+# Where the host may wait for the device although vLLM looks out for that.
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
-from accept_head.inference.adapters.vllm.build import build_host, draft_distribution, host_reads
+from accept_head.inference.adapters.vllm.build import build_host, build_policy
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
 from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.settings import check_hooks
 
-HOOKS = ("propose", "_sample_draft_tokens", "_sample_from_logits", "prepare_inputs_padded", "take_last_draft_probs")
+HOOKS = (
+    "load_model",
+    "propose",
+    "_sample_draft_tokens",
+    "_sample_from_logits",
+    "prepare_inputs_padded",
+    "take_last_draft_probs",
+)
 
 
 class AcceptHeadProposer(DraftModelProposer):
@@ -24,11 +34,15 @@ class AcceptHeadProposer(DraftModelProposer):
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
         self.runner = runner
-        self.host: PolicyHost | None = build_host(vllm_config, device)
+        self.host: PolicyHost | None = None
         self.verdict: Verdict | None = None
-        if self.host is not None:
+        if build_policy(vllm_config, device) is not None:
             check_hooks(DraftModelProposer, HOOKS)
             fix_cpu_sampling()
+
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        self.host = build_host(self.vllm_config, self.device, self.model)
 
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor
@@ -70,15 +84,13 @@ class AcceptHeadProposer(DraftModelProposer):
             if not host.advance(hidden_states):
                 raise EndOfRound
         logits = self.model.compute_logits(hidden_states)
-        q = None
-        if host.reads_q and (not self._enable_probabilistic_draft_probs or sampling_metadata.all_greedy):
-            q = draft_distribution(logits, sampling_metadata.temperature)
+        # Where the request or the draft is greedy, these stay as they are, and there is no q.
         ids, probs = self._sample_from_logits(logits, sampling_metadata)
         self.drawn_ids.append(ids)
         if probs is not None:
             self.drawn_from.append(probs)
         with host_reads():
-            if not host.drawn(ids, probs if q is None else q):
+            if not host.drawn(ids, probs, logits=logits, temperature=sampling_metadata.temperature):
                 raise EndOfRound
         return ids, probs
 

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Where the host may wait for the device although vLLM looks out for that.
+from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
 from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
 from accept_head.inference.adapters.vllm.build import (
     build_host,
     build_policy,
-    draft_distribution,
     head_of,
-    host_reads,
 )
 from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.ragged import leave_lengths
@@ -35,16 +36,16 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
         super().__init__(vllm_config, device)
         self.host: PolicyHost | None = None
         self.head: nn.Module | None = None
-        if self.enable_adaptive_verification:
-            policy = build_policy(vllm_config, device)
-            self.head = None if policy is None else head_of(policy)
-        else:
-            self.host = build_host(vllm_config, device)
-        if self.host is not None or self.head is not None:
+        policy = build_policy(vllm_config, device)
+        if policy is not None:
             check_hooks(StandaloneARSpeculator, HOOKS)
+            if self.enable_adaptive_verification:
+                self.head = head_of(policy)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
+        if not self.enable_adaptive_verification:
+            self.host = build_host(self.vllm_config, self.device, self.model)
         if self.head is not None:
             self.acceptance_estimator = HeadAcceptanceEstimator(
                 self.head, self.max_num_reqs, self.num_speculative_steps, self.device
@@ -81,11 +82,9 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
                 raise EndOfRound
         ids = super().sample_draft(hidden_states, *inputs, **options)
         self.draft_tokens[: self.rows, host.depth] = ids  # the caller would, if it got them
-        q = None
-        if host.reads_q:
-            q = draft_distribution(self.logits, self.temperature[self.idx_mapping[: self.rows]])
+        temperature = self.temperature[self.idx_mapping[: self.rows]] if host.reads_q else None
         with host_reads():
-            if not host.drawn(ids, q):
+            if not host.drawn(ids, logits=self.logits, temperature=temperature):
                 raise EndOfRound
         return ids
 

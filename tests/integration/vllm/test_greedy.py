@@ -12,7 +12,11 @@ from accept_head import InputError, Pair
 from tests.integration.vllm.engines import at_most, our_rounds, toy_head, use, worker_of
 
 K_MAX, NEW_TOKENS = 6, 40
-HEADS = {"before": {"reads": "before"}, "drawn": {"reads": "drawn"}}
+HEADS = {
+    "before": {"reads": "before"},
+    "drawn": {"reads": "drawn"},
+    "embedding": {"reads": "before", "embedding_std": 0.5, "width": 96},
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,7 @@ POLICIES = (
     "cumulative-confidence:0.2",
     "batch-map:{map}",
     "head:{before}:0.5",
+    "head:{embedding}:0.5",
     "head:{drawn}:0.5",
     "head:{drawn}:0.5,lag=0",
     "head:{before}:0.5,costs=0.2",

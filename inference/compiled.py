@@ -1,0 +1,186 @@
+"""Small functions of tensors as one native call: their dozens of operations cost more to start than to do.
+
+Between two calls the models run and push everything out of the caches. On a CPU an operation of torch then takes 10 to
+20 µs to start, and what torch.compile wraps around its kernel, guards above all, 250 µs. AOTInductor's runner has none
+of that: about 40 µs a call. It checks nothing, therefore `Compiled` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SWITCH = "ACCEPT_HEAD_COMPILE"  # environment variable; 0 = never
+# What a function holds stays where it is, whatever it is: no copies, and one compilation for all heads of a shape.
+UNPACKED = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+
+Function = Callable[..., Any]  # of tensors, to a tensor or a tuple of them
+Example = Sequence[Tensor | None]
+Run = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Compiled:
+    """`function` as `run` does it, for inputs like `example`; any others it gets itself. An input that is None in the
+    example is not looked at. A function of one result gives that, others a tuple. See `compiled`."""
+
+    def __init__(self, function: Function, run: Run, example: Example, *, name: str, several: bool):
+        self.function, self.run, self.name, self.several = function, run, name, several
+        self.expected = [
+            (place, each.dtype, each.device, each.shape[1:]) for place, each in enumerate(example) if each is not None
+        ]
+        self.holds: object = None
+        self.missed = False  # has it met inputs that it was not compiled for?
+
+    def __call__(self, *inputs: Tensor | None) -> Any:
+        ready, batch = [], -1
+        for place, dtype, device, rest in self.expected:
+            given = inputs[place]
+            if given is None or given.dtype is not dtype or given.device != device:
+                return self._uncompiled(inputs)
+            shape = given.shape
+            if batch < 0:
+                batch = shape[0] if shape else 0
+            if not batch or not shape or shape[0] != batch or shape[1:] != rest:
+                return self._uncompiled(inputs)
+            ready.append(given if given.is_contiguous() else given.contiguous())
+        results = self.run(ready)
+        return tuple(results) if self.several else results[0]
+
+    def _uncompiled(self, inputs: Sequence[Tensor | None]) -> Any:
+        empty = isinstance(inputs[0], Tensor) and not inputs[0].numel()
+        if not (empty or self.missed):
+            self.missed = True
+            got = ", ".join("none" if each is None else f"{each.dtype} {tuple(each.shape)}" for each in inputs)
+            _log().warning("accept-head: %s was not compiled for %s, hence slower", self.name, got)
+        return self.function(*inputs)
+
+
+def compiled(function: Function, example: Example, *, name: str, logger: logging.Logger | None = None) -> Function:
+    """`function` compiled for any batch from 1, where that can be done; else itself, and the log says why. Takes
+    seconds the first time, less from a cache on disk. Nothing is compiled for other devices than a CPU.
+
+    function: pure, of tensors (batch, …); tensors that it holds are used as they are, and may only be changed in place.
+    example: inputs with a batch of 2 or more, which count by their dtypes and their shapes but for the batch; None for
+    one that the function does not read. name: what messages call it. logger: whom they go to.
+    """
+    log = logger or _log()
+    given = [each for each in example if each is not None]
+    if os.environ.get(SWITCH) == "0" or any(each.device.type != "cpu" for each in given):
+        return function
+    began = time.perf_counter()
+    try:
+        made = _compile(function, example, name)
+    except Exception as error:  # no compiler, or a torch that cannot: whatever it is, there is another way
+        reason = " ".join(str(error).split())[:160]
+        log.warning("accept-head: %s is not compiled (%s: %s), hence slower", name, type(error).__name__, reason)
+        return function
+    log.info("accept-head: %s compiled in %.1f s", name, time.perf_counter() - began)
+    return made
+
+
+class _Module(nn.Module):
+    """The function of those inputs alone that it reads, as export wants it."""
+
+    def __init__(self, function: Function, example: Example):
+        super().__init__()
+        self.function, self.reads = function, [each is not None for each in example]
+
+    def forward(self, *inputs: Tensor) -> Any:
+        rest = iter(inputs)
+        return self.function(*[next(rest) if read else None for read in self.reads])
+
+
+class _Holding(nn.Module):
+    """An exported graph, whose constants are buffers here: held0, held1, …"""
+
+    def __init__(self, exported: Any):
+        super().__init__()
+        self.graph = exported.graph_module
+        values = {**exported.state_dict, **exported.constants}
+        # Inputs of the graph, in its order; those that name a target are held, the others given.
+        targets = [spec.target for spec in exported.graph_signature.input_specs]
+        self.held = [None if target is None else f"held{place}" for place, target in enumerate(targets)]
+        for name, target in zip(self.held, targets, strict=True):
+            if name is not None:
+                self.register_buffer(name, values[target].detach())
+
+    def forward(self, *inputs: Tensor) -> Any:
+        rest = iter(inputs)
+        return self.graph(*[next(rest) if name is None else getattr(self, name) for name in self.held])
+
+
+def _compile(function: Function, example: Example, name: str) -> Compiled:
+    """Export, compile unless that was done before, load, and try it."""
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
+    from torch.export import Dim, export
+
+    # vLLM may be building under inference mode, of whose tensors nothing can be exported.
+    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        inputs = tuple(each.clone() for each in example if each is not None)
+        any_batch = ({0: Dim.DYNAMIC},) * len(inputs)  # an error, not a silent constant, where it cannot be dynamic
+        traced = export(_Module(function, example), inputs, dynamic_shapes=(any_batch,), strict=True)
+        exported = export(_Holding(traced), inputs, dynamic_shapes=(any_batch,))
+        package = _folder() / f"{_key(exported, inputs)}.pt2"
+        if not package.is_file():
+            _write(
+                lambda path: aoti_compile_and_package(exported, package_path=path, inductor_configs=dict(UNPACKED)),
+                package,
+            )
+        model, held = aoti_load_package(str(package)), exported.state_dict
+        if names := model.get_constant_fqns():
+            model.load_constants({key: held[key] for key in names}, check_full_update=True, user_managed=True)
+        run: Run = model.loader.run  # without the copying of argument trees around it
+        several = _check(function, example, run)
+    made = Compiled(function, run, example, name=name, several=several)
+    made.holds = model, held  # what `run` points at
+    return made
+
+
+def _write(make: Callable[[str], object], package: Path) -> None:
+    """Whole or not at all: other engines may start at the same time."""
+    package.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=package.parent) as folder:
+        made = Path(folder) / "model.pt2"
+        make(str(made))
+        os.replace(made, package)
+
+
+def _check(function: Function, example: Example, run: Run) -> bool:
+    """Whether the function has several results. Raises AssertionError if the compiled ones are others."""
+    several = False
+    for batch in (1, 2, 5):
+        inputs = [None if each is None else each[:1].expand(batch, *each.shape[1:]).contiguous() for each in example]
+        expected, found = function(*inputs), run([each for each in inputs if each is not None])
+        several = not isinstance(expected, Tensor)
+        torch.testing.assert_close(found, list(expected) if several else [expected], rtol=1e-3, atol=1e-3)
+    return several
+
+
+def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
+    """Of all that the machine code depends on; the values that the function holds are not part of it."""
+    said = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(UNPACKED)]
+    said += [str(exported.graph_module.code)]
+    for name, tensor in [*sorted(exported.state_dict.items()), *enumerate(inputs)]:
+        said.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}")
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+
+
+def _folder() -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir()) / "accept_head"
+
+
+def _log() -> logging.Logger:
+    return logging.getLogger(__name__)

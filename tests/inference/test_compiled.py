@@ -1,0 +1,154 @@
+"""`compiled`: the same numbers for every batch by one compilation, and the function itself where there is none."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from functools import partial
+
+import pytest
+import torch
+import torch._inductor
+
+from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
+from accept_head.inference.compiled import SWITCH, Compiled, compiled
+from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policy import OF_Q, DraftStep, Signal
+from accept_head.signals import draft_signals
+from tests.inference.toy import random_head
+
+VOCAB, HIDDEN = 301, 16
+LOGGER = logging.getLogger("accept-head-test")
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.delenv(SWITCH, raising=False)
+        yield
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """One entry for each time that machine code was made."""
+    made, make = [], torch._inductor.aoti_compile_and_package
+
+    def counted(*inputs, **options):
+        made.append(options["package_path"])
+        return make(*inputs, **options)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", counted)
+    return made
+
+
+def said(caplog):
+    return [record.message for record in caplog.records if record.name == LOGGER.name or "accept_head" in record.name]
+
+
+def weighted(weight):
+    return lambda x, unread=None: (x @ weight).relu()
+
+
+def drawn(batch, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(batch, VOCAB, generator=generator)).to(dtype)
+    ids = torch.randint(0, VOCAB, (batch,), generator=generator)
+    return logits, ids, torch.randn(batch, HIDDEN, generator=generator)
+
+
+@needs_compiler
+def test_one_compilation_serves_all_batches_and_all_weights_of_a_shape(compilations):
+    calls = []
+    for seed in (0, 1):
+        weight = torch.randn(HIDDEN, 3, generator=torch.Generator().manual_seed(seed))
+        function = weighted(weight)
+        at_once = compiled(function, (torch.ones(4, HIDDEN), None), name="it", logger=LOGGER)
+        assert isinstance(at_once, Compiled)
+        at_once.function = lambda x, unread=None, call=function: calls.append(len(x)) or call(x)
+        for batch in range(1, 17):
+            x = drawn(batch, batch)[2]
+            torch.testing.assert_close(at_once(x, None), (x.double() @ weight.double()).relu().float())
+        strided = torch.randn(HIDDEN, 5).t()
+        torch.testing.assert_close(at_once(strided, "not looked at"), function(strided))
+        assert not calls
+        weight.mul_(2)  # changed in place, it is changed there too
+        torch.testing.assert_close(at_once(x, None), function(x))
+    assert len(compilations) == 1
+
+
+@needs_compiler
+def test_what_it_was_not_compiled_for_goes_to_the_function_and_is_said_once(caplog):
+    function = weighted(torch.randn(HIDDEN, 3))
+    at_once = compiled(function, (torch.ones(4, HIDDEN), None), name="it", logger=LOGGER)
+    assert at_once(torch.ones(0, HIDDEN), None).shape == (0, 3) and not said(caplog)
+    for dtype in (torch.float64, torch.float64):
+        with pytest.raises(RuntimeError):  # torch's own word on float64 @ float32
+            at_once(torch.ones(2, HIDDEN, dtype=dtype), None)
+    assert at_once(torch.ones(2, 5, HIDDEN), None).shape == (2, 5, 3)
+    assert ["was not compiled for" in line for line in said(caplog)] == [True]
+
+
+def test_without_a_compiler_the_function_itself_serves(monkeypatch, caplog):
+    def no_compiler(*inputs, **options):
+        raise RuntimeError("g++: not found")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", no_compiler)
+    function = weighted(torch.randn(HIDDEN, 7))
+    with caplog.at_level(logging.INFO):
+        assert compiled(function, (torch.ones(4, HIDDEN), None), name="it", logger=LOGGER) is function
+    assert said(caplog) == ["accept-head: it is not compiled (RuntimeError: g++: not found), hence slower"]
+
+
+def test_it_can_be_switched_off(monkeypatch, compilations, caplog):
+    monkeypatch.setenv(SWITCH, "0")
+    function = weighted(torch.randn(HIDDEN, 9))
+    assert compiled(function, (torch.ones(4, HIDDEN), None), name="it") is function
+    assert not compilations and not said(caplog)
+
+
+# --- signals and head -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype):
+    logits, ids, hidden = drawn(4, dtype=dtype)
+    table = torch.randn(logits.shape[1], HIDDEN, generator=torch.Generator().manual_seed(4))
+    head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN)
+    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), head.scorer("token")
+    at_once.compile(logits, hidden, sampled=True, logger=LOGGER, score=score)
+    for batch in (0, 1, 3, 16):
+        logits, ids, hidden = drawn(batch, batch, dtype)
+        temperature = torch.linspace(0, 2, batch)
+        q = (logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]).softmax(-1)
+        plainly = logits.float().softmax(-1)
+        for read, expected in (
+            (partial(at_once.of_logits, logits, temperature), q),
+            (partial(at_once.of_logits, logits, None), plainly),
+            (partial(at_once.of_q, q), q),
+        ):
+            found = read(ids, hidden)
+            signals = draft_signals(expected, ids)
+            torch.testing.assert_close(torch.stack(found[:3], dim=-1), signals, rtol=1e-4, atol=1e-4)
+            step = DraftStep(1, ids, ids == ids, hidden, None, *found)
+            probability = head.probability(hidden, signals=signals, token_ids=ids).detach()
+            torch.testing.assert_close(HeadPolicy(head, 0.5).score(step), probability, rtol=1e-4, atol=1e-4)
+        one_by_one = torch.stack(plain.of_logits(logits, temperature, ids)[:3], dim=-1)
+        torch.testing.assert_close(one_by_one, draft_signals(q, ids))
+
+
+def test_a_head_takes_the_score_that_its_host_has_worked_out():
+    _, ids, hidden = drawn(4)
+    policy = HeadPolicy(random_head(HIDDEN, signals=True, reads="before"), 0.5)
+    given = torch.rand(4)
+    assert policy.score(DraftStep(1, ids, ids == ids, hidden, scored=given)) is given
+
+
+def test_only_what_is_needed_is_read_where_nothing_is_compiled():
+    logits, ids, _ = drawn(3)
+    found = SignalReader(frozenset({Signal.MAX_PROB, Signal.SECONDS})).of_logits(logits, None, ids)
+    assert found.logprob is None and found.entropy is None
+    torch.testing.assert_close(found.max_prob, logits.softmax(-1).amax(-1))
+    assert SignalReader(frozenset({Signal.FED_HIDDEN})).of_q(logits, ids) == Distribution()

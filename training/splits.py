@@ -1,0 +1,95 @@
+"""Which traces train a head and which judge it: one folder or several, all of one pair and one way of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+
+from accept_head.errors import InputError
+from accept_head.trace import TraceConfig, check_coupled, check_made_by, read_traces
+from accept_head.training.data import split_dev
+
+
+@dataclass(frozen=True)
+class Splits:
+    """folders, configs: of the training traces, in the order given. train, dev: traces."""
+
+    folders: tuple[Path, ...]
+    configs: tuple[TraceConfig, ...]
+    train: Dataset
+    dev: Dataset
+
+    def content(self) -> Any:
+        """What decides the training traces: TraceConfig.content() of the folder, or, of several, a list of them."""
+        contents = [config.content() for config in self.configs]
+        return contents if len(contents) > 1 else contents[0]
+
+    def record(self) -> dict[str, Any]:
+        """For the head's training_config.json: each folder, when there are several. One is in trace_config.json."""
+        if len(self.configs) == 1:
+            return {}
+        names = ("num_prompts", "seed", "prompts_fingerprint", "responses")
+        return {
+            "traces": [
+                {
+                    "folder": str(folder),
+                    "fingerprint": config.fingerprint(),
+                    "sampling": asdict(config.sampling),
+                    **{name: getattr(config, name) for name in names},
+                }
+                for folder, config in zip(self.folders, self.configs, strict=True)
+            ]
+        }
+
+
+def read_splits(folders: Sequence[Path], dev_folder: Path | None, *, draft_fingerprint: str, seed: int) -> Splits:
+    """Read them all; without a folder of dev traces, a share of the prompts is held out of every folder.
+
+    A prompt is held out by its index, so the same prompt is held out of all folders of the same prompts. Scored text
+    (`collect --responses`) only ever trains: what is held out of it judges nothing.
+
+    Raises InputError naming the folder that is damaged, given twice, or made by another pair or sampling.
+    """
+    if not folders:
+        raise InputError("--traces is an empty list, expected at least one folder")
+    configs, parts = zip(*(_read_made_by(folder, draft_fingerprint) for folder in folders), strict=True)
+    fingerprints = [config.fingerprint() for config in configs]
+    for place, (folder, config) in enumerate(zip(folders, configs, strict=True)):
+        _check_alike(config, f"--traces {folder}", configs[0], folders[0])
+        if (twin := fingerprints.index(fingerprints[place])) < place:
+            raise InputError(f"--traces {folder}: holds the same traces as {folders[twin]}; give each folder once")
+    together = parts[0] if len(parts) == 1 else concatenate_datasets(list(parts))
+    if dev_folder is not None:
+        dev_config, dev = _read_made_by(dev_folder, draft_fingerprint)
+        _check_alike(dev_config, f"--dev_traces {dev_folder}", configs[0], folders[0])
+        check_coupled(dev_config, dev_folder)
+        return Splits(tuple(folders), configs, together, dev)
+    if all(config.responses is not None for config in configs):
+        raise InputError(
+            f"--traces {folders[0]}: its responses were scored with `collect --responses`, which can train a head but "
+            "not judge it; give --dev_traces"
+        )
+    judges = np.repeat([config.responses is None for config in configs], [len(traces) for traces in parts])
+    train, dev = split_dev(together, ", ".join(map(str, folders)), seed=seed, judges=judges)
+    return Splits(tuple(folders), configs, train, dev)
+
+
+def _read_made_by(folder: Path, draft_fingerprint: str) -> tuple[TraceConfig, Dataset]:
+    config, traces = read_traces(folder)
+    check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
+    return config, traces
+
+
+def _check_alike(config: TraceConfig, option: str, first: TraceConfig, folder: Path) -> None:
+    """Raises InputError when traces are not of the target and sampling settings of `first`, those of `folder`."""
+    if config.target_fingerprint != first.target_fingerprint:
+        raise InputError(
+            f"{option}: made by another pair (its target was {config.target}, that of --traces {folder} {first.target})"
+        )
+    if config.sampling != first.sampling:
+        raise InputError(f"{option}: sampled with {config.sampling}, --traces {folder} with {first.sampling}")
