@@ -161,7 +161,7 @@ def profile(
         )
     print(f"wrote {path}")
     if grid:
-        Console().print(map_table(grid))
+        Console(emoji=False).print(map_table(grid))
         option = vllm_option(grid.table, draft)
         print(f"vllm serve … {option}" if option else "nothing is gained by speculation at any of these batch sizes")
         print(f"wrote {map_path}")

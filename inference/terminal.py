@@ -25,7 +25,7 @@ class Terminal:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, total: int, *, one_row: bool, wanted: bool | None):
         self.on = sys.stdout.isatty() if wanted is None else wanted
         self.tokenizer, self.text = tokenizer, one_row
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, emoji=False)
         self.printed = ""
         self.pending: list[tuple[list[int], str | None]] = []
         self.generated = self.drafted = self.accepted = 0

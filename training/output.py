@@ -100,7 +100,7 @@ def save_heads(
 def print_quality(out: Path, module: HeadTraining) -> None:
     """One line a head; a table for a sweep."""
     if len(module.candidates) > 1:
-        return Console().print(_table(out, module))
+        return Console(emoji=False).print(_table(out, module))
     for name, quality in module.dev_quality[0].items():
         print(
             f"{out / module.candidates[0].name}: {name} head, dev binary KL {quality.binary_kl:.4f} nats "

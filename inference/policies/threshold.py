@@ -67,7 +67,8 @@ class ThresholdPolicy(RowPolicy):
         if token is None:
             return step.active
         self._add(self.score(token))
-        return step.active if step.depth < self.k_min else step.active & (self.running >= self.level)
+        # The host looks at rows that are still drafting only: one small operation less for each token.
+        return step.active if step.depth < self.k_min else self.running >= self.level
 
     def _add(self, score: Tensor) -> None:
         if self.predicts:
