@@ -76,7 +76,9 @@ def demo(
         seed: Seed of everything.
     """
     start = time.monotonic()
-    console = Console(width=None if sys.stdout.isatty() else 118, emoji=False)  # as wide as the table, where nobody says
+    console = Console(
+        width=None if sys.stdout.isatty() else 118, emoji=False
+    )  # as wide as the table, where nobody says
     folder = Path(pair) if pair else Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
     if not (folder / "target").is_dir():
         raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")

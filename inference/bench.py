@@ -152,7 +152,9 @@ def bench(
     _check_lossless(job, samplings)
     header = _header(job, given, traces)
     wanted = [Place(file, batch, sampling) for file in traces or [None] for batch in batches for sampling in samplings]
-    console = Console(width=None if sys.stdout.isatty() else 132, emoji=False)  # as wide as the tables, where nobody says
+    console = Console(
+        width=None if sys.stdout.isatty() else 132, emoji=False
+    )  # as wide as the tables, where nobody says
     kept = Kept(path, header["settings"])
     cells = _measured(job, wanted, traces, kept, console)
     result = {**header, "traces" if traces else "cells": cells}

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SWITCH = "ACCEPT_HEAD_COMPILE"  # environment variable; 0 = never
 # What a function holds stays where it is, whatever it is: no copies, and one compilation for all heads of a shape.
 UNPACKED = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
 
@@ -75,7 +74,7 @@ def compiled(function: Function, example: Example, *, name: str, logger: logging
     """
     log = logger or _log()
     given = [each for each in example if each is not None]
-    if os.environ.get(SWITCH) == "0" or any(each.device.type != "cpu" for each in given):
+    if any(each.device.type != "cpu" for each in given):
         return function
     began = time.perf_counter()
     try:

@@ -127,7 +127,9 @@ def tune(
         for name, values in decodings.items():
             if Path(name).is_dir():
                 write_json(Path(name) / DECODING_NAME, values)
-    console = Console(width=None if sys.stdout.isatty() else 132, emoji=False)  # as wide as the table, where nobody says
+    console = Console(
+        width=None if sys.stdout.isatty() else 132, emoji=False
+    )  # as wide as the table, where nobody says
     console.print(tuned_table(rows, tuned))
     for name in heads if write_decoding else ():
         console.print(

@@ -6,7 +6,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-from sklearn.metrics import roc_curve
 from torch import Tensor
 
 from accept_head.errors import InputError
@@ -67,6 +66,8 @@ class HfConfidencePolicy(RowPolicy):
             self.threshold = self._best()
 
     def _best(self) -> float:
+        from sklearn.metrics import roc_curve  # heavy, and of this policy alone
+
         false_positives, true_positives, thresholds = roc_curve(self.matches, self.probabilities)
         costs = false_positives + self.MISSED * (1 - true_positives)
         return float(thresholds[np.argmin(costs)])

@@ -11,7 +11,7 @@ import torch
 import torch._inductor
 
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
-from accept_head.inference.compiled import SWITCH, Compiled, compiled
+from accept_head.inference.compiled import Compiled, compiled
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.signals import draft_signals
@@ -27,7 +27,6 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ 
 def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.delenv(SWITCH, raising=False)
         yield
 
 
@@ -100,13 +99,6 @@ def test_without_a_compiler_the_function_itself_serves(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         assert compiled(function, (torch.ones(4, HIDDEN), None), name="it", logger=LOGGER) is function
     assert said(caplog) == ["accept-head: it is not compiled (RuntimeError: g++: not found), hence slower"]
-
-
-def test_it_can_be_switched_off(monkeypatch, compilations, caplog):
-    monkeypatch.setenv(SWITCH, "0")
-    function = weighted(torch.randn(HIDDEN, 9))
-    assert compiled(function, (torch.ones(4, HIDDEN), None), name="it") is function
-    assert not compilations and not said(caplog)
 
 
 # --- signals and head -----------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def test_nothing_is_looked_at_until_it_is_asked_for():
         ({}, "accept_head.policy is None"),
         ({"policy": 3}, "accept_head.policy is 3"),
         ({"policy": "fixed:1", "treshold": 0.5}, "unknown field 'treshold'"),
+        ({"policy": "fixed:1", "compile": 1}, "compile is 1"),
         ({"policy": "fixed:1", "log_every": -1}, "log_every is -1"),
         ({"policy": "fixed:1", "log_every": True}, "log_every is True"),
     ],

@@ -108,6 +108,11 @@ def test_it_compares_all_policies_and_writes_a_choice_for_each_head(made, tune, 
     assert "wrote" in done.out and "decoding.json" in done.out and "oracle" in done.out
 
 
+def test_a_heads_name_is_shown_as_it_is(tune, place):
+    shutil.copytree(place / "before", place / "ship")  # between two colons, rich's name of a ship's picture
+    assert "head:ship:" in tune("--head", place / "ship", *SMALL).out
+
+
 def test_decoding_json_is_what_make_policy_reads(made, tune, place):
     done = tune("--head", place / "drawn", "--head", place / "before", *SMALL)
     for name in ("drawn", "before"):

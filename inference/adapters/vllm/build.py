@@ -76,7 +76,8 @@ def build_host(vllm_config: Any, device: torch.device, model: nn.Module) -> Poli
         agree=_broadcast if tensor_parallel > 1 else None,
         metrics=_metrics(settings, limit, device),
     )
-    _compile(host, policy, spec, device)
+    if settings.compile:
+        _compile(host, policy, spec, device)
     if policy.max_draft_tokens < limit:
         _logger().warning(
             "accept-head: the policy drafts at most %d tokens, but num_speculative_tokens reserves cache for %d",

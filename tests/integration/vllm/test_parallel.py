@@ -70,8 +70,13 @@ def main() -> None:
     )
     inputs = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
     outputs = llm.generate(inputs, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
-    time.sleep(2.5)  # the worker's own counts come out within a second or two
-    metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    until = time.monotonic() + 30
+    while True:  # the worker's own counts come out within a second or two
+        metrics = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+        ours = metrics.get("vllm:accept_head_num_verified_tokens")
+        if ours == metrics.get("vllm:spec_decode_num_draft_tokens") or time.monotonic() > until:
+            break
+        time.sleep(0.2)
     ids = [list(output.outputs[0].token_ids) for output in outputs]
     Path(request["answer"]).write_text(json.dumps({"outputs": ids, "metrics": metrics}))
 
