@@ -144,7 +144,7 @@ class BatchStopPolicy(RowPolicy):
         return self.policy.draw_next(step)
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        active = step.active & self.policy.keep_drafting(step) if self.policy.stops_early else step.active
+        active = self.policy.keep_drafting(step) if self.policy.stops_early else step.active
         # A policy that looks ahead was shown the state at the drawn token: one more forward has taken place.
         self.steps = max(self.steps, step.depth + (step.drawn_hidden is not None))
         self._judge(step.depth)

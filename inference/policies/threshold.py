@@ -67,8 +67,7 @@ class ThresholdPolicy(RowPolicy):
         if token is None:
             return step.active
         self._add(self.score(token))
-        # The host looks at rows that are still drafting only: one small operation less for each token.
-        return step.active if step.depth < self.k_min else self.running >= self.level
+        return step.active if step.depth < self.k_min else step.active & (self.running >= self.level)
 
     def _add(self, score: Tensor) -> None:
         if self.predicts:
