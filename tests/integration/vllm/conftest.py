@@ -86,12 +86,16 @@ def make_llm(embedded_pair_folder: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def generate() -> Callable[..., list[list[int]]]:
-    """generate(llm, prompts, **SamplingParams): the new token ids of each prompt, an end-of-text token included."""
+    """generate(llm, prompts, **SamplingParams): the new token ids of each prompt, an end-of-text token included. With a
+    seed each request has one of its own: requests of one seed draw the same numbers, and are not independent."""
     from vllm import SamplingParams
 
     def run(llm: Any, prompts: list[list[int]], **sampling: Any) -> list[list[int]]:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, SamplingParams(**sampling), use_tqdm=False)
+        first = sampling.pop("seed", None)
+        seeds = [None if first is None else first + 1000 * index for index in range(len(inputs))]
+        each = [SamplingParams(**sampling, seed=seed) for seed in seeds]
+        outputs = llm.generate(inputs, each, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     return run
