@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from accept_head.cli import quiet_libraries
+from accept_head.console import make_console
 from accept_head.cost import DecodeCounts, oracle_counts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_folder, write_json
@@ -76,9 +75,7 @@ def demo(
         seed: Seed of everything.
     """
     start = time.monotonic()
-    console = Console(
-        width=None if sys.stdout.isatty() else 118, emoji=False
-    )  # as wide as the table, where nobody says
+    console = make_console(unseen_width=118)
     folder = Path(pair) if pair else Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
     if not (folder / "target").is_dir():
         raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")

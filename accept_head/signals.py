@@ -20,7 +20,7 @@ LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # what a smaller q counts
 
 def draft_signals(q: Tensor, y: Tensor) -> Tensor:
     """All of SIGNALS. q: (..., vocab); y: (...) → (..., 3) float32."""
-    return torch.stack([draft_logprob(q, y), draft_entropy(q), draft_max_prob(q)], dim=-1)
+    return torch.stack(signals_of_q(q, y), dim=-1)
 
 
 def draft_logprob(q: Tensor, y: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def draft_max_prob(q: Tensor) -> Tensor:
 
 
 def signals_of_q(q: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """SIGNALS one by one, written so that a compiler makes one loop of it. q: (batch, vocab); y: (batch,)."""
-    return draft_logprob(q, y), -(q.clamp(min=torch.finfo(q.dtype).tiny).log() * q).sum(-1), draft_max_prob(q)
+    """SIGNALS one by one. q: (..., vocab); y: (...) → (...) each."""
+    return draft_logprob(q, y), draft_entropy(q), draft_max_prob(q)
 
 
 def signals_of_logits(logits: Tensor, temperature: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

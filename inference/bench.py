@@ -11,7 +11,6 @@ import datetime
 import inspect
 import math
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
+from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, sha256, writable_file, write_json
 from accept_head.inference.bench_arrivals import Arrival, read_trace
@@ -152,9 +152,7 @@ def bench(
     _check_lossless(job, samplings)
     header = _header(job, given, traces)
     wanted = [Place(file, batch, sampling) for file in traces or [None] for batch in batches for sampling in samplings]
-    console = Console(
-        width=None if sys.stdout.isatty() else 132, emoji=False
-    )  # as wide as the tables, where nobody says
+    console = make_console(unseen_width=132)
     kept = Kept(path, header["settings"])
     cells = _measured(job, wanted, traces, kept, console)
     result = {**header, "traces" if traces else "cells": cells}

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from accept_head.console import make_console
 from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import writable_file, write_json
@@ -161,7 +161,7 @@ def profile(
         )
     print(f"wrote {path}")
     if grid:
-        Console(emoji=False).print(map_table(grid))
+        make_console().print(map_table(grid))
         option = vllm_option(grid.table, draft)
         print(f"vllm serve … {option}" if option else "nothing is gained by speculation at any of these batch sizes")
         print(f"wrote {map_path}")

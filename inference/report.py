@@ -39,7 +39,6 @@ from accept_head.inference.replay import (
 from accept_head.inference.report_data import DomainResult, PolicyResult, ReportData, ViewedResponse
 from accept_head.inference.report_page import write_report
 from accept_head.inference.report_view import calibrate_depths, view_responses
-from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune import DECODING_NAME, LONGEST, Grid, load_heads, search
 from accept_head.inference.tune_rules import RULES
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
@@ -186,7 +185,7 @@ def build_report(
         provenance={
             "command": command,
             "settings chosen on these very traces": ", ".join(here) or "none",
-            "traces": trace_fingerprint(config)[:16],
+            "traces": config.fingerprint()[:16],
             "versions": ", ".join(f"{name} {version(name)}" for name in ("accept-head", "torch", "transformers")),
             "hardware": f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores (replay)",
             "date": datetime.date.today().isoformat(),

@@ -57,11 +57,6 @@ class RolloutConfig:
         return cls(**values) if usable else None
 
 
-def trace_fingerprint(config: TraceConfig) -> str:
-    """SHA-256 of all that decides the traces."""
-    return config.fingerprint()
-
-
 def roll_out(
     draft: PreTrainedModel, folder: Path, config: TraceConfig, traces: Any, *, k_max: int, shards: int
 ) -> list[Path]:
@@ -73,7 +68,7 @@ def roll_out(
     check_served(draft)
     place = folder / FOLDER_NAME
     wanted = RolloutConfig(
-        traces=trace_fingerprint(config),
+        traces=config.fingerprint(),
         draft_fingerprint=config.draft_fingerprint,
         dtype=str(draft.dtype).removeprefix("torch."),
         k_max=k_max,

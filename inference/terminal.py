@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
+from accept_head.console import make_console
 from accept_head.inference.round import Round
 from accept_head.inference.rows import Finished
 
@@ -25,7 +25,7 @@ class Terminal:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, total: int, *, one_row: bool, wanted: bool | None):
         self.on = sys.stdout.isatty() if wanted is None else wanted
         self.tokenizer, self.text = tokenizer, one_row
-        self.console = Console(highlight=False, emoji=False)
+        self.console = make_console(highlight=False)
         self.printed = ""
         self.pending: list[tuple[list[int], str | None]] = []
         self.generated = self.drafted = self.accepted = 0

@@ -6,17 +6,16 @@ The policies that need no training go through the same search on the same traces
 from __future__ import annotations
 
 import datetime
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from accept_head.console import make_console
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file, write_json
@@ -28,7 +27,6 @@ from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import EntropyPolicy, HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
-from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune_rules import LEARNERS, RULES, ask, checked_rules, spec_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.trace import CONFIG_NAME
@@ -127,9 +125,7 @@ def tune(
         for name, values in decodings.items():
             if Path(name).is_dir():
                 write_json(Path(name) / DECODING_NAME, values)
-    console = Console(
-        width=None if sys.stdout.isatty() else 132, emoji=False
-    )  # as wide as the table, where nobody says
+    console = make_console(unseen_width=132)
     console.print(tuned_table(rows, tuned))
     for name in heads if write_decoding else ():
         console.print(
@@ -264,7 +260,7 @@ def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, A
 def described(traces: CoupledTraces) -> dict[str, Any]:
     """Which traces a figure is of."""
     return {
-        "fingerprint": trace_fingerprint(traces.config),
+        "fingerprint": traces.config.fingerprint(),
         "prompts": len(traces.lengths),
         "tokens": traces.positions,
         "sampling": traces.config.sampling.to_dict(),

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.head import AcceptanceHead
@@ -100,7 +100,7 @@ def save_heads(
 def print_quality(out: Path, module: HeadTraining) -> None:
     """One line a head; a table for a sweep."""
     if len(module.candidates) > 1:
-        return Console(emoji=False).print(_table(out, module))
+        return make_console().print(_table(out, module))
     for name, quality in module.dev_quality[0].items():
         print(
             f"{out / module.candidates[0].name}: {name} head, dev binary KL {quality.binary_kl:.4f} nats "

@@ -19,7 +19,6 @@ from accept_head.inference.policies import (
     CumulativeConfidencePolicy,
     SvipPolicy,
 )
-from accept_head.inference.rollouts import trace_fingerprint
 from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, search
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
@@ -216,7 +215,7 @@ def test_decoding_json_says_how_to_decode_for_which_costs_and_what_to_expect(sam
         assert values["costs"] == {"t_draft": 0.03, "t_target": 0.1, "t_autoregressive": 0.09}
         assert values["objective"] == "mean"
         assert values["traces"] == {
-            "fingerprint": trace_fingerprint(sample.config),
+            "fingerprint": sample.config.fingerprint(),
             "prompts": 40,
             "tokens": sum(len(record["response_ids"]) for record in sample.records),
             "sampling": {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0},

@@ -67,6 +67,23 @@ def test_mixed_labels_count_only_where_the_fed_token_is_the_one_they_speak_of(tr
         assert packed.labels[where_next, 1].tolist() == [v for v, m in zip(next_label, next_mask, strict=True) if m]
 
 
+@pytest.mark.parametrize(
+    "pack",
+    [lambda trace: pack_mixed(trace, torch.full(trace["response_ids"].shape, 0.9), 0.5), pack_exact, pack_prefix],
+    ids=["mixing", "exact", "prefix"],
+)
+def test_the_drawn_token_stands_where_its_label_and_its_signals_do(traces, pack):
+    """Found by value: the label at a place is a(Y), the signal log q(Y), of the very Y that stands there."""
+    batch = collate([pack(trace) for trace in traces], list(range(len(traces))))
+    for row, trace in enumerate(traces):
+        known = list(zip(*(trace[name].tolist() for name in ("draft_ids", "acceptance", "draft_logprob")), strict=True))
+        counts = batch.mask[row, :, 0]
+        read = batch.labels[row, counts, 0].tolist(), batch.signals[row, counts, 0].tolist()
+        assert list(zip(batch.drawn_ids[row, counts].tolist(), *read, strict=True)) == known
+        moved = batch.drawn_ids[row].roll(1)[counts].tolist()
+        assert list(zip(moved, *read, strict=True)) != known, "ids that stand one place off are seen"
+
+
 def test_mixing_test_would_see_a_mask_that_takes_loss_everywhere(traces):
     trace = traces[0]
     packed = pack_mixed(trace, torch.full(trace["response_ids"].shape, 0.0), 0.5)  # every fed token is the target's

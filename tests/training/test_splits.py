@@ -10,27 +10,13 @@ import torch
 from datasets import concatenate_datasets
 
 from accept_head import InputError, Sampling
-from accept_head.trace import TraceConfig, read_traces, write_shard
+from accept_head.trace import read_traces, write_shard
 from accept_head.training.data import split_dev
 from accept_head.training.splits import read_splits
+from tests.accept_head.test_trace import CONFIG as SOME
 
 PROMPTS = 60
-CONFIG = TraceConfig(
-    target="some/target",
-    target_fingerprint="a1",
-    draft="some/draft",
-    draft_fingerprint="b2",
-    vocabulary_fingerprint="c3",
-    vocab_size=261,
-    end_token_ids=(2,),
-    prompts_fingerprint="d4",
-    num_prompts=PROMPTS,
-    sampling=Sampling(),
-    max_new_tokens=16,
-    seed=0,
-    batch_size=30,
-    shard_size=30,
-)
+CONFIG = replace(SOME, vocab_size=261, num_prompts=PROMPTS, sampling=Sampling(), seed=0, batch_size=30, shard_size=30)
 
 
 @pytest.fixture
