@@ -62,16 +62,17 @@ def main() -> None:
         sampling = Sampling(temperature=temperature, top_k=0)
         head = options.head if temperature else options.greedy_head
         dev, _ = _requests(engines, options.dev_prompts, options)
-        pilot = run_pilot(engines, dev, sampling, options.batches)
-        costs = work / f"costs-T{temperature:g}.json"
+        pilot = run_pilot(engines, dev, sampling, options.batches, head)
+        costs, with_head = (work / f"{name}-T{temperature:g}.json" for name in ("costs", "costs-head"))
         write_json(costs, pilot["costs"])
+        write_json(with_head, pilot["costs_with_head"])
         for batch in options.batches:
             requests, domains = _requests(engines, options.prompts, options)
             count = min(len(requests), options.count * (1 if batch == 1 else 2 if batch < 16 else 4))
             chosen = np.random.default_rng(batch).permutation(len(requests))[:count]
             requests = [Request(i, requests[j].prompt, options.max_new_tokens, i) for i, j in enumerate(chosen)]
             chunks = make_chunks(requests, [domains[j] for j in chosen], batch=batch)
-            arms = make_arms(head, str(costs), pilot["table"], max(options.batches))
+            arms = make_arms(head, str(costs), str(with_head), pilot["table"], max(options.batches))
             cell = run_cell(engines, arms, chunks, sampling, batch, options.repeats)
             cells.append({"batch_size": batch, "temperature": temperature, **cell})
             console.print(cell_table({"cell": f"batch {batch}, T = {temperature:g}", **cells[-1]}))
@@ -93,8 +94,8 @@ def main() -> None:
     print(f"wrote {path}")
 
 
-def make_arms(head: str, costs: str, table: list[list[int]], rows: int) -> dict[str, Drafting]:
-    """By name, in the order of the table that is printed."""
+def make_arms(head: str, costs: str, with_head: str, table: list[list[int]], rows: int) -> dict[str, Drafting]:
+    """By name, in the order of the table that is printed. with_head: costs, the head's work in the draft step."""
     lookup = [next((k for first, last, k in table if first <= size <= last), table[-1][2]) for size in range(rows + 1)]
     return {
         "none": Drafting(),
@@ -107,7 +108,7 @@ def make_arms(head: str, costs: str, table: list[list[int]], rows: int) -> dict[
         "online-logistic:0.3": Drafting(policy=f"online-logistic:0.3,k_max={K_MAX}"),
         "head": Drafting(policy=f"head:{head},k_max={K_MAX}"),
         FEWER_CALLS: Drafting(policy=f"head:{head}:0.75,k_max={K_MAX}"),
-        "head, costs": Drafting(policy=f"head:{head},k_max={K_MAX},costs={costs}"),
+        "head, costs": Drafting(policy=f"head:{head},k_max={K_MAX},costs={with_head}"),
         "fixed:8, costs": Drafting(policy=f"fixed:8,costs={costs}"),
     }
 
@@ -148,8 +149,11 @@ def run_cell(
     }
 
 
-def run_pilot(engines: Engines, requests: list[Request], sampling: Sampling, batches: list[int]) -> dict[str, Any]:
-    """Seconds of a round by batch size and K, which give vLLM's table and the costs that our batch rule takes."""
+def run_pilot(
+    engines: Engines, requests: list[Request], sampling: Sampling, batches: list[int], head: str
+) -> dict[str, Any]:
+    """Seconds of a round by batch size and K, which give vLLM's table and the costs that our batch rule takes; and
+    seconds of the head's work on a draft step."""
     sizes = sorted({1, *batches})
     seconds = np.zeros((len(sizes), len(PILOT_LENGTHS)))
     for row, size in enumerate(sizes):
@@ -163,13 +167,46 @@ def run_pilot(engines: Engines, requests: list[Request], sampling: Sampling, bat
             seconds[row, column] = best
     survival = _survival(engines, requests[:32], sampling)
     table = [list(r) for r in best_table(seconds, sizes, PILOT_LENGTHS, tokens_per_round(survival))]
+    costs, of_head = _fit(sizes, seconds), _head_seconds(engines, requests, sampling, sizes, head)
     return {
         "batch_sizes": sizes,
         "draft_lengths": list(PILOT_LENGTHS),
         "seconds": seconds.tolist(),
         "survival": survival.tolist(),
         "table": table,
-        "costs": _fit(sizes, seconds),
+        "costs": costs,
+        "head_seconds": of_head,
+        "costs_with_head": _with_head(costs, sizes, of_head),
+    }
+
+
+def _head_seconds(
+    engines: Engines, requests: list[Request], sampling: Sampling, sizes: list[int], head: str
+) -> list[float]:
+    """Of a draft step, by batch size, as the plugin's metrics have them."""
+    seconds = []
+    for size in sizes:
+        drafting, chosen = Drafting(policy=f"head:{head},k_max={K_MAX}"), requests[: max(8, 2 * size)]
+        engines.run(drafting, chosen[:size], sampling, size)  # warm
+        assert drafting.host is not None and drafting.host.metrics is not None
+        before = drafting.host.metrics.read()
+        engines.run(drafting, chosen, sampling, size)
+        now = drafting.host.metrics.read()
+        spent, steps = (now[name] - before[name] for name in ("policy_seconds", "draft_forwards"))
+        seconds.append(spent / max(1, steps))
+    return seconds
+
+
+def _with_head(costs: dict[str, Any], sizes: list[int], seconds: list[float]) -> dict[str, Any]:
+    """The costs, with a line through the head's seconds added to the draft step's."""
+    design = np.stack([np.ones(len(sizes)), sizes], axis=1)
+    gamma, beta = np.linalg.lstsq(design, np.array(seconds), rcond=None)[0]
+    draft = costs["batch"]["draft"]
+    draft = {**draft, "gamma": draft["gamma"] + max(0.0, gamma), "beta": draft["beta"] + max(0.0, beta)}
+    return {
+        **costs,
+        "t_draft": costs["t_draft"] + seconds[0],
+        "batch": {**costs["batch"], "draft": draft},
     }
 
 

@@ -6,6 +6,8 @@ like to go on. Any policy can be wrapped that verifies all it drafts; its rows s
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +16,6 @@ from torch import Tensor
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
 from accept_head.inference.policies.content import content_hash
-from accept_head.inference.policies.goodput import Probe
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
 
 
@@ -89,55 +90,65 @@ class BatchStopPolicy(RowPolicy):
             raise InputError(f"batch-stop prior is {prior}, expected a positive number of rows")
         if not 0 < optimism <= 1:
             raise InputError(f"batch-stop optimism is {optimism}, expected a share above 0 and at most 1")
+        if probe < 0:
+            raise InputError(f"batch-stop probe is {probe}, expected a number of rounds or 0")
         if not 1 < memory < float("inf"):
             raise InputError(f"batch-stop memory is {memory}, expected a number of rows above 1")
         self.policy, self.costs, self.host = policy, costs, host
         self.content = content_hash(policy)  # so that two with different policies inside have different hashes
         self.needs, self.scores, self.peeks, self.lossless = policy.needs, policy.scores, policy.peeks, policy.lossless
         self.max_draft_tokens = policy.max_draft_tokens
-        self.prior, self.optimism, self.memory = prior, optimism, memory
-        self.probe = Probe("batch-stop", probe)
+        self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         # Of each depth: accepted, and Σ S before and after the policy judged the token.
-        self.accepted, self.before, self.after = torch.zeros(3, self.max_draft_tokens)
+        self.accepted, self.before, self.after = ([0.0] * self.max_draft_tokens for _ in range(3))
         # Sums over rows and rounds: rows, tokens emitted, draft steps, tokens verified besides the last one. At first
         # as of one row that drafted nothing.
-        self.totals = torch.tensor([1.0, 1.0, float(host.feeds), 0.0])
+        self.totals = [1.0, 1.0, float(host.feeds), 0.0]
+        self.idle = 0  # rounds without drafts in a row
+
+    # All that is decided here is decided on the host, row by row: a dozen operations on a few numbers are dearer on any
+    # device, and as arrays, than to read the numbers (in vLLM on a CPU 0.5 ms a round and 0.15 ms a token, with caches
+    # that the models have swept), and the loop waits for the device after each token anyway, to see who goes on.
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def start(self, batch: int, device: torch.device) -> None:
         """What was learnt stays."""
         self.policy.start(batch, device)
-        self.probe.start(device)
-        for name in ("accepted", "before", "after", "totals"):
-            setattr(self, name, getattr(self, name).to(device))
-        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        # Of each depth of this round, (batch,): S of the rows that went on to it, and S once it was judged.
-        self.decided, self.judged = list[Tensor](), list[Tensor]()
+        self.idle, self.lengths = 0, [0] * batch
+        # Of each depth of this round, a row: S if it went on to it, else 0; and S once it was judged.
+        self.decided, self.judged = list[list[float]](), list[list[float]]()
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.policy.admit(rows, lengths)
-        self.lengths[rows] = lengths
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            self.lengths[row] = length
 
     def select(self, rows: Tensor) -> None:
         self.policy.select(rows)
-        self.lengths = self.lengths[rows]
-        self.decided, self.judged = ([survival[rows] for survival in part] for part in (self.decided, self.judged))
+        places = rows.tolist()
+        self.lengths = [self.lengths[row] for row in places]
+        self.decided, self.judged = (
+            [[survival[row] for row in places] for survival in part] for part in (self.decided, self.judged)
+        )
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def start_round(self, live: Tensor) -> Tensor:
         budget = self.policy.start_round(live)
         self.predicted = self.policy.predicted
-        self.survival, self.kappa = torch.ones(live.shape, device=live.device), torch.ones((), device=live.device)
         self.decided, self.judged, self.counted, self.steps = [], [], 0, 0
-        self._set_prices(live.sum(), torch.where(live, self.lengths, 0).sum())
-        wanting = live & (budget > 0)
-        pays = self._pays(self._gain(1, wanting), self.first_price)
-        allowed = self._pays(wanting.float(), self.first_price)
-        length = self.probe.length(torch.where(pays, self.max_draft_tokens, 0), allowed)
-        self.decided[0] = torch.where(length > 0, self.decided[0], 0.0)
-        return torch.minimum(budget, length)
+        alive = live.tolist()
+        self._set_prices(sum(alive), sum(itertools.compress(self.lengths, alive)))
+        self._set_ratios()
+        wanting = [float(a and tokens > 0) for a, tokens in zip(alive, budget.tolist(), strict=True)]
+        length = self.max_draft_tokens if self._pays([row * self.rho[0] for row in wanting], self.first_price) else 0
+        if length == 0 and 0 < self.probe <= self.idle and self._pays(wanting, self.first_price):
+            length = 1
+        self.idle = 0 if length else self.idle + 1
+        self.survival = [1.0] * len(alive)
+        self.decided.append(wanting if length else [0.0] * len(alive))
+        return budget.clamp(max=length)
 
     def draw_next(self, step: DraftStep) -> Tensor:
         self.steps = step.depth
@@ -147,73 +158,73 @@ class BatchStopPolicy(RowPolicy):
         active = self.policy.keep_drafting(step) if self.policy.stops_early else step.active
         # A policy that looks ahead was shown the state at the drawn token: one more forward has taken place.
         self.steps = max(self.steps, step.depth + (step.drawn_hidden is not None))
-        self._judge(step.depth)
-        if step.depth >= self.max_draft_tokens:
-            return active
-        gain = self._gain(step.depth + 1, active)
-        going = (gain > self.token_price) & self._pays(gain, self.step_price)
-        self.decided[-1] = torch.where(going, self.decided[-1], 0.0)
-        return active & going
-
-    def _gain(self, depth: int, active: Tensor) -> Tensor:
-        """(batch,) tokens that each active row is expected to gain by Y_depth."""
-        self.decided.append(torch.where(active, self.survival, 0.0))
-        hoped = self.prior * self.optimism * self.kappa
-        self.rho = (hoped + self.accepted[depth - 1]) / (self.prior + self.before[depth - 1])
-        return self.decided[-1] * self.rho
-
-    def _judge(self, depth: int) -> None:
-        """Take in what the policy has predicted since, now that Y_depth is drawn."""
         for probability in self.predicted[self.counted :]:
-            self.survival = self.survival * probability
+            self.survival = [s * p for s, p in zip(self.survival, probability.tolist(), strict=True)]
         self.counted = len(self.predicted)
         self.judged.append(self.survival)
-        self.kappa = (self.prior * self.rho + self.accepted[depth - 1]) / (self.prior + self.after[depth - 1])
+        if step.depth >= self.max_draft_tokens:
+            return active
+        rho, wanting = self.rho[step.depth], active.tolist()
+        gain = [s * rho if a else 0.0 for s, a in zip(self.survival, wanting, strict=True)]
+        pays = self._pays(gain, self.step_price)
+        going = [pays and g > self.token_price for g in gain]
+        self.decided.append([s if g else 0.0 for s, g in zip(self.survival, going, strict=True)])
+        return active if going == wanting else torch.tensor(going, device=active.device)
 
-    def _pays(self, gain: Tensor, price: Tensor) -> Tensor:
-        """() bool, whether a step with this gain, (batch,), is worth its price, ()."""
-        return (gain - self.token_price).clamp(min=0).sum() > price
+    def _pays(self, gain: Sequence[float], price: float) -> bool:
+        """Whether a step with this gain of each row is worth its price."""
+        return sum(max(0.0, g - self.token_price) for g in gain) > price
 
-    # --- prices, in tokens -------------------------------------------------------------------------------------------
+    # --- what is known at its beginning ------------------------------------------------------------------------------
 
-    def _set_prices(self, rows: Tensor, context: Tensor) -> None:
-        """What time is worth this round. rows, context: (), live rows and the tokens of all of them."""
+    def _set_prices(self, rows: int, context: int) -> None:
+        """What time is worth this round, in tokens. rows: live ones. context: the tokens of all of them."""
         drafting, verifying = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
         one = self.costs.verify_seconds(rows + 1, context) - verifying
-        emitted, steps, verified = self.totals[1:] / self.totals[0]
+        emitted, steps, verified = (total / self.totals[0] for total in self.totals[1:])
         seconds = steps * drafting + self.costs.verify_seconds(rows * (1 + verified), context)
         plain = verifying + self.host.feeds * drafting
-        speed = torch.maximum(rows * emitted / seconds, rows / plain)  # λ
-        column = rows * one if self.host.padded else 0 * one
-        self.token_price = 0 * one if self.host.padded else speed * one
+        speed = max(rows * emitted / seconds, rows / plain)  # λ
+        column = rows * one if self.host.padded else 0.0
+        self.token_price = 0.0 if self.host.padded else speed * one
         self.step_price = speed * (drafting + column)
         self.first_price = speed * column if self.host.feeds else self.step_price
 
-    def observe(self, outcome: VerifyOutcome) -> None:
-        live, submitted = outcome.live, outcome.submitted
-        rows = live.sum()
-        longest, widest = (torch.where(live, tokens, 0).max() for tokens in (outcome.drafted, submitted))
-        keep = (1 - 1 / self.memory) ** rows
-        self.accepted, self.before, self.after = keep * self.accepted, keep * self.before, keep * self.after
-        depths = torch.arange(1, len(self.decided) + 1, device=live.device)
-        # A host may verify less than was drafted: of the rest nothing is known.
-        tried = live[:, None] & (depths <= submitted[:, None])
-        # A token that the policy peeked at and declined was a step that gained nothing.
-        declined = self.peeks & (submitted == outcome.drafted)
-        looked = live[:, None] & (depths <= (submitted + declined)[:, None])
-        self.accepted[: len(depths)] += (tried & (depths <= outcome.accepted[:, None])).sum(0)
-        self._sum(self.before, self.decided, looked)
-        self._sum(self.after, self.judged, tried)
-        # A host may not ask at the last depth.
-        steps = torch.where(longest > 0, longest.clamp(min=self.steps), int(self.host.feeds))
-        emitted = ((outcome.accepted + 1) * live).sum()
-        verified = rows * widest if self.host.padded else (submitted * live).sum()
-        self.totals = keep * self.totals + torch.stack([rows, emitted, rows * steps, verified])
-        self.decided, self.judged, self.lengths = [], [], outcome.lengths
-        self.policy.observe(outcome)
+    def _set_ratios(self) -> None:
+        """ρ of every depth."""
+        self.rho, kappa = list[float](), 1.0
+        for accepted, before, after in zip(self.accepted, self.before, self.after, strict=True):
+            self.rho.append((self.prior * self.optimism * kappa + accepted) / (self.prior + before))
+            kappa = (self.prior * self.rho[-1] + accepted) / (self.prior + after)
 
-    @staticmethod
-    def _sum(sums: Tensor, survivals: list[Tensor], counted: Tensor) -> None:
-        """Add survivals, (rows,) a depth, of those that are counted, (rows, depths), to sums, (k_max,)."""
-        if n := len(survivals):
-            sums[:n] += torch.where(counted[:, :n], torch.stack(survivals, dim=1), 0.0).sum(0)
+    # --- what is learnt of it ----------------------------------------------------------------------------------------
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        self.lengths = outcome.lengths.tolist()
+        told = (outcome.drafted.tolist(), outcome.submitted.tolist(), outcome.accepted.tolist())
+        rounds = [
+            (row, *tokens) for row, (live, *tokens) in enumerate(zip(outcome.live.tolist(), *told, strict=True)) if live
+        ]
+        keep = (1 - 1 / self.memory) ** len(rounds)
+        for sums in (self.accepted, self.before, self.after, self.totals):
+            sums[:] = [keep * value for value in sums]
+        for row, drafted, submitted, accepted in rounds:
+            # A host may verify less than was drafted: of the rest nothing is known. A token that the policy peeked at
+            # and declined was a step that gained nothing.
+            looked = submitted + (self.peeks and submitted == drafted)
+            for depth, survival in enumerate(self.decided[:looked]):
+                self.before[depth] += survival[row]
+            for depth, survival in enumerate(self.judged[:submitted]):
+                self.after[depth] += survival[row]
+            for depth in range(min(accepted, len(self.decided))):
+                self.accepted[depth] += 1
+        longest = max((drafted for _, drafted, _, _ in rounds), default=0)
+        # A host may not ask at the last depth.
+        steps = max(longest, self.steps) if longest else int(self.host.feeds)
+        verified = [submitted for _, _, submitted, _ in rounds]
+        self.totals[0] += len(rounds)
+        self.totals[1] += sum(accepted + 1 for *_, accepted in rounds)
+        self.totals[2] += len(rounds) * steps
+        self.totals[3] += len(rounds) * max(verified, default=0) if self.host.padded else sum(verified)
+        self.decided, self.judged = [], []
+        self.policy.observe(outcome)

@@ -169,10 +169,11 @@ class PolicyHost:
     ) -> Distribution:
         if not self.reads_q:
             return NOTHING
-        if q is not None:
-            return self.reader.of_q(q, token_ids, self.hidden)
-        assert logits is not None
-        return self.reader.of_logits(logits, temperature, token_ids, self.hidden)
+        with self.stopwatch.timing():  # a head's score can be among them
+            if q is not None:
+                return self.reader.of_q(q, token_ids, self.hidden)
+            assert logits is not None
+            return self.reader.of_logits(logits, temperature, token_ids, self.hidden)
 
     def _ask(self, step: DraftStep) -> None:
         with self.stopwatch.timing():
