@@ -35,22 +35,24 @@ VLLM = Host(padded=False, feeds=True)
 class BatchStopPolicy(RowPolicy):
     """`policy`, and equations §5 summed over the rows. After k draft steps, R the rows that it would have go on:
 
-        gain_r = S_r·ρ_{k+1}                           tokens that row r is expected to gain by one more
+        gain_r = S_r·β̂_r·ρ_{k+1}                       tokens that row r is expected to gain by one more
         the batch goes on  ⇔  Σ_{r∈R} [gain_r − λ·t_one]₊ > λ·t_draft(B),   and row r with it  ⇔  gain_r > λ·t_one
         λ = B·τ / (n·t_draft(B) + t_target(B·(1 + ℓ))), at least B / t_target(B)              tokens/s, Dinkelbach
 
-    S_r: product of what the policy has predicted of the row's tokens, 1 if it predicts nothing. t_one: seconds of one
-    more token to verify. Where the host pads, a step is one more token for all B live rows, and none is cheaper for a
-    row that stops: t_one counts B times on the right and not on the left. τ, n, ℓ: tokens that a row emitted, draft
-    steps, and tokens that it had verified in a round, averages of the past. Seconds are the model's, not the clock's:
-    tensor-parallel ranks decide alike. λ is the speed at what was drafted so far, hence never above the best one: it
-    rises to that, from the side on which too much is drafted.
+    S_r: product of what the policy has predicted of the row's tokens, 1 if it predicts nothing. β̂_r: its
+    prediction of the token to be drawn next, 1 if it makes none. t_one: seconds of one more token to verify. Where
+    the host pads, a step is one more token for all B live rows, and none is cheaper for a row that stops: t_one
+    counts B times on the right and not on the left. τ, n, ℓ: tokens that a row emitted, draft steps, and tokens
+    that it had verified in a round, averages of the past. Seconds are the model's, not the clock's: tensor-parallel
+    ranks decide alike. λ is the speed at what was drafted so far, hence never above the best one: it rises to that,
+    from the side on which too much is drafted.
 
-    ρ_d = accepted / Σ S_r over the rows that drafted to depth d, with S_r as it was at the decision; those rows count
-    as accepted whose first d tokens were. (Nothing is censored: a rejection before d decides.) So it holds the
-    acceptance of a token that is not drawn yet, and what is wrong with the predictions on the whole. κ_d is the same
-    with S_r once the policy has judged Y_d: κ_d·S_r is the chance that d tokens are accepted, more than which the next
-    one cannot gain. Hence ρ_d begins as if of `prior` rows with `optimism`·κ_{d−1}, and κ_d with ρ_d; κ_0 = 1.
+    ρ_d = accepted / Σ S_r·β̂_r over the rows that drafted to depth d, as they were at the decision; those rows
+    count as accepted whose first d tokens were. (Nothing is censored: a rejection before d decides.) So it holds
+    the acceptance of a token that is not drawn yet, and what is wrong with the predictions on the whole. κ_d is the
+    same with S_r once the policy has judged Y_d: κ_d·S_r is the chance that d tokens are accepted, more than which
+    the next one cannot gain. Hence ρ_d begins as if of `prior` rows with `optimism`·κ_{d−1}, and κ_d with ρ_d; κ_0
+    = 1.
 
     Never absorbing: all sums are forgotten, a share of 1/`memory` a row and round, whether the depth was reached or
     not. ρ_d of a depth that was given up thus returns to optimism·κ_{d−1}, until the depth is tried again; only one at
@@ -99,7 +101,7 @@ class BatchStopPolicy(RowPolicy):
         self.needs, self.scores, self.peeks, self.lossless = policy.needs, policy.scores, policy.peeks, policy.lossless
         self.max_draft_tokens = policy.max_draft_tokens
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
-        # Of each depth: accepted, and Σ S before and after the policy judged the token.
+        # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it.
         self.accepted, self.before, self.after = ([0.0] * self.max_draft_tokens for _ in range(3))
         # Sums over rows and rounds: rows, tokens emitted, draft steps, tokens verified besides the last one. At first
         # as of one row that drafted nothing.
@@ -116,7 +118,7 @@ class BatchStopPolicy(RowPolicy):
         """What was learnt stays."""
         self.policy.start(batch, device)
         self.idle, self.lengths = 0, [0] * batch
-        # Of each depth of this round, a row: S if it went on to it, else 0; and S once it was judged.
+        # Of each depth of this round, a row: S·β̂ if it went on to it, else 0; and S once it was judged.
         self.decided, self.judged = list[list[float]](), list[list[float]]()
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
@@ -136,7 +138,7 @@ class BatchStopPolicy(RowPolicy):
 
     def start_round(self, live: Tensor) -> Tensor:
         budget = self.policy.start_round(live)
-        self.predicted = self.policy.predicted
+        self.predicted, self.ahead = self.policy.predicted, getattr(self.policy, "predicted_next", [])
         self.decided, self.judged, self.counted, self.steps = [], [], 0, 0
         alive = live.tolist()
         self._set_prices(sum(alive), sum(itertools.compress(self.lengths, alive)))
@@ -164,11 +166,13 @@ class BatchStopPolicy(RowPolicy):
         self.judged.append(self.survival)
         if step.depth >= self.max_draft_tokens:
             return active
-        rho, wanting = self.rho[step.depth], active.tolist()
-        gain = [s * rho if a else 0.0 for s, a in zip(self.survival, wanting, strict=True)]
+        hope, rho, wanting = self.survival, self.rho[step.depth], active.tolist()
+        if self.ahead:
+            hope = [s * p for s, p in zip(hope, self.ahead[-1].tolist(), strict=True)]
+        gain = [h * rho if a else 0.0 for h, a in zip(hope, wanting, strict=True)]
         pays = self._pays(gain, self.step_price)
         going = [pays and g > self.token_price for g in gain]
-        self.decided.append([s if g else 0.0 for s, g in zip(self.survival, going, strict=True)])
+        self.decided.append([h if g else 0.0 for h, g in zip(hope, going, strict=True)])
         return active if going == wanting else torch.tensor(going, device=active.device)
 
     def _pays(self, gain: Sequence[float], price: float) -> bool:

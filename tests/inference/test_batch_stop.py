@@ -57,21 +57,29 @@ def pair_costs(draft, token=0.0, target=1.0, row=0.0, context=0.0):
 
 
 class Told(RowPolicy):
-    """Predicts what it is told, by way of max q; a row stops when the product is below the threshold."""
+    """Predicts what it is told, by way of max q; a row stops when the product is below the threshold. What it says of
+    the next token, if it looks ahead, is told by way of the entropy."""
 
     needs = frozenset({Signal.MAX_PROB})
+    looks_ahead = False
 
     def __init__(self, k_max=8, threshold=0.0):
         self.max_draft_tokens, self.threshold = k_max, threshold
 
     def start_round(self, live):
-        self.predicted, self.product = [], torch.ones(live.shape)
+        self.predicted, self.predicted_next, self.product = [], [], torch.ones(live.shape)
         return super().start_round(live)
 
     def keep_drafting(self, step):
         self.predicted.append(step.max_prob)
+        if self.looks_ahead:
+            self.predicted_next.append(step.entropy)
         self.product = self.product * step.max_prob
         return step.active & (self.product >= self.threshold)
+
+
+class Foretelling(Told):
+    looks_ahead = True
 
 
 def begin(policy, lengths):
@@ -80,9 +88,10 @@ def begin(policy, lengths):
     return policy
 
 
-def one_round(policy, live, told, room=None):
-    """What a decode loop asks → (rows,) tokens drafted. told: (rows, depths), signals of what is drawn."""
+def one_round(policy, live, told, room=None, ahead=None):
+    """What a decode loop asks → (rows,) tokens drafted. told, ahead: (rows, depths), signals of what is drawn."""
     told = torch.as_tensor(told, dtype=torch.float32)
+    ahead = torch.ones_like(told) if ahead is None else torch.as_tensor(ahead, dtype=torch.float32)
     budget = policy.start_round(live)
     assert budget.dtype == torch.long and budget.shape == live.shape
     budget = budget * live if room is None else torch.minimum(budget * live, torch.as_tensor(room))
@@ -91,7 +100,8 @@ def one_round(policy, live, told, room=None):
         drafted = drafted + active
         active = active & (drafted < budget)
         if policy.stops_early:
-            step = DraftStep(depth=depth, token_ids=None, active=active, max_prob=told[:, depth - 1])
+            signals = {"max_prob": told[:, depth - 1], "entropy": ahead[:, depth - 1]}
+            step = DraftStep(depth=depth, token_ids=None, active=active, **signals)
             answer = policy.keep_drafting(step)
             assert answer.dtype == torch.bool and not (answer & ~active).any()
             active = answer
@@ -138,17 +148,18 @@ class Scalar:
             return 0.0, step + rows * one, rows * one if self.host.feeds else step + rows * one
         return one, step, 0.0 if self.host.feeds else step
 
-    def round(self, lengths, told, threshold, room):
+    def round(self, lengths, told, ahead, threshold, room):
         """All arguments by row → tokens drafted by each."""
         one, step, first = self.price(lengths)
         rows = range(len(lengths))
         drafted, product, going = [0] * len(lengths), [1.0] * len(lengths), set(rows)
-        self.decisions, self.verdicts = [], []  # row → S before and after the token was judged, a depth each
+        hope = list(product)  # S·β̂
+        self.decisions, self.verdicts = [], []  # row → S·β̂ before and S after the token was judged, a depth each
         kappa, price = 1.0, first
         for depth in range(1, self.k_max + 1):
             rho = self.prior * self.optimism * kappa + self.accepted[depth - 1]
             rho /= self.prior + self.before[depth - 1]
-            gains = {row: product[row] * rho for row in going}
+            gains = {row: hope[row] * rho for row in going}
             pays = sum(max(0.0, gain - one) for gain in gains.values()) > price
             if depth == 1 and not pays and self.probe and self.idle >= self.probe:
                 pays = len(lengths) * max(0.0, 1 - one) > price
@@ -157,12 +168,13 @@ class Scalar:
                 going = {row for row in going if gains[row] > one}
             if not pays:
                 break
-            self.decisions.append({row: product[row] for row in going})
+            self.decisions.append({row: hope[row] for row in going})
             price = step
             going = {row for row in going if drafted[row] < room[row]}
             for row in going:
                 drafted[row] = depth
                 product[row] *= told[row][depth - 1]
+                hope[row] = product[row] * ahead[row][depth - 1]
             self.verdicts.append({row: product[row] for row in going})
             kappa = (self.prior * rho + self.accepted[depth - 1]) / (self.prior + self.after[depth - 1])
             going = {row for row in going if product[row] >= threshold and drafted[row] < room[row]}
@@ -192,9 +204,10 @@ class Scalar:
         self.verified = keep * self.verified + sum(verified)
 
 
+@pytest.mark.parametrize("rule", [Told, Foretelling])
 @pytest.mark.parametrize("load", ["light", "heavy"])
 @pytest.mark.parametrize("host", [OURS, VLLM, Host(padded=True, feeds=True), Host(padded=False, feeds=False)])
-def test_the_rule_is_its_formula_over_many_rounds(host, load):
+def test_the_rule_is_its_formula_over_many_rounds(host, load, rule):
     """Rows that are not live, whose budget is short, whose drafts are cut by the host, whose outcome is never known
     (aborted), that leave, and that begin; a shift from easy to hard text and back."""
     random = np.random.default_rng(7)
@@ -202,17 +215,19 @@ def test_the_rule_is_its_formula_over_many_rounds(host, load):
     costs = light if load == "light" else heavy
     k_max, threshold, options = 6, 0.05, {"memory": 100.0, "probe": 6, "prior": 5.0, "optimism": 0.8}
     lengths = random.integers(5, 60, size=7)
-    policy = begin(BatchStopPolicy(Told(k_max, threshold), costs, host=host, **options), lengths.tolist())
+    policy = begin(BatchStopPolicy(rule(k_max, threshold), costs, host=host, **options), lengths.tolist())
     scalar, seen = Scalar(costs, k_max, host, **options), []
     for number in range(400):
         live = random.random(len(lengths)) < 0.8
         live[random.integers(len(lengths))] = True
         told = random.beta(*((6, 1), (1, 3), (6, 1))[number * 3 // 400], size=(len(lengths), k_max))
         told = np.where(live[:, None], told, np.nan)  # what idle rows hold is arbitrary
+        ahead = random.beta(5, 2, size=told.shape) if rule.looks_ahead else np.ones(told.shape)
         room = np.where(random.random(len(lengths)) < 0.9, k_max, random.integers(1, 3, size=len(lengths)))
         alive = np.where(live)[0]
-        drafted = one_round(policy, torch.from_numpy(live), told, torch.from_numpy(room)).numpy()
-        expected = scalar.round(lengths[alive].tolist(), told[alive].tolist(), threshold, room[alive].tolist())
+        drafted = one_round(policy, torch.from_numpy(live), told, torch.from_numpy(room), ahead).numpy()
+        told_alive, ahead_alive = told[alive].tolist(), ahead[alive].tolist()
+        expected = scalar.round(lengths[alive].tolist(), told_alive, ahead_alive, threshold, room[alive].tolist())
         assert drafted[alive].tolist() == expected, number
         assert not drafted[~live].any()
         seen.append(max(expected))

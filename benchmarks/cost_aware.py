@@ -1,0 +1,132 @@
+"""Question: how near does the rule that knows costs, and no threshold, come to the best threshold of a grid?
+
+By replay of the embedded pair's test prompts through the decode loop's questions, at every c = t_draft / t_target and
+batch size, at T = 1 and greedily. A forward of n tokens takes (1 − share) + share·n times that of one, the share of a
+token being 0.5 % or 2 %: little where weights are read, much where many rows are computed. The loop pads verification
+to the widest row, as ours does.
+
+grid: the head's rule, each row by itself, at 24 thresholds; the best one *on these prompts* is what is compared with.
+costs: the head with threshold 1 and `costs=`: the rule of equations §5 summed over the rows, λ and ρ learnt on the way,
+from nothing. fixed: the best draft length of all, on these prompts, too.
+
+OMP_NUM_THREADS=1 python benchmarks/cost_aware.py [--batches 1 4 16 64] [--temperatures 1 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from ladder import coupled, loaded
+from record import TINY, write_result
+from rich.console import Console
+from rich.table import Table
+
+from accept_head.cli import quiet_libraries
+from accept_head.cost import BatchForwardCost, PairCosts
+from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies.batch_stop import OURS
+from accept_head.inference.policy import DraftPolicy, VerifyOutcome
+from accept_head.inference.replay_host import replay
+
+COSTS, TOKEN_SHARES = (0.05, 0.1, 0.21), (0.005, 0.02)
+THRESHOLDS = (*(round(0.05 * step, 2) for step in range(1, 20)), 0.02, 0.97, 0.98, 0.99, 0.995)
+LENGTHS = range(0, 13)
+K_MAX = 20
+
+
+class Recorded:
+    """A policy whose rounds are written down: rows, their tokens, and the longest and widest of their drafts."""
+
+    def __init__(self, policy: DraftPolicy):
+        self.policy = policy
+        self.rounds: list[tuple[int, int, int, int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.policy, name)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        live = outcome.live
+        emitted = int(((outcome.accepted + 1) * live).sum())
+        drafted, submitted = (int((tokens * live).max()) for tokens in (outcome.drafted, outcome.submitted))
+        self.rounds.append((int(live.sum()), int((outcome.lengths * live).sum()), drafted, submitted, emitted))
+        self.policy.observe(outcome)
+
+    def tokens_per_second(self, costs: PairCosts) -> float:
+        rows, context, steps, widest, emitted = np.array(self.rounds, dtype=float).T
+        seconds = steps * costs.draft_seconds(rows, context) + costs.verify_seconds(rows * (1 + widest), context)
+        return float(emitted.sum() / seconds.sum())
+
+
+def main() -> None:
+    quiet_libraries()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
+    options = parser.parse_args()
+    cells = [
+        cell
+        for temperature in options.temperatures
+        for batch in options.batches
+        for cell in compared(temperature, batch)
+    ]
+    Console(width=120, emoji=False).print(shown(cells))
+    print(f"wrote {write_result('cost_aware', {'thresholds': sorted(THRESHOLDS), 'cells': cells})}")
+
+
+def compared(temperature: float, batch: int) -> list[dict[str, Any]]:
+    traces = coupled("test", temperature)
+
+    def run(policy: DraftPolicy) -> Recorded:
+        recorded = Recorded(policy)
+        replay(traces, recorded, "recorded", batch=batch)
+        return recorded
+
+    name = "sampled" if temperature else "greedy"
+    head = loaded(TINY / "heads" / name, temperature)
+    grid = {threshold: run(HeadPolicy(head, threshold, k_max=K_MAX)) for threshold in THRESHOLDS}
+    fixed = {k: run(FixedPolicy(k)) for k in LENGTHS}
+    cells = []
+    for c in COSTS:
+        for share in TOKEN_SHARES:
+            costs = pair_costs(c, share)
+            by_threshold = {threshold: one.tokens_per_second(costs) for threshold, one in grid.items()}
+            by_length = {k: one.tokens_per_second(costs) for k, one in fixed.items()}
+            aware = run(BatchStopPolicy(HeadPolicy(head, 1.0, k_max=K_MAX), costs, host=OURS))
+            best, k = max(by_threshold, key=lambda t: by_threshold[t]), max(by_length, key=lambda k: by_length[k])
+            cells.append(
+                {
+                    "temperature": temperature, "batch_size": batch, "c": c, "token_share": share,
+                    "best_threshold": best, "best_fixed": k,
+                    "grid": by_threshold[best], "fixed": by_length[k], "costs": aware.tokens_per_second(costs),
+                }
+            )  # fmt: skip
+            cells[-1]["costs_over_grid"] = cells[-1]["costs"] / cells[-1]["grid"] - 1
+            cells[-1]["costs_over_fixed"] = cells[-1]["costs"] / cells[-1]["fixed"] - 1
+            cells[-1]["costs_over_none"] = cells[-1]["costs"] / by_length[0] - 1
+    return cells
+
+
+def pair_costs(c: float, share: float) -> PairCosts:
+    """Seconds; a target forward on one token takes 1."""
+    forwards = {
+        name: BatchForwardCost(alpha=0.0, beta=seconds * share, gamma=seconds * (1 - share), r_squared=1.0)
+        for name, seconds in (("draft", c), ("target", 1.0))
+    }
+    return PairCosts(**forwards)
+
+
+def shown(cells: list[dict[str, Any]]) -> Table:
+    table = Table(title="costs= against the best threshold, the best fixed K and no speculation; tokens/s by the costs")
+    for column in ("T", "batch", "c", "a token's share", "best h", "best K", "over grid", "over fixed", "over none"):
+        table.add_column(column, justify="right")
+    for cell in cells:
+        gains = (f"{100 * cell[f'costs_over_{name}']:+.1f} %" for name in ("grid", "fixed", "none"))
+        names = ("temperature", "batch_size", "c", "token_share", "best_threshold", "best_fixed")
+        table.add_row(*(f"{cell[name]:g}" for name in names), *gains)
+    return table
+
+
+if __name__ == "__main__":
+    main()
