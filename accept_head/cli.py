@@ -25,6 +25,7 @@ VERBS = {
     "train": ("accept_head.training.run", "train", "traces and draft -> a head"),
     "profile": ("accept_head.inference.profile", "profile", "draft and target -> what a forward costs here"),
     "tune": ("accept_head.inference.tune", "tune", "traces, heads and costs -> thresholds, and what each policy costs"),
+    "calibrate": ("accept_head.inference.calibrate", "calibrate", "traces and a head -> its probabilities put right"),
     "report": ("accept_head.inference.report", "report", "the same -> one HTML page with plots and every round"),
     "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
     "bench": ("accept_head.inference.bench", "bench", "policies side by side in wall clock, or on an arrival trace"),

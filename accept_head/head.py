@@ -46,12 +46,14 @@ class HeadConfig:
     hidden_size: channels of the draft's last hidden state.
     depth: residual blocks, 0 (a linear probe) to 4.
     predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
-        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each.
+        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each. Of a head that is told
+        which token was drawn (signals or embedding), `both` are two statements about Y_i: a(Y_i), and β_{i+1} given
+        that Y_i is accepted; it needs not have been fed. Of one that is not, `next` is a function of the state alone.
     reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
-    signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; only for `token`.
+    signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; not for `next` alone.
     signal_mean, signal_std: what each signal is normalised with, inside the head.
     embedding_std: the head also reads the draft's input embedding of Y_i, divided by this, the root mean square of the
-        draft's embedding matrix; None = it does not. Only for `token`.
+        draft's embedding matrix; None = it does not. Not for `next` alone.
     width: channels inside the head; None = hidden_size, and the state goes in as it is, as in the paper.
     """
 
@@ -81,8 +83,8 @@ class HeadConfig:
         if self.embedding_std is not None:
             if not _is_finite(self.embedding_std) or not self.embedding_std > 0:
                 raise InputError(f"head config: embedding_std is {self.embedding_std!r}, expected a positive number")
-            if self.predicts != "token":
-                raise InputError(f"head config: an embedding is of a drawn token, but predicts is {self.predicts!r}")
+            if self.predicts == "next":
+                raise InputError("head config: an embedding is of a drawn token, but predicts is 'next'")
 
     def _check_signals(self) -> None:
         for name in ("signals", "signal_mean", "signal_std"):
@@ -97,8 +99,8 @@ class HeadConfig:
                 raise InputError(f"head config: {name} is {values}, expected one finite number a signal")
         if not all(value > 0 for value in self.signal_std):
             raise InputError(f"head config: signal_std is {self.signal_std}, expected positive numbers")
-        if self.signals and self.predicts != "token":
-            raise InputError(f"head config: signals describe a drawn token, but predicts is {self.predicts!r}")
+        if self.signals and self.predicts == "next":
+            raise InputError("head config: signals describe a drawn token, but predicts is 'next'")
 
     @property
     def channels(self) -> int:
@@ -108,6 +110,17 @@ class HeadConfig:
     @property
     def reads_embedding(self) -> bool:
         return self.embedding_std is not None
+
+    @property
+    def sees_drawn(self) -> bool:
+        """Whether it is told which token was drawn, and not by the state at it alone."""
+        return bool(self.signals) or self.reads_embedding
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether, once Y_i is drawn, it says how likely Y_{i+1} will be accepted: a second logit of a state that has
+        not seen Y_i, from a head that has not either, speaks of Y_i itself."""
+        return self.predicts == "both" and (self.reads == "drawn" or self.sees_drawn)
 
     @property
     def predictions(self) -> tuple[Prediction, ...]:
@@ -223,17 +236,17 @@ class AcceptanceHead(
         return self(hidden, signals, token_ids)[..., self.index_of(prediction)].sigmoid()
 
     @torch.no_grad()
-    def scorer(self, prediction: Prediction = "token") -> Score:
+    def scorer(self, prediction: Predicts = "token") -> Score:
         """`probability` for serving, with a third of the host's work a call: (hidden, signals, token_ids) → P̂, on the
-        weights as they are now; what is the same for all tokens is folded into them. Raises InputError as `probability`
-        does, or when the embeddings are not attached."""
-        place, config = self.index_of(prediction), self.config
+        weights as they are now; what is the same for all tokens is folded into them. `both`: P̂ and β̂ in one pass,
+        (..., 2). Raises InputError as `probability` does, or when the embeddings are not attached."""
+        config = self.config
         blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
-        output, bias = self.output.weight[place].clone(), self.output.bias[place].clone()
-        dtype = output.dtype
+        last = self._last_of_scorer(prediction)
+        dtype = self.output.weight.dtype
         state = self.state_input.weight.detach().t() if config.width is not None else None
         if config.signals:
-            scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=output.device)
+            scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=self.output.weight.device)
             scale[self.signal_places] = (self.signal_input.weight / self.signal_std).t()
             shift = -(self.signal_input.weight @ (self.signal_mean / self.signal_std))
         table = self._embedding_table() if config.reads_embedding else None
@@ -250,9 +263,21 @@ class AcceptanceHead(
                 x = x + (self.embedding_input(self.embedded(ids)) if table is None else table[ids])
             for weight, offset in blocks:
                 x = x + nn.functional.silu(torch.addmm(offset, x, weight))
-            return torch.addmv(bias.expand(len(x)), x, output).sigmoid().view(hidden.shape[:-1])
+            logits = last(x)
+            return logits.sigmoid().view((*hidden.shape[:-1], *logits.shape[1:]))
 
         return score
+
+    def _last_of_scorer(self, prediction: Predicts) -> Callable[[Tensor], Tensor]:
+        """(n, channels) → logits (n,), or (n, 2) of both."""
+        if prediction == "both":
+            for each in get_args(Prediction):
+                self.index_of(each)
+            both, offsets = self.output.weight.detach().t().clone(), self.output.bias.detach().clone()
+            return lambda x: torch.addmm(offsets, x, both)
+        place = self.index_of(prediction)
+        output, bias = self.output.weight[place].clone(), self.output.bias[place].clone()
+        return lambda x: torch.addmv(bias.expand(len(x)), x, output)
 
     def _embedding_table(self) -> Tensor | None:
         """(vocab, channels) what each token's embedding adds, worked out once; None where that would take much memory,

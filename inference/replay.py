@@ -67,7 +67,7 @@ def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed
     """fixed:K for each K; `none` for 0."""
     check_k_max("fixed", max(lengths), traces)
     lanes = torch.minimum(traces.drafts[:, None], torch.tensor(lengths))  # (P, lengths)
-    walked = _walk(traces, lanes)
+    walked = walk(traces, lanes)
     return [
         replayed_of(walked, lane, f"fixed:{k}" if k else "none", {"k": k} if k else {})
         for lane, k in enumerate(lengths)
@@ -76,7 +76,7 @@ def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed
 
 def replay_oracle(traces: CoupledTraces) -> Replayed:
     """Stops just before each rejection (theorem 4.1): no policy does better."""
-    walked = _walk(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
+    walked = walk(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
     walked.counts[:, 0] = [
         [count.generated, count.discarded, count.target_forwards, count.draft_forwards]
         for row in traces.traces["accepted"]
@@ -93,6 +93,8 @@ def replay_thresholds(
 
     Raises InputError when a setting drafts more than the rollouts hold.
     """
+    if policy.by_depth:
+        raise InputError(f"{name} corrects its scores by depth or by the past: replay_host.replay prices it")
     scores = score_tokens(traces, policy, floor=min(policy.level_of(setting.threshold) for setting in settings))
     lanes = threshold_lengths(traces, policy, settings, scores)
     in_vain = None
@@ -103,7 +105,7 @@ def replay_thresholds(
     replayed = []
     for start in range(0, len(settings), LANES):
         part = slice(start, start + LANES)
-        walked = _walk(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
+        walked = walk(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
         for lane, setting in enumerate(settings[part]):
             params = {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag}
             replayed.append(replayed_of(walked, lane, f"{name}:{setting.threshold:g}", params))
@@ -113,15 +115,17 @@ def replay_thresholds(
 def threshold_lengths(
     traces: CoupledTraces, policy: ThresholdPolicy, settings: Sequence[Setting], scores: Tensor
 ) -> Tensor:
-    """Tokens that a round from each position drafts, (P, settings) int32. scores: (M,) by `score_tokens`.
+    """Tokens that a round from each position drafts, (P, settings) int32. scores: by `score_tokens`.
 
     Raises InputError when a setting drafts more than the rollouts hold.
     """
     check_k_max(type(policy).__name__, max(setting.k_max for setting in settings), traces)
-    running = torch.cat([scores, scores.new_zeros(1)])[traces.path]  # (P, k_max)
-    for depth in range(1, running.shape[1]):  # not cumprod, which may round otherwise than the policy does
-        before, here = running[:, depth - 1], running[:, depth]
-        running[:, depth] = before * here if policy.statistic == "product" else torch.minimum(before, here)
+    judged = torch.cat([scores, scores.new_zeros(1, *scores.shape[1:])])[traces.path]  # (P, k_max), or (P, k_max, 2)
+    survival, statistic = policy.begin(judged.shape[:1], judged.device)
+    running = judged.new_empty(judged.shape[:2])
+    for depth in range(running.shape[1]):  # not cumprod, which may round otherwise than the policy does
+        survival, statistic = policy.follow(survival, statistic, judged[:, depth])
+        running[:, depth] = statistic
     # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
     # level; with a lag, so many tokens later; and one that peeks, just before it.
     later = 0 if policy.peeks else 1 + policy.lag
@@ -149,7 +153,7 @@ def round_starts(traces: CoupledTraces, lengths: Tensor) -> Tensor:
 
 @torch.no_grad()
 def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = -float("inf")) -> Tensor:
-    """The policy's score of every token, (M,) float32.
+    """The policy's score of every token, (M,) float32; (M, 2), P̂ and β̂, where it `predicts_next`.
 
     floor: the lowest level of interest. A rollout's token that no round can reach with a statistic of at least that
     gets the score 0: whoever draws it (k_min may force it) is below all levels already, and cannot rise again.
@@ -157,15 +161,15 @@ def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = 
     if not policy.reads & HIDDEN:
         step = draft_step(traces, slice(None), torch.device("cpu"))
         return policy.score(step).float()
-    device = _device_of(policy)
-    on = torch.zeros(traces.positions)
-    off = torch.zeros(len(traces.rejected), traces.k_max - 1)
+    device, numbers = _device_of(policy), (2,) if policy.predicts_next else ()
+    on = torch.zeros(traces.positions, *numbers)
+    off = torch.zeros(len(traces.rejected), traces.k_max - 1, *numbers)
     for positions, rollouts, fed, hidden in traces.hidden():
         fed, hidden = fed.to(device), hidden.to(device)
         rejected = (traces.rejected[rollouts] - positions.start).to(device)
         on[positions] = policy.score(_on_path(traces, positions, fed, hidden, rejected)).float().cpu()
         _score_rollouts(traces, policy, rollouts, hidden, on[traces.rejected[rollouts]], off[rollouts], floor)
-    return torch.cat([on, off.reshape(-1)])
+    return torch.cat([on, off.flatten(0, 1)])
 
 
 def _score_rollouts(
@@ -173,12 +177,14 @@ def _score_rollouts(
     policy: ThresholdPolicy,
     rollouts: slice,
     hidden: Tensor,
-    running: Tensor,
+    rejected: Tensor,
     out: Tensor,
     floor: float,
 ) -> None:
-    """Fill out (rollouts, k_max − 1), token by token, as far as the running statistic, (rollouts,) so far, allows."""
+    """Fill out (rollouts, k_max − 1), token by token, as far as the running statistic allows. rejected: (rollouts,) the
+    scores of the tokens that they follow. A round may have begun before these: its statistic is lower still."""
     lengths, steps = traces.rollout_lengths[rollouts], traces.k_max - 1
+    survival, running = policy.follow(*policy.begin(lengths.shape, rejected.device), rejected)
     numbers = torch.arange(rollouts.start, rollouts.stop)
     for slot in range(steps):
         alive = torch.where((running >= floor) & (slot < lengths))[0]
@@ -192,7 +198,7 @@ def _score_rollouts(
         drawn = hidden[rows, slot + 1] if slot + 1 < steps else None
         score = policy.score(draft_step(traces, tokens, hidden.device, hidden[rows, slot], drawn)).float().cpu()
         out[alive, slot] = score
-        running[alive] = running[alive] * score if policy.statistic == "product" else running[alive].minimum(score)
+        survival[alive], running[alive] = policy.follow(survival[alive], running[alive], score)
 
 
 def _on_path(traces: CoupledTraces, positions: slice, fed: Tensor, hidden: Tensor, rejected: Tensor) -> DraftStep:
@@ -235,7 +241,7 @@ class Walked:
     accepted: np.ndarray
 
 
-def _walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
+def walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
     """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
     position drafts; in_vain: (P, lanes) bool, whether it feeds the last of them for nothing."""
     responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1

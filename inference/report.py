@@ -24,6 +24,7 @@ from accept_head.head import AcceptanceHead
 from accept_head.inference.comparison import compare
 from accept_head.inference.cost_file import read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
+from accept_head.inference.informed import InformedTables, informed_tables, replay_informed
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.profile import device_name
@@ -39,11 +40,12 @@ from accept_head.inference.replay import (
 from accept_head.inference.report_data import DomainResult, PolicyResult, ReportData, ViewedResponse
 from accept_head.inference.report_page import write_report
 from accept_head.inference.report_view import calibrate_depths, view_responses
-from accept_head.inference.tune import DECODING_NAME, LONGEST, Grid, load_heads, search
+from accept_head.inference.tune import DECODING_NAME, LONGEST, Grid, load_heads, search_all, target_loader
 from accept_head.inference.tune_rules import RULES
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
 SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve
+SHARES = ("gain_over_best_fixed", "oracle_gap_closed", "informed_gap_closed")
 NEIGHBOURS = 2  # fixed lengths on either side of the best that the main table shows
 
 
@@ -58,6 +60,7 @@ def report(
     t_target: float | None = None,
     target_times: float = 1.0,
     responses: int = 8,
+    target: str | None = None,
     max_prompts: int | None = None,
     title: str = "What each draft-length policy costs",
     seed: int = 0,
@@ -77,11 +80,12 @@ def report(
         t_target: Seconds of one target forward.
         target_times: What if the target were so many times as slow?
         responses: Responses whose rounds are shown one by one, from all domains in turn.
+        target: The target that the traces were made with, to show the informed bound, as for `tune`.
         max_prompts: Use the first so many traces.
         title: The page's title.
         seed: Seed of the bootstrap.
-        dtype: float32, bfloat16, float16, or auto; of the draft.
-        trust_remote_code: Run model code that comes with the draft.
+        dtype: float32, bfloat16, float16, or auto; of the models.
+        trust_remote_code: Run model code that comes with the models.
     """
     path = writable_file(Path(out))
     choices = read_json(Path(tuned)) if tuned else {}
@@ -95,11 +99,13 @@ def report(
     tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model, fingerprint)
+    load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
     settings = read_choices(list(heads), choices)
     longest = max([LONGEST, *(choice.get("k_max", 0) for choice in settings.values())])
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
+    truth = informed_tables(coupled, model, load_target)
     data = build_report(
-        coupled, heads, priced, tokenizer, chosen=settings, title=title,
+        coupled, heads, priced, tokenizer, chosen=settings, title=title, truth=truth,
         responses=responses, seed=seed, command=" ".join(["accept-head", *sys.argv[1:]]),
     )  # fmt: skip
     for file in write_report(data, path):
@@ -134,13 +140,16 @@ def build_report(
     responses: int = 8,
     seed: int = 0,
     command: str = "",
+    truth: InformedTables | None = None,
 ) -> ReportData:
-    """Replay everything that the page shows. chosen: settings from elsewhere; the rest is chosen on these traces."""
+    """Replay everything that the page shows. chosen: settings from elsewhere; the rest is chosen on these traces.
+    truth: for the informed bound."""
     rules = _rules(traces, heads, costs, chosen)
     _, *fixed = replay_fixed(traces, range(traces.k_max + 1))
-    none, oracle = replay_fixed(traces, [0])[0], replay_oracle(traces)
+    none = replay_fixed(traces, [0])[0]
+    bounds = [*([replay_informed(traces, truth, costs)] if truth else []), replay_oracle(traces)]
     curves = {name: rule.curve(traces) for name, rule in rules.items()}
-    everything = [none, *fixed, *(replayed for curve in curves.values() for replayed in curve), oracle]
+    everything = [none, *fixed, *(replayed for curve in curves.values() for replayed in curve), *bounds]
     rows = compare([policy.measured() for policy in everything], costs, seed=seed)
     domains = _domains(traces, everything, costs)
     speeds = {row["name"]: row["throughput"] for row in rows}
@@ -148,8 +157,9 @@ def build_report(
     # What was chosen on these very traces is shown, not recommended.
     elsewhere = [curve[-1].name for name, curve in curves.items() if not rules[name].chosen_here]
     recommended = max(elsewhere, key=lambda name: speeds[name], default=None)
-    families = ["none", *["fixed"] * len(fixed), *(name for name, curve in curves.items() for _ in curve), "oracle"]
-    main = {"none", "oracle", *(curve[-1].name for curve in curves.values())}
+    rule_families = [name for name, curve in curves.items() for _ in curve]
+    families = ["none", *["fixed"] * len(fixed), *rule_families, *(bound.name for bound in bounds)]
+    main = {"none", *(bound.name for bound in bounds), *(curve[-1].name for curve in curves.values())}
     main |= {f"fixed:{best.params['k'] + step}" for step in range(-NEIGHBOURS, NEIGHBOURS + 1)}
     policies = [
         PolicyResult(
@@ -158,7 +168,7 @@ def build_report(
             family=family,
             parameter=replayed.params.get("k", replayed.params.get("threshold")),
             params=replayed.params,
-            ci95={name: tuple(row["ci95"][name]) for name in ("gain_over_best_fixed", "oracle_gap_closed")},
+            ci95={name: tuple(row["ci95"][name]) for name in SHARES if name in row},
             draft_lengths=replayed.draft_lengths.tolist(),
             at_risk=replayed.at_risk.tolist(),
             accepted=replayed.accepted.tolist(),
@@ -216,7 +226,9 @@ def _rules(
     """Every rule at the setting chosen elsewhere, or else at the best one here; keys are short names."""
     grid = Grid()
     missing = [name for name in (*heads, *SHOWN) if "threshold" not in chosen.get(name, {})]
-    found = search(traces, {name: heads[name] for name in heads if name in missing}, costs, grid) if missing else None
+    found = (
+        search_all(traces, {name: heads[name] for name in heads if name in missing}, costs, grid) if missing else None
+    )
     short = {name: _short(name) for name in heads}
     if len(set(short.values())) < len(short):
         short = {name: name for name in heads}

@@ -15,7 +15,8 @@ from accept_head.cost import ForwardCosts
 
 TokenStatus = Literal["accepted", "rejected", "discarded"]
 RoundEnd = Literal["redrawn", "bonus", "end"]
-NOT_RULES = ("fixed", "none", "oracle")  # families without a threshold
+BOUNDS = ("informed", "oracle")  # families that no policy decodes with
+NOT_RULES = ("fixed", "none", *BOUNDS)  # families without a threshold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,11 @@ class DomainResult:
 class PolicyResult:
     """One policy at one setting, over all prompts.
 
-    name: unique in a report, "head:0.5". family: what shares a curve: "fixed", "none", "oracle", or a rule of stopping
-    ("head", "confidence", "entropy", a head's name where there are several). parameter: K or the threshold, the place
-    on the family's curve; None where there is none.
-    ci95: 95 % intervals [low, high] of "gain_over_best_fixed" and "oracle_gap_closed".
+    name: unique in a report, "head:0.5". family: what shares a curve: "fixed", "none", "informed", "oracle", or a rule
+    of stopping ("head", "confidence", "entropy", a head's name where there are several). parameter: K or the
+    threshold, the place on the family's curve; None where there is none.
+    informed_gap_closed: the gain as a share of the informed bound's; None where that is not known.
+    ci95: 95 % intervals [low, high] of "gain_over_best_fixed" and of both shares.
     draft_lengths: rounds that drafted 0, 1, 2, … tokens. at_risk, accepted: per depth 1, 2, …: rounds in which this
     depth was drafted and every token before it accepted, and those of them whose token was accepted too.
     domains: by the prompts' domain, "" where they name none.
@@ -58,6 +60,7 @@ class PolicyResult:
     speedup: float
     gain_over_best_fixed: float
     oracle_gap_closed: float
+    informed_gap_closed: float | None = None
     ci95: Mapping[str, Sequence[float]] = field(default_factory=dict)
     draft_lengths: Sequence[int] = ()
     at_risk: Sequence[int] = ()
@@ -167,15 +170,15 @@ class ReportData:
         return {name: sorted(members, key=_place) for name, members in found.items()}
 
     def highlights(self) -> list[PolicyResult]:
-        """The few that a plot has room for: the best fixed K, the best main setting of each rule, and the oracle."""
+        """The few that a plot has room for: the best fixed K, the best main setting of each rule, and the bounds."""
         best = self.best_fixed
         rules = [
             max(members, key=lambda policy: (policy.chosen, policy.throughput))
             for family, policies in self.families().items()
             if family not in NOT_RULES and (members := [policy for policy in policies if policy.main])
         ]
-        oracle = [policy for policy in self.policies if policy.family == "oracle"]
-        return [*([best] if best else []), *sorted(rules, key=lambda policy: not policy.chosen), *oracle]
+        bounds = [policy for policy in self.policies if policy.family in BOUNDS]
+        return [*([best] if best else []), *sorted(rules, key=lambda policy: not policy.chosen), *bounds]
 
 
 def _place(policy: PolicyResult) -> tuple[bool, float]:

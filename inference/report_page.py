@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from accept_head.files import atomic_path
-from accept_head.inference.report_data import PolicyResult, ReportData
+from accept_head.inference.report_data import BOUNDS, PolicyResult, ReportData
 from accept_head.inference.report_plots import draw_plots
 from accept_head.inference.report_svg import PALETTE, Plot
 from accept_head.inference.report_tables import (
@@ -70,7 +70,7 @@ def _palette() -> str:
 
 def headline(data: ReportData) -> str:
     """The report in one sentence, as HTML. Without a recommended policy it speaks of the fastest."""
-    real = [policy for policy in data.policies if policy.family not in ("oracle", "none")]
+    real = [policy for policy in data.policies if policy.family not in (*BOUNDS, "none")]
     policy = data.chosen or max(real, key=lambda p: p.throughput, default=None)
     costs = data.costs
     setting = (
@@ -91,6 +91,9 @@ def headline(data: ReportData) -> str:
         text += f", which closes {per_cent(policy.oracle_gap_closed, sign=False)} of the gap to the oracle"
         if span := interval(policy.ci95.get("oracle_gap_closed")):
             text += f" (95\N{NARROW NO-BREAK SPACE}% interval {span})"
+    if policy.informed_gap_closed is not None:
+        share = per_cent(policy.informed_gap_closed, sign=False)
+        text += f", and has {share} of the gain of a policy that knows how likely each token is accepted"
     return text + "."
 
 
@@ -101,7 +104,7 @@ def _milliseconds(seconds: float) -> str:
 def _sections(data: ReportData, plots: dict[str, Plot]) -> list[tuple[str, str, str]]:
     """(id, title, HTML) of each."""
     calibrations = [plot for name, plot in plots.items() if name.startswith("calibration")]
-    deep = [policy for policy in data.highlights() if policy.at_risk and policy.family != "oracle"]
+    deep = [policy for policy in data.highlights() if policy.at_risk and policy.family not in BOUNDS]
     found = [
         ("results", "Results", _results(data)),
         ("rates", "Rates and throughput", _figures(plots, "pareto", "throughput") + _all_settings(data)),
@@ -123,7 +126,12 @@ def _results(data: ReportData) -> str:
     notes = (
         "Discard rate: drafted tokens that were not accepted, per generated token. Verification rate: target forwards "
         "per generated token. Block efficiency: generated tokens per target forward. Tokens/s by equation 5.1 of "
-        "SpecDec++ with the forward times below. Small print: 95\N{NARROW NO-BREAK SPACE}% intervals over prompts."
+        "SpecDec++ with the forward times below. "
+        + (
+            "Informed: a policy that knows how likely each token is accepted, but not whether it is; it drafts at "
+            "least one. " * any(policy.family == "informed" for policy in data.policies)
+        )
+        + "Small print: 95\N{NARROW NO-BREAK SPACE}% intervals over prompts."
     )
     return policy_table("Main policies", data, data.main) + f'<p class="note">{notes}</p>\n'
 

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from accept_head.inference.report_data import NOT_RULES, CalibrationCurve, PolicyResult, ReportData, printable
+from accept_head.inference.report_data import BOUNDS, NOT_RULES, CalibrationCurve, PolicyResult, ReportData, printable
 from accept_head.inference.report_svg import (
     LIGHT,
     Plot,
@@ -24,6 +24,7 @@ from accept_head.inference.report_svg import (
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 2, 1, 2, 1, 2)), "-")
+LEVELS = {"oracle": "oracle", "informed": "informed bound", "none": "target alone"}
 LEAST_AT_RISK = 10  # an acceptance rate of fewer rounds says nothing
 
 
@@ -45,7 +46,7 @@ class _Look:
     def __call__(self, family: str) -> dict[str, Any]:
         index = self.place.get(family)
         if index is None:
-            return {"color": LIGHT["ink"], "marker": "*" if family == "oracle" else "X"}
+            return {"color": LIGHT["ink"], "marker": {"oracle": "*", "informed": "P"}.get(family, "X")}
         colour = LIGHT["fixed"] if index == 0 else LIGHT[f"rule{(index - 1) % 5}"]
         return {"color": colour, "marker": MARKERS[index % 6], "linestyle": STYLES[index % 6]}
 
@@ -67,8 +68,8 @@ def _pareto(data: ReportData) -> Plot:
     axes, look = figure.add_subplot(), _Look(data)
     for family, policies in data.families().items():
         x, y = [p.discard_rate for p in policies], [p.verification_rate for p in policies]
-        if family in ("none", "oracle"):
-            name = "target alone" if family == "none" else "oracle"
+        if family in LEVELS:
+            name = LEVELS[family]
             axes.plot(x, y, **{**look(family), "linestyle": ""}, markersize=11 if family == "oracle" else 8, label=name)
         else:
             axes.plot(x, y, **look(family), label="fixed K" if family == "fixed" else _label(family))
@@ -181,8 +182,7 @@ def _throughput(data: ReportData) -> Plot | None:
 
 
 def _levels(data: ReportData) -> list[tuple[PolicyResult, str]]:
-    named = {"oracle": "oracle", "none": "target alone"}
-    levels = [(policy, named[policy.family]) for policy in data.policies if policy.family in named]
+    levels = [(policy, LEVELS[policy.family]) for policy in data.policies if policy.family in LEVELS]
     best = data.best_fixed
     return levels + ([(best, f"best fixed K ({_short(best.name)})")] if best else [])
 
@@ -261,7 +261,7 @@ def _lengths(data: ReportData) -> Plot | None:
 
 
 def _depths(data: ReportData) -> Plot | None:
-    policies = [p for p in data.highlights() if p.family != "oracle" and any(n >= LEAST_AT_RISK for n in p.at_risk)]
+    policies = [p for p in data.highlights() if p.family not in BOUNDS and any(n >= LEAST_AT_RISK for n in p.at_risk)]
     if not policies:
         return None
     figure, look = new_figure(4.6), _Look(data)

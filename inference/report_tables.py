@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from accept_head.inference.report_data import CalibrationCurve, PolicyResult, ReportData, printable
+from accept_head.inference.report_data import BOUNDS, CalibrationCurve, PolicyResult, ReportData, printable
 
 DOMAINS_A_TABLE = 5  # as many as fit on paper; more make a second table
 NO_NUMBER = "–"
@@ -66,6 +66,7 @@ def _under(text: str) -> str:
 
 
 def policy_table(caption: str, data: ReportData, policies: Sequence[PolicyResult]) -> str:
+    informed = any(policy.informed_gap_closed is not None for policy in policies)
     heads = [
         "policy",
         "discard rate",
@@ -76,8 +77,11 @@ def policy_table(caption: str, data: ReportData, policies: Sequence[PolicyResult
     ]
     return table(
         caption,
-        [*heads, "gain over best fixed\N{NO-BREAK SPACE}K", "oracle gap closed"],
-        [(' class="chosen"' if policy.chosen else "", _policy_cells(data, policy)) for policy in policies],
+        [*heads, "gain over best fixed\N{NO-BREAK SPACE}K", "oracle gap closed", *["informed gap closed"] * informed],
+        [
+            (' class="chosen"' if policy.chosen else "", _policy_cells(data, policy)[: None if informed else -1])
+            for policy in policies
+        ],
     )
 
 
@@ -93,6 +97,9 @@ def _policy_cells(data: ReportData, policy: PolicyResult) -> list[str]:
         times(policy.speedup),
         per_cent(policy.gain_over_best_fixed) + _under(interval(policy.ci95.get("gain_over_best_fixed"))),
         per_cent(policy.oracle_gap_closed) + _under(interval(policy.ci95.get("oracle_gap_closed"))),
+        NO_NUMBER
+        if policy.informed_gap_closed is None
+        else per_cent(policy.informed_gap_closed) + _under(interval(policy.ci95.get("informed_gap_closed"))),
     ]
 
 
@@ -118,7 +125,7 @@ def _domain_table(policies: Sequence[PolicyResult], domains: Sequence[str], tota
 
 def _domain_cells(policy: PolicyResult, domains: Sequence[str], total: int) -> list[str]:
     worst = min(policy.domains, key=lambda domain: policy.domains[domain].gain_over_best_fixed)
-    mark = total > 1 and policy.family not in ("none", "oracle")
+    mark = total > 1 and policy.family not in ("none", *BOUNDS)
     return [
         times(found.speedup)
         + _under(

@@ -6,8 +6,9 @@ The policies that need no training go through the same search on the same traces
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,18 +23,22 @@ from accept_head.files import read_json, writable_file, write_json
 from accept_head.head import AcceptanceHead
 from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
+from accept_head.inference.cost_aware import cost_aware
 from accept_head.inference.cost_file import pair_costs, read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
+from accept_head.inference.informed import InformedTables, check_target, informed_tables, replay_informed
 from accept_head.inference.policies import EntropyPolicy, HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
 from accept_head.inference.tune_rules import LEARNERS, RULES, ask, checked_rules, spec_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
-from accept_head.trace import CONFIG_NAME
+from accept_head.trace import CONFIG_NAME, finished_config
 from accept_head.version import VERSION
 
 Objective = Literal["mean", "worst-domain"]
+Search = Literal["grid", "cost"]
 DECODING_NAME = "decoding.json"
+BOUNDS = ("informed", "oracle")  # rows that are no policies
 PROBABILITIES = ThresholdPolicy.grid
 K_MIN, K_MAX, LONGEST = (1, 2), (4, 8, 20), 20
 
@@ -52,7 +57,9 @@ def tune(
     k_max: list[int] | None = None,
     lag: list[int] | None = None,
     rules: list[str] | None = None,
+    search: Search = "grid",
     objective: Objective = "mean",
+    target: str | None = None,
     max_prompts: int | None = None,
     write_decoding: bool = True,
     seed: int = 0,
@@ -78,12 +85,16 @@ def tune(
         k_max: Most tokens of a round, to try; 4, 8 and 20 when left out.
         lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
         rules: Policies without training to tune, by name; all of them when left out, which takes a minute or two.
+        search: How heads are tuned. `grid`: every threshold at all bounds. `cost`: the threshold at which one more
+            token just pays for itself, with k_min 1 and the largest k_max; for the objective `mean`.
         objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest.
+        target: The target that the traces were made with, to add the informed bound: what a policy could reach that
+            knows how likely each token is accepted. Asked once; what it said is kept beside the traces.
         max_prompts: Use the first so many traces.
         write_decoding: Write decoding.json; without it, heads are left as they are.
         seed: Seed of the bootstrap.
-        dtype: float32, bfloat16, float16, or auto; of the draft.
-        trust_remote_code: Run model code that comes with the draft.
+        dtype: float32, bfloat16, float16, or auto; of the models.
+        trust_remote_code: Run model code that comes with the models.
     """
     path = writable_file(Path(out))
     priced = read_costs(costs, t_draft, t_target, target_times)
@@ -93,22 +104,27 @@ def tune(
         k_max=_checked("k_max", k_max, K_MAX, 1),
         lags=_checked("lag", lag, (0, 1), 0, 1),
         rules=checked_rules(rules),
+        search=search,
     )
     if not grid.bounds:
         raise InputError(f"no k_min of {list(grid.k_min)} is at most any k_max of {list(grid.k_max)}")
+    if search == "cost" and objective != "mean":
+        raise InputError(f"search is 'cost' and objective {objective!r}, expected 'mean' with it")
     if max_prompts is not None and max_prompts < 1:
         raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model, fingerprint)
+    load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
     for name in heads if write_decoding else ():
         if Path(name).is_dir():
             writable_file(Path(name) / DECODING_NAME, "--head")
     longest = max(LONGEST, *grid.k_max)
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
+    truth = informed_tables(coupled, model, load_target)
     # What a policy of this file predicts, as it will where it decodes; a target that is only imagined has no file.
     real = costs if target_times == 1 else None
-    tuned = search(coupled, heads, priced, grid, objective, pair_costs(Path(real)) if real else None)
+    tuned = search_all(coupled, heads, priced, grid, objective, pair_costs(Path(real)) if real else None, truth)
     rows = tuned.rows(seed, real)
     decodings = {name: decoding(tuned, name, rows) for name in heads}
     write_json(
@@ -125,7 +141,7 @@ def tune(
         for name, values in decodings.items():
             if Path(name).is_dir():
                 write_json(Path(name) / DECODING_NAME, values)
-    console = make_console(unseen_width=132)
+    console = make_console(unseen_width=132 if truth is None else 160)
     console.print(tuned_table(rows, tuned))
     for name in heads if write_decoding else ():
         console.print(
@@ -133,14 +149,14 @@ def tune(
             f"choice is in {path} only", highlight=False
         )  # fmt: skip
     console.print(f"wrote {path}", highlight=False)
-    if all(row["speedup"] <= 1 for row in rows if row["name"] not in ("none", "oracle")):
+    if all(row["speedup"] <= 1 for row in rows if row["name"] not in ("none", *BOUNDS)):
         console.print("No policy is faster than the target alone at these costs: decode with --policy none.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """What to try. thresholds: of heads, and of the rules whose own grid is these probabilities; nats: of entropy.
-    rules: the policies that need no training, by name."""
+    rules: the policies that need no training, by name. search: how heads are tuned."""
 
     thresholds: Sequence[float] = PROBABILITIES
     nats: Sequence[float] = EntropyPolicy.grid
@@ -148,6 +164,7 @@ class Grid:
     k_max: Sequence[int] = K_MAX
     lags: Sequence[int] = (0, 1)
     rules: Sequence[str] = (*RULES, "adaedl")
+    search: Search = "grid"
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -165,7 +182,7 @@ class Grid:
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     """The search's outcome. fixed: every draft length. families: all settings that were tried of each. chosen: the best
-    of each family."""
+    of each family. informed: None where the target was not asked."""
 
     traces: CoupledTraces
     costs: ForwardCosts
@@ -175,30 +192,34 @@ class Tuned:
     oracle: Replayed
     families: dict[str, list[Replayed]]
     chosen: dict[str, Replayed]
+    informed: Replayed | None = None
 
     def rows(self, seed: int = 0, costs_file: str | None = None) -> list[dict[str, Any]]:
         """One row a policy, in the form of the public surface (architecture page); spec: what `--policy` takes, with
         costs_file for policies that predict seconds."""
-        policies = [self.none, *self.fixed, *self.chosen.values(), self.oracle]
+        bounds = [self.informed, self.oracle] if self.informed else [self.oracle]
+        policies = [self.none, *self.fixed, *self.chosen.values(), *bounds]
         rows = compare([policy.measured() for policy in policies], self.costs, seed=seed)
-        return [{**row, **({"spec": spec_of(row, costs_file)} if row["name"] != "oracle" else {})} for row in rows]
+        return [{**row, **({"spec": spec_of(row, costs_file)} if row["name"] not in BOUNDS else {})} for row in rows]
 
     @property
     def best_fixed(self) -> Replayed:
         return max(self.fixed, key=lambda policy: float(throughputs(policy.counts.sum(0), self.costs)))
 
 
-def search(
+def search_all(
     traces: CoupledTraces,
     heads: Mapping[str, AcceptanceHead],
     costs: ForwardCosts,
     grid: Grid,
     objective: Objective = "mean",
     pair: PairCosts | None = None,
+    truth: InformedTables | None = None,
 ) -> Tuned:
-    """Replay everything and choose. heads: by the name that a SPEC would give them. pair: for `ask`."""
+    """Replay everything and choose. heads: by the name that a SPEC would give them. pair: for `ask`. truth: for the
+    informed bound."""
     none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
-    families = {name: _replay_head(traces, name, head, grid) for name, head in heads.items()}
+    families = {name: _replay_head(traces, name, head, grid, costs) for name, head in heads.items()}
     for name in grid.rules:
         if name in RULES:
             families[name] = replay_thresholds(traces, RULES[name](), grid.settings(grid.of(name)), name)
@@ -214,6 +235,7 @@ def search(
         oracle=replay_oracle(traces),
         families=families,
         chosen={name: max(settings, key=value) for name, settings in families.items()},
+        informed=replay_informed(traces, truth, costs) if truth else None,
     )
 
 
@@ -234,9 +256,13 @@ def _values(name: str, costs: ForwardCosts) -> Sequence[float]:
     return sorted({round(costs.ratio, 4), *values}) if name == "leviathan" else values
 
 
-def _replay_head(traces: CoupledTraces, name: str, head: AcceptanceHead, grid: Grid) -> list[Replayed]:
+def _replay_head(
+    traces: CoupledTraces, name: str, head: AcceptanceHead, grid: Grid, costs: ForwardCosts
+) -> list[Replayed]:
     lags: Iterable[int | None] = (None,) if head.config.reads == "before" else grid.lags
     policies = [HeadPolicy(head, 0.5, lag=lag) for lag in lags]
+    if grid.search == "cost":
+        return [cost_aware(traces, p, costs, name=f"head:{name}", k_max=max(grid.k_max))[1] for p in policies]
     settings = grid.settings(grid.thresholds)
     return [r for policy in policies for r in replay_thresholds(traces, policy, settings, f"head:{name}")]
 
@@ -268,6 +294,24 @@ def described(traces: CoupledTraces) -> dict[str, Any]:
     }
 
 
+def target_loader(
+    traces: Path, target: str | None, dtype: str = "auto", trust_remote_code: bool = False
+) -> Callable[[], PreTrainedModel] | None:
+    """Loads the target when it is needed; None without one. Raises InputError when the traces were made with another
+    target."""
+    if target is None:
+        return None
+    config = finished_config(traces)
+    load: Callable[[], PreTrainedModel] = partial(
+        load_model, target, "--target", dtype=dtype, trust_remote_code=trust_remote_code
+    )
+    if not Path(target).is_dir():  # the Hub's name for it: only once it is loaded are its files here
+        model = load()
+        load = lambda: model  # noqa: E731
+    check_target(config, traces, checkpoint_fingerprint(target))
+    return load
+
+
 def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -> dict[str, AcceptanceHead]:
     """Heads by name. Raises InputError when one does not fit the draft, was trained on another, or is named twice."""
     heads = {}
@@ -292,20 +336,21 @@ def _checked(name: str, given: Sequence[Any] | None, default: Sequence[Any], low
 
 
 def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
-    """For a terminal: the target alone, the best fixed length and its neighbours, what was tuned, and the oracle."""
+    """For a terminal: the target alone, the best fixed length and its neighbours, what was tuned, and the bounds."""
     best = tuned.best_fixed.params["k"]
     table = Table(
         title=f"replayed on {len(tuned.traces.lengths)} traces, {tuned.traces.positions} tokens; throughput by eq. 3.1",
         caption=f"c = {tuned.costs.ratio:.3f}; chosen by {tuned.objective}; 95 % bootstrap over prompts",
     )
     columns = ("policy", "k", "discard\nrate", "verification\nrate", "tokens/s", "speed-up", "gain over\nbest fixed K")
-    for column in (*columns, "oracle gap\nclosed", "95 %"):
+    shares = [("oracle gap\nclosed", "oracle_gap_closed"), ("informed\ngap closed", "informed_gap_closed")]
+    shares = [(title, name) for title, name in shares if name in rows[0]]
+    for column in (*columns, *(part for title, _ in shares for part in (title, "95 %"))):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for row in rows:
         params = row["params"]
         if "k" in params and abs(params["k"] - best) > 1:
             continue
-        low, high = row["ci95"]["oracle_gap_closed"]
         kind, _, rest = row["name"].rpartition("/")  # a head's folder without those it is in
         table.add_row(
             (f"head:{rest}" if kind else rest) + (f", lag {params['lag']}" if "lag" in params else ""),
@@ -315,9 +360,13 @@ def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
             f"{row['throughput']:.1f}",
             f"{row['speedup']:.3f}x",
             f"{100 * row['gain_over_best_fixed']:+.1f} %",
-            f"{100 * row['oracle_gap_closed']:+.1f} %",
-            ""
-            if row["name"].partition(":")[0] in ("none", "fixed", "oracle")
-            else f"{100 * low:.1f} to {100 * high:.1f}",
+            *(part for _, name in shares for part in (f"{100 * row[name]:+.1f} %", _span(row, name))),
         )
     return table
+
+
+def _span(row: Mapping[str, Any], name: str) -> str:
+    """The interval of a share, of what was tuned."""
+    low, high = row["ci95"][name]
+    tuned = row["name"].partition(":")[0] not in ("none", "fixed", *BOUNDS)
+    return f"{100 * low:.1f} to {100 * high:.1f}" if tuned else ""

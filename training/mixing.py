@@ -17,16 +17,20 @@ from accept_head.signals import SIGNALS
 
 Packing = Literal["mixing", "exact", "prefix"]
 
+# What a head may be asked at a place of a draft input. token: a(Y_i). next: β_{i+1} where X_i was fed last, β₁ at the
+# prompt's end. after: β_{i+1} at the place of token label i. It counts where Y_i is accepted: the text goes on with it
+# there, and what is drawn next is Y_{i+1}. So P̂·β̂ of a head that is told Y_i is the chance that both are accepted.
+LABELS = ("token", "next", "after")
+
 
 @dataclass
 class DraftBatch:
     """One forward of the draft and what the head should say of it.
 
     input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
-    labels, mask: (batch, seq, 2): last axis token, next.
-    signals: (batch, seq, 3), draft signals where
-    the token label counts; drawn_ids: (batch, seq) the token there. indices: (batch,) prompt index of each trace, for
-    messages.
+    labels, mask: (batch, seq, 3): last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
+    where the token label counts; drawn_ids: (batch, seq) the token there. indices: (batch,) prompt index of each trace,
+    for messages.
     """
 
     input_ids: Tensor
@@ -44,7 +48,7 @@ class DraftBatch:
 
 @dataclass
 class Packed:
-    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 2);
+    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 3), of LABELS;
     signals: (seq, 3); drawn_ids: (seq,)."""
 
     ids: Tensor
@@ -68,8 +72,10 @@ def pack_mixed(trace: dict[str, Any], uniform: Tensor, r: float) -> Packed:
     ids = torch.cat([prompt, mixed])
     labels, mask = _next_labels(trace, extra=0)
     start = len(prompt)
-    labels[start:, 0], mask[start:, 0] = trace["acceptance"], mixed == draft
+    _label_drawn(trace, labels, mask, start)
+    mask[start:, 0] &= mixed == draft
     mask[start:, 1] &= mixed == response
+    mask[start:, 2] &= mixed == draft
     length = len(ids)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
     return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
@@ -87,7 +93,7 @@ def pack_exact(trace: dict[str, Any]) -> Packed:
     allowed[trunk:, :trunk] = torch.arange(trunk) < torch.arange(start, trunk).unsqueeze(-1)
     allowed[trunk:, trunk:] = torch.eye(count, dtype=torch.bool)
     labels, mask = _next_labels(trace, extra=count)
-    labels[trunk:, 0], mask[trunk:, 0] = trace["acceptance"], True
+    _label_drawn(trace, labels, mask, trunk)
     return Packed(ids, positions, allowed, labels, mask, *_drawn(trace, trunk, trunk + count))
 
 
@@ -95,9 +101,9 @@ def pack_prefix(trace: dict[str, Any]) -> Packed:
     """[x, X₁..X_N]: the label and the signals of Y_i stand at X_{i−1}, and those of Y₁ at the prompt's end."""
     prompt, response = trace["prompt_ids"], trace["response_ids"]
     ids = torch.cat([prompt, response])
-    length, start, count = len(ids), len(prompt) - 1, len(response)
+    length, start = len(ids), len(prompt) - 1
     labels, mask = _next_labels(trace, extra=0)
-    labels[start : start + count, 0], mask[start : start + count, 0] = trace["acceptance"], True
+    _label_drawn(trace, labels, mask, start)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
     return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
 
@@ -110,8 +116,8 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         input_ids=torch.zeros(rows, width, dtype=torch.long),
         position_ids=torch.zeros(rows, width, dtype=torch.long),
         allowed=torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1),
-        labels=torch.zeros(rows, width, 2),
-        mask=torch.zeros(rows, width, 2, dtype=torch.bool),
+        labels=torch.zeros(rows, width, len(LABELS)),
+        mask=torch.zeros(rows, width, len(LABELS), dtype=torch.bool),
         signals=torch.zeros(rows, width, len(SIGNALS)),
         drawn_ids=torch.zeros(rows, width, dtype=torch.long),
         indices=torch.tensor(indices),
@@ -137,11 +143,24 @@ def _drawn(trace: dict[str, Any], start: int, length: int) -> tuple[Tensor, Tens
     return signals, ids
 
 
+def _label_drawn(trace: dict[str, Any], labels: Tensor, mask: Tensor, start: int) -> None:
+    """Fill in what is said of each Y_i: a(Y_i), and β_{i+1} after it, where label i stands at place start + i.
+
+    In a coupled trace Y_i = X_i exactly where it is accepted: a rejected one is drawn from [q − p]₊, which is 0 at X_i.
+    Text that was only scored under these settings may hold a token that the target would never say under them: there
+    `accepted` says no more than Y_i = X_i, and a(Y_i) = 0."""
+    here, acceptance = slice(start, start + len(trace["draft_ids"])), trace["acceptance"]
+    labels[here, 0], mask[here, 0] = acceptance, True
+    followed = slice(here.start, here.stop - 1)  # nothing is known after the last
+    labels[followed, 2] = trace["overlap"][1:]
+    mask[followed, 2] = (trace["accepted"] & (acceptance > 0))[:-1]
+
+
 def _next_labels(trace: dict[str, Any], extra: int) -> tuple[Tensor, Tensor]:
-    """Labels and mask (prompt + response + extra, 2) with β_{i+1} at the place of X_i, and β₁ at the prompt's end."""
+    """Labels and mask (prompt + response + extra, 3) with β_{i+1} at the place of X_i, and β₁ at the prompt's end."""
     start, count = len(trace["prompt_ids"]), len(trace["response_ids"])
-    labels = torch.zeros(start + count + extra, 2)
-    mask = torch.zeros(start + count + extra, 2, dtype=torch.bool)
+    labels = torch.zeros(start + count + extra, len(LABELS))
+    mask = torch.zeros(start + count + extra, len(LABELS), dtype=torch.bool)
     labels[start - 1 : start - 1 + count, 1] = trace["overlap"]
     mask[start - 1 : start - 1 + count, 1] = True
     return labels, mask

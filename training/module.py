@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead
+from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
-from accept_head.training.mixing import DraftBatch
+from accept_head.training.mixing import LABELS, DraftBatch
 
-AXIS = {"token": 0, "next": 1}  # of DraftBatch.labels and .mask
 LOG_EVERY = 10  # optimizer steps
 
 
@@ -57,6 +56,7 @@ class HeadTraining(L.LightningModule):
         self.candidates = tuple(candidates)
         self.heads = nn.ModuleList(candidate.head for candidate in candidates)
         self.predictions = self.candidates[0].head.config.predictions
+        self.axes = label_axes(self.candidates[0].head.config)
         self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the heads only and DDP wraps only them
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
@@ -99,10 +99,9 @@ class HeadTraining(L.LightningModule):
 
     def _counted(self, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
         """(where some prediction counts (batch, seq), labels there (n, predictions), which of them count)."""
-        axes = [AXIS[prediction] for prediction in self.predictions]
-        mask = batch.mask[..., axes]
+        mask = batch.mask[..., self.axes]
         used = mask.any(-1)
-        return used, batch.labels[used][:, axes].float(), mask[used]
+        return used, batch.labels[used][:, self.axes].float(), mask[used]
 
     def _positions(self, batch: DraftBatch, hidden: Tensor) -> Positions:
         used, labels, mask = self._counted(batch)
@@ -216,6 +215,12 @@ class HeadTraining(L.LightningModule):
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def label_axes(config: HeadConfig) -> list[int]:
+    """Which of mixing.LABELS each of a head's logits is trained on."""
+    beyond = config.predicts == "both" and config.sees_drawn
+    return [LABELS.index("after" if name == "next" and beyond else name) for name in config.predictions]
 
 
 def _gather_all(outputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:

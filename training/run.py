@@ -70,7 +70,7 @@ def train(
         recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs), or
             `default` (ours).
         depth: Residual blocks of the head, 0 to 4; or a list, like [0,1,2,3,4].
-        predicts: token, next or both.
+        predicts: `token`, the acceptance of the drawn token; `next`, of the one to be drawn after it; or `both`.
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
         embedding: Whether the head also reads the draft's input embedding of the drawn token.
         width: Channels of the head; `auto` is the draft's hidden size, but at least 256 and at most 1024.
@@ -91,7 +91,7 @@ def train(
         workers: Processes that prepare batches.
         trust_remote_code: Run model code that comes with the draft.
     """
-    if predicts not in (None, "token"):  # they describe a drawn token, which such a head does not judge, or not alone
+    if predicts == "next":  # they describe a drawn token, which such a head does not know
         signals, embedding = signals or False, embedding or False
     chosen = RECIPES[recipe].override(
         predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing, r=r,

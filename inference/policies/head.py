@@ -1,4 +1,5 @@
-"""SpecDec++: stop when the predicted chance that some drafted token is already rejected passes a threshold."""
+"""SpecDec++: stop when the predicted chance that some drafted token is already rejected passes a threshold; or, of a
+head that looks ahead, when the chance that the token not yet drawn is rejected does."""
 
 from __future__ import annotations
 
@@ -9,13 +10,33 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead
+from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
+
+Rule = Literal["product", "gain"]
+
+
+def checked_rule(rule: str | None, config: HeadConfig) -> Rule:
+    """The rule, or the head's own where none is given. Raises InputError when it is unknown, or the head has no β̂."""
+    if rule is None:
+        return "gain" if config.looks_ahead else "product"
+    if rule not in ("product", "gain"):
+        raise InputError(f"head rule is {rule!r}, expected product or gain")
+    if rule == "gain" and not config.looks_ahead:
+        raise InputError(
+            "head rule is gain, which takes a head that predicts both; and, if it reads the state before a token, one "
+            "that is told which token was drawn"
+        )
+    return "gain" if rule == "gain" else "product"
 
 
 class HeadPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ 1 − Π_i P̂(Y_i accepted) > threshold (SpecDec++ §4.2-4.3), never before k_min, always at k_max.
+
+    rule: `product`, as above, or `gain`: with C_k that product and β̂_{k+1} the head's word on the token to be drawn
+    next, stop ⇔ 1 − C_k·β̂_{k+1} > threshold, the chance that one more token would be in vain (equations §5). The
+    default is `gain` for heads that look ahead, and `product` for all others, which have no β̂.
 
     A head that reads the state *at* a drawn token can be read in two ways:
 
@@ -30,16 +51,24 @@ class HeadPolicy(ThresholdPolicy):
     """
 
     scores: Literal["prefix", "proposal"] = "proposal"
-    statistic = "product"
     predicts = True
 
     def __init__(
-        self, head: AcceptanceHead, threshold: float, *, k_min: int = 1, k_max: int = 20, lag: int | None = None
+        self,
+        head: AcceptanceHead,
+        threshold: float,
+        *,
+        k_min: int = 1,
+        k_max: int = 20,
+        lag: int | None = None,
+        rule: Rule | None = None,
     ):
         if not 0 <= threshold <= 1:
             raise InputError(f"head threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("head", threshold, k_min, k_max)
-        self.probability = head.scorer("token")  # refuses a head that does not predict it
+        self.statistic = checked_rule(rule, head.config)
+        # Refuses a head that does not predict it.
+        self.probability = head.scorer("both" if self.statistic == "gain" else "token")
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
             raise InputError(
@@ -58,7 +87,7 @@ class HeadPolicy(ThresholdPolicy):
         return 1 - threshold
 
     def score(self, step: DraftStep) -> Tensor:
-        """P̂(Y accepted)."""
+        """P̂(Y accepted), (...); with the rule `gain` that and β̂, (..., 2)."""
         if step.scored is not None:
             return step.scored
         hidden = step.fed_hidden if self.head.config.reads == "before" else step.drawn_hidden

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub import load_head
@@ -37,6 +38,7 @@ from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
 from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size, input_embeddings
@@ -89,12 +91,13 @@ def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: 
 
 
 def option_types(entry: Entry) -> dict[str, type]:
-    """The options that an entry's SPEC may name, each with what it is: int, float or bool."""
+    """The options that an entry's SPEC may name, each with what it is: int, float, bool, or str for one of some words,
+    which the policy checks."""
     signature = inspect.signature(entry.policy).parameters.values()
     hints = get_type_hints(entry.policy.__init__)
     named = [parameter.name for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY]
     # `int | None` is an int that may be left out.
-    return {name: next(kind for kind in (bool, int, float) if _allows(hints[name], kind)) for name in named}
+    return {name: next((kind for kind in (bool, int, float) if _allows(hints[name], kind)), str) for name in named}
 
 
 def _allows(hint: Any, kind: type) -> bool:
@@ -142,6 +145,8 @@ def _parse_option(spec: str, key: str, value: str, kind: type) -> Any:
         return int(value)
     if kind is float and _is_number(value):
         return float(value)
+    if kind is str:
+        return value
     expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
     raise InputError(f"policy {spec!r}: option {key} is {value!r}, expected {expected}")
 
@@ -182,7 +187,16 @@ def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
     else:
         raise _Malformed
     head = load_head(path, hidden_size=draft.hidden_size, device=draft.device, embeddings=draft.embeddings)
-    return HeadPolicy(head, threshold, **options)
+    if options.get("calibration"):
+        options["calibration"] = DepthCalibration.load(Path(path))
+    if not (options.get("online") or options.get("calibration")):
+        if of_online := [
+            name for name in options if name in ("signals", "half_life", "prior", "tenant_share", "per_tenant")
+        ]:
+            raise InputError(f"policy head: option {of_online[0]} is of online=true")
+        plain = {key: value for key, value in options.items() if key not in ("online", "calibration")}
+        return HeadPolicy(head, threshold, **plain)
+    return RecalibratedHeadPolicy(head, threshold, **options)
 
 
 def _decoding(folder: Path) -> Options:
@@ -340,6 +354,6 @@ POLICIES = {
         "head:PATH[:THRESHOLD]",
         "SpecDec++: stop when the predicted chance of a rejection so far passes the threshold",
         _head,
-        HeadPolicy,
+        RecalibratedHeadPolicy,
     ),
 }

@@ -6,6 +6,7 @@ One form for the head, the draft's confidence and its entropy; with it, `replay`
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -19,16 +20,19 @@ class ThresholdPolicy(RowPolicy):
     """Stop after Y_k ⇔ the statistic of the scores of Y_1..Y_k is below `level`; never before k_min, always at k_max.
     A token that k_min kept the rule from stopping at is not forgotten: the round then ends at k_min.
 
-    statistic: `product` of scores in [0, 1], or `minimum`: either never rises with k. lag: 1 if Y_k is judged only
-    after Y_{k+1} is drawn. peeks: True if Y_k is judged before it is drawn, by what its distribution says; the round
-    then ends before it. reads: what `score` looks at, of the token that is judged; `needs` can differ with a lag.
+    statistic: `product` of scores in [0, 1]; `minimum`; or `gain`: scores are pairs (P̂, β̂), and it is the least
+    C_j·β̂_{j+1} of j ≤ k, C_j = Π_{i≤j} P̂_i, the chance that the next token is accepted (equations §5). None ever rises
+    with k. lag: 1 if Y_k is judged only after Y_{k+1} is drawn. peeks: True if Y_k is judged before it is drawn, by
+    what its distribution says; the round then ends before it. reads: what `score` looks at, of the token that is
+    judged; `needs` can differ with a lag.
     """
 
     stops_early = True
-    statistic: ClassVar[Literal["product", "minimum"]] = "minimum"
+    statistic: Literal["product", "minimum", "gain"] = "minimum"
     grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # thresholds to tune over
     lag = 0
     predicts = False  # whether a score is P̂(Y accepted | those before it were)
+    by_depth = False  # whether its scores are corrected by depth, or by what it has seen; `replay_host` prices those
     reads: frozenset[Signal]
 
     def __init__(self, name: str, threshold: float, k_min: int, k_max: int):
@@ -36,6 +40,14 @@ class ThresholdPolicy(RowPolicy):
         self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
         self.level = self.level_of(threshold)
         self.running = torch.empty(0)  # of this round, (batch,)
+        self.survival = torch.empty(0)  # C of this round, (batch,), where the policy predicts_next
+        # β̂ of the token after each that is judged, (batch,) each: beside `predicted`.
+        self.predicted_next = list[Tensor]()
+
+    @property
+    def predicts_next(self) -> bool:
+        """Whether a score is two numbers, P̂ and β̂, the chance that the token to be drawn after Y is accepted."""
+        return self.statistic == "gain"
 
     @staticmethod
     def level_of(threshold: float) -> float:
@@ -45,17 +57,17 @@ class ThresholdPolicy(RowPolicy):
     @abstractmethod
     def score(self, step: DraftStep) -> Tensor:
         """Scores of drawn tokens, of the shape of the step's signals; large is good. Elementwise: a token's score does
-        not depend on the others'. step: all that `reads` names; `depth` and `active` mean nothing here."""
+        not depend on the others'. Two numbers each, (..., 2), where the policy `predicts_next`. step: all that `reads`
+        names; `depth` and `active` mean nothing here."""
 
     def judged(self, step: DraftStep) -> DraftStep | None:
         """The token that can be judged now, with all that `score` reads; None if there is none."""
         return step
 
     def start_round(self, live: Tensor) -> Tensor:
-        start = 1.0 if self.statistic == "product" else float("inf")
-        self.running = torch.full(live.shape, start, device=live.device)
+        self.survival, self.running = self.begin(live.shape, live.device)
         if self.predicts:
-            self.predicted = []
+            self.predicted, self.predicted_next = [], []
         return super().start_round(live)
 
     def draw_next(self, step: DraftStep) -> Tensor:
@@ -70,6 +82,22 @@ class ThresholdPolicy(RowPolicy):
         return step.active if step.depth < self.k_min else step.active & (self.running >= self.level)
 
     def _add(self, score: Tensor) -> None:
+        if self.predicts_next:
+            self.predicted_next.append(score[..., 1])
         if self.predicts:
-            self.predicted.append(score)
-        self.running = self.running * score if self.statistic == "product" else torch.minimum(self.running, score)
+            self.predicted.append(score[..., 0] if self.predicts_next else score)
+        self.survival, self.running = self.follow(self.survival, self.running, score)
+
+    def begin(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+        """(survival, statistic) of rounds that have judged nothing."""
+        ones = torch.ones(shape, device=device)
+        return ones, ones if self.statistic == "product" else torch.full(shape, float("inf"), device=device)
+
+    def follow(self, survival: Tensor, running: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+        """(survival, statistic) after one more token, from those before it and its score; (...) each."""
+        if self.statistic == "product":
+            return survival, running * score
+        if self.statistic == "minimum":
+            return survival, torch.minimum(running, score)
+        survival = survival * score[..., 0]
+        return survival, torch.minimum(running, survival * score[..., 1])

@@ -62,12 +62,37 @@ def test_logits_follow_the_formula(width, signals):
 def test_serving_scores_are_the_probabilities(monkeypatch, table_bytes, dtype, width):
     monkeypatch.setattr(module, "TABLE_BYTES", table_bytes)
     head = made(width=width, **SIGNALS).attach(embeddings(dtype))
+    both = made(width=width, predicts="both", **SIGNALS).attach(embeddings(dtype))
     for shape in ((6,), (2, 3), (0,), ()):
         read = inputs(*shape)
         with torch.no_grad():
-            torch.testing.assert_close(
-                head.scorer()(*read), head.probability(read[0], "token", *read[1:]), rtol=1e-5, atol=1e-6
-            )
+            for one in (head, both):
+                expected = one.probability(read[0], "token", *read[1:])
+                torch.testing.assert_close(one.scorer()(*read), expected, rtol=1e-5, atol=1e-6)
+            expected = both(*read).sigmoid()  # (..., 2)
+            torch.testing.assert_close(both.scorer("both")(*read), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_both_are_refused_where_one_of_them_is_not_made():
+    for predicts in ("token", "next"):
+        with pytest.raises(InputError, match="was asked for"):
+            AcceptanceHead(HeadConfig(hidden_size=HIDDEN, predicts=predicts)).scorer("both")
+
+
+@pytest.mark.parametrize(
+    ("looks", "config"),
+    [
+        (True, {"predicts": "both"}),
+        (True, {"predicts": "both", "reads": "before", "embedding_std": STD}),
+        (True, {"predicts": "both", "reads": "before", **SIGNALS}),
+        (False, {"predicts": "both", "reads": "before"}),
+        (False, {"predicts": "token", **SIGNALS}),
+        (False, {"predicts": "next"}),
+    ],
+    ids=str,
+)
+def test_who_looks_beyond_the_drawn_token(looks, config):
+    assert HeadConfig(hidden_size=4, **config).looks_ahead == looks
 
 
 def test_another_token_gets_another_score():
@@ -122,7 +147,6 @@ def test_a_head_that_reads_no_embedding_ignores_them():
         ({"embedding_std": float("nan")}, "embedding_std"),
         ({"embedding_std": True}, "embedding_std"),
         ({"predicts": "next"}, "predicts"),
-        ({"predicts": "both"}, "predicts"),
         ({"width": 0}, "width"),
         ({"width": 2.5}, "width"),
         ({"width": True}, "width"),

@@ -52,12 +52,14 @@ def uncertain_pair(seed: int = 6, vocab: int = TOKENS) -> tuple[PreTrainedModel,
     return llama(seed, vocab, layers=2, sharpness=1.5), llama(seed + 1, vocab, sharpness=1.5)
 
 
-def random_head_policy(threshold: float = 0.5, reads: Any = "drawn", **options: Any) -> HeadPolicy:
-    """A head whose scores are all over [0, 1], so that rows stop at different depths."""
+def random_head_policy(
+    threshold: float = 0.5, reads: Any = "drawn", predicts: Any = "token", std: float = 1.0, **options: Any
+) -> HeadPolicy:
+    """A head whose scores are all over [0, 1], so that rows stop at different depths; less so with a smaller std."""
     torch.manual_seed(7)
     statistics: Any = {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
-    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=1, reads=reads, **statistics))
-    torch.nn.init.normal_(head.output.weight, std=1.0)
+    head = AcceptanceHead(HeadConfig(hidden_size=16, depth=1, reads=reads, predicts=predicts, **statistics))
+    torch.nn.init.normal_(head.output.weight, std=std)
     return HeadPolicy(head, threshold, **options)
 
 

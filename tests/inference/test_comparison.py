@@ -53,6 +53,28 @@ def test_rates_throughput_gain_and_gap_are_those_of_eq_5_1():
         assert table[name]["ci95"]["oracle_gap_closed"] == pytest.approx([gap, gap])
 
 
+def test_the_informed_bound_makes_another_share_and_changes_nothing_else():
+    plain = compare(rows(), COSTS)
+    with_bound = compare([*rows(), policy("informed", (100, 10, 40), (100, 10, 40))], COSTS)
+    speeds = {"fixed:2": 1 / 0.068, "informed": 1 / (0.02 * 1.1 + 0.08 * 0.4), "head:0.5": 1 / 0.062}
+    for before, row in zip(plain, with_bound, strict=False):
+        assert "informed_gap_closed" not in {**before, **before["ci95"]}
+        share = row.pop("informed_gap_closed"), row["ci95"].pop("informed_gap_closed")
+        assert row == before
+        if row["name"] in speeds:
+            gap = (speeds[row["name"]] - speeds["fixed:2"]) / (speeds["informed"] - speeds["fixed:2"])
+            assert (share[0], *share[1]) == pytest.approx((gap, gap, gap))
+    assert with_bound[-1]["informed_gap_closed"] == pytest.approx(1)
+    assert with_bound[-1]["oracle_gap_closed"] == pytest.approx(
+        (speeds["informed"] - 1 / 0.068) / (1 / 0.044 - 1 / 0.068)
+    )
+
+
+def test_an_informed_bound_below_the_best_fixed_length_has_no_gap_to_close():
+    table = compare([*rows(), policy("informed", (100, 90, 60), (100, 90, 60))], COSTS)
+    assert all(row["informed_gap_closed"] == 0 for row in table)
+
+
 def test_the_interval_widens_when_prompts_differ_and_is_seeded():
     mixed = [
         policy("fixed:2", *[(100, 10 * i, 50) for i in range(8)]),

@@ -104,13 +104,16 @@ def test_without_a_compiler_the_function_itself_serves(monkeypatch, caplog):
 # --- signals and head -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "predicts"), [(torch.float32, "token"), (torch.bfloat16, "token"), (torch.float32, "both")]
+)
+def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
     logits, ids, hidden = drawn(4, dtype=dtype)
     table = torch.randn(logits.shape[1], HIDDEN, generator=torch.Generator().manual_seed(4))
-    head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN)
-    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), head.scorer("token")
-    at_once.compile(logits, hidden, sampled=True, logger=LOGGER, score=score)
+    head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN, predicts=predicts)
+    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), head.scorer(predicts)
+    # Of q, `both` is no other case than `token`, and takes seconds to compile.
+    at_once.compile(logits, hidden, sampled=predicts == "token", logger=LOGGER, score=score)
     for batch in (0, 1, 3, 16):
         logits, ids, hidden = drawn(batch, batch, dtype)
         temperature = torch.linspace(0, 2, batch)
@@ -125,7 +128,8 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype):
             signals = draft_signals(expected, ids)
             torch.testing.assert_close(torch.stack(found[:3], dim=-1), signals, rtol=1e-4, atol=1e-4)
             step = DraftStep(1, ids, ids == ids, hidden, None, *found)
-            probability = head.probability(hidden, signals=signals, token_ids=ids).detach()
+            probability = head(hidden, signals, ids).detach().sigmoid()
+            probability = probability if predicts == "both" else probability[:, 0]
             torch.testing.assert_close(HeadPolicy(head, 0.5).score(step), probability, rtol=1e-4, atol=1e-4)
         one_by_one = torch.stack(plain.of_logits(logits, temperature, ids)[:3], dim=-1)
         torch.testing.assert_close(one_by_one, draft_signals(q, ids))

@@ -7,6 +7,7 @@ loop is a thousand times larger.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -116,6 +117,15 @@ def test_the_reference_is_that_of_plain_forwards_over_whole_responses():
 
 
 # Exactness.
+
+
+def test_a_head_that_looks_ahead():
+    """By two predictions of the drawn token, not by one."""
+    seen = Counter()
+    policy = partial(random_head_policy, 0.9, reads="before", predicts="both", std=0.2)
+    assert policy().predicts_next
+    assert together(policy, watch=drafted_lengths(seen)) < PROVED
+    assert sum(count > 20 for count in seen.values()) > 1, "rows stop at several depths"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

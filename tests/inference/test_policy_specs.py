@@ -12,7 +12,7 @@ from accept_head.cli import main
 from accept_head.inference import make_policy
 from accept_head.inference.policies import POLICIES, ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
 from accept_head.pair import hidden_size
-from tests.inference.toy import TOKENS, llama, pair_of
+from tests.inference.toy import TOKENS, llama, pair_of, random_head
 
 DRAFT = llama(1)
 HIDDEN = hidden_size(DRAFT)
@@ -103,6 +103,16 @@ def test_a_head_that_reads_before_has_no_lag_unless_told_0(heads):
     folder = heads(reads="before")
     assert make_policy(f"head:{folder}:0.5", DRAFT).lag == 0
     assert make_policy(f"head:{folder}:0.5,lag=0", DRAFT).lag == 0
+
+
+def test_a_head_that_looks_ahead_does_so_unless_the_spec_says_otherwise(tmp_path):
+    random_head(16, predicts="both").save_pretrained(tmp_path)
+    rules = {
+        option: make_policy(f"head:{tmp_path}:0.5{option}", DRAFT) for option in ("", ",rule=gain", ",rule=product")
+    }
+    assert [policy.predicts_next for policy in rules.values()] == [True, True, False]
+    with pytest.raises(InputError, match="rule is 'sum', expected product or gain"):
+        make_policy(f"head:{tmp_path}:0.5,rule=sum", DRAFT)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def head_of(**config):
 
 
 DRAWN, SIGNALS, BEFORE = head_of(), head_of(signals=True), head_of(reads="before", signals=True)
+BOTH, BOTH_DRAWN = head_of(reads="before", signals=True, predicts="both"), head_of(predicts="both")
 RULES = {
     "confidence": ConfidencePolicy,
     "cumulative-confidence": CumulativeConfidencePolicy,
@@ -55,19 +56,23 @@ RULES = {
     "head lag 0": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=0, **bounds),
     "head with signals lag 1": lambda threshold, **bounds: HeadPolicy(SIGNALS, threshold, lag=1, **bounds),
     "head with signals lag 0": lambda threshold, **bounds: HeadPolicy(SIGNALS, threshold, lag=0, **bounds),
+    "head of both": lambda threshold, **bounds: HeadPolicy(BOTH, threshold, **bounds),
+    "head of both lag 1": lambda threshold, **bounds: HeadPolicy(BOTH_DRAWN, threshold, lag=1, **bounds),
+    "head of both by its product": lambda threshold, **bounds: HeadPolicy(BOTH, threshold, rule="product", **bounds),
 }
-LAGGING = {"head lag 1", "head with signals lag 1"}
+LAGGING = {"head lag 1", "head with signals lag 1", "head of both lag 1"}
+GAINS = {"head of both", "head of both lag 1"}
 COSTLY = {"head lag 0", "head with signals lag 0"}
 
 
-def head_score(head, hidden):
-    """P̂ of one token, by the head's own forward on one row."""
+def head_score(head, hidden, prediction="token"):
+    """P̂ or β̂ of one token, by the head's own forward on one row."""
 
     def score(token):
         state = token.fed if hidden == "fed" else token.drawn
         signals = torch.tensor([[token.logprob, token.entropy, token.max_prob]]) if head.config.signals else None
         with torch.no_grad():
-            return float(head.probability(state[None], signals=signals))
+            return float(head.probability(state[None], prediction, signals=signals))
 
     return score
 
@@ -83,15 +88,21 @@ SCORES = {
     "head lag 0": head_score(DRAWN, "drawn"),
     "head with signals lag 1": head_score(SIGNALS, "drawn"),
     "head with signals lag 0": head_score(SIGNALS, "drawn"),
+    "head of both": head_score(BOTH, "fed"),
+    "head of both lag 1": head_score(BOTH_DRAWN, "drawn"),
+    "head of both by its product": head_score(BOTH, "fed"),
 }
+NEXT = {"head of both": head_score(BOTH, "fed", "next"), "head of both lag 1": head_score(BOTH_DRAWN, "drawn", "next")}
 
 
 def decider(name, threshold, k_min, k_max):
-    """SpecDec++ §4.2 (or a plain cut-off), token by token: (how many are drafted, forwards for nothing)."""
+    """SpecDec++ §4.2, equations §5 or a plain cut-off, token by token: (how many are drafted, forwards for nothing)."""
     score, lag = SCORES[name], int(name in LAGGING)
 
     def stop_is_known_after(tokens):
         scores = [score(token) for token in tokens]
+        if name in GAINS:
+            return 1 - np.prod(scores) * NEXT[name](tokens[-1]) > threshold
         if name.startswith("head"):
             return 1 - np.prod(scores) > threshold
         if name == "cumulative-confidence":
@@ -179,6 +190,29 @@ def test_the_slow_walk_sees_a_wrong_replay(folder, name, wrong):  # noqa: F811
     assert_same(right, walked)
     (one,) = replay_thresholds(wrong(traces), RULES[name](0.5), [Setting(threshold=threshold, k_max=6)], name)
     assert not np.array_equal(one.counts, walked.counts)
+
+
+def test_a_gain_is_not_a_product_and_an_early_one_below_the_level_is_remembered(folder):  # noqa: F811
+    """The chance C_k·β̂_{k+1} may rise again: the round ends at the first that is too small, also when k_min is why it
+    did not end there."""
+    sample = make_sample(5, responses=30)
+    traces, setting = sample.couple(folder), Setting(threshold=0.5, k_min=3, k_max=6)
+    scores = score_tokens(traces, RULES["head of both"](0.5))
+    assert scores.shape == (len(traces.ids), 2)
+    judged = torch.cat([scores, scores.new_zeros(1, 2)])[traces.path]
+    gains = judged[..., 0].cumprod(1) * judged[..., 1]
+    assert (gains[:, 1:] > gains[:, :-1])[:, :2].any()
+
+    def drafted(statistic):
+        kept = (statistic >= 0.5).sum(1) + 1
+        return kept.clamp(min=3).minimum(traces.drafts)
+
+    (gain,) = replay_thresholds(traces, RULES["head of both"](0.5), [setting], "head")
+    lengths = module.threshold_lengths(traces, RULES["head of both"](0.5), [setting], scores)[:, 0]
+    assert torch.equal(lengths, drafted(gains.cummin(1).values).int())
+    assert not torch.equal(lengths, drafted(gains).int()), "one that forgets is seen"
+    (product,) = replay_thresholds(traces, RULES["head of both by its product"](0.5), [setting], "head")
+    assert not np.array_equal(gain.counts, product.counts)
 
 
 def test_lags_are_told_apart(folder):  # noqa: F811

@@ -37,6 +37,7 @@ from accept_head.inference.policies import (
     MaxProbPolicy,
     MeanMaxProbPolicy,
     OnlineLogisticPolicy,
+    RecalibratedHeadPolicy,
 )
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Setting, replay_fixed, replay_thresholds
@@ -95,12 +96,22 @@ POLICIES = {
     "head with embedding, 0.5": lambda: HeadPolicy(
         head(reads="before", signals=True, width=48, embedding=True), 0.5, k_max=K_MAX
     ),
+    "head of both, 0.5": lambda: HeadPolicy(
+        head(reads="before", signals=True, width=48, embedding=True, predicts="both"), 0.5, k_max=K_MAX
+    ),
+    "head of both lag 1, 0.7": lambda: HeadPolicy(head(predicts="both"), 0.7, k_min=3, k_max=K_MAX),
     "cautious": Cautious,
     "adaedl:0.5": lambda: AdaEdlPolicy(0.5, k_max=K_MAX),
     "max-prob:0.5": lambda: MaxProbPolicy(0.5, k_max=K_MAX),
     "leviathan": lambda: LeviathanPolicy(0.1, k_max=K_MAX),
     "hf-heuristic": lambda: HfHeuristicPolicy(5, k_max=K_MAX),
 }
+
+
+def online_head():
+    policy = RecalibratedHeadPolicy(head(reads="before", signals=True), 0.5, k_max=K_MAX, online=True)
+    policy.recalibration.INTERVAL = 4  # there are few rounds
+    return policy
 
 
 def forward(beta, gamma):
@@ -115,6 +126,7 @@ OF_THE_BATCH = {
     "max-prob-mean": lambda: MeanMaxProbPolicy(0.5, k_max=K_MAX),
     "hf-confidence": lambda: HfConfidencePolicy(0.3, k_max=K_MAX),
     "online-logistic": lambda: OnlineLogisticPolicy(0.5, k_max=K_MAX),
+    "online head": online_head,
     "dsde": lambda: DsdePolicy(4, k_max=K_MAX, calibration=3),
     "batch-map": lambda: BatchMapPolicy([(1, 4, 6), (5, 12, 3), (13, 16, 1)]),
     "goodput": lambda: GoodputPolicy(COSTS),
@@ -248,7 +260,7 @@ class Wanted:
         return sum(abs(score) < Z_95 for score in scores), len(scores)
 
 
-QUICK = [name for name in POLICIES if name not in ("none", "head lag 1, 0.8", "cautious")]
+QUICK = [name for name in POLICIES if name not in ("none", "head lag 1, 0.8", "head of both lag 1, 0.7", "cautious")]
 LENGTHS = {GREEDY: 32, SAMPLED: 40}
 
 

@@ -14,7 +14,8 @@ from html.parser import HTMLParser
 import pytest
 
 from accept_head.inference.report_data import CalibrationCurve, ViewedResponse, ViewedRound, ViewedToken, printable
-from accept_head.inference.report_page import headline, write_report
+from accept_head.inference.report_page import headline, render_page, write_report
+from accept_head.inference.report_plots import draw_plots
 from accept_head.inference.report_svg import PALETTE
 from accept_head.inference.report_tables import domain_tables, interval, per_cent
 from tests.inference.report_sample import sample_report
@@ -106,6 +107,23 @@ def test_the_same_data_gives_the_same_files(data, written, tmp_path):
     assert [path.read_bytes() for path in write_report(data, tmp_path / "out.html")] == [
         path.read_bytes() for path in written
     ]
+
+
+def test_the_informed_bound_has_a_row_a_column_and_a_word_in_the_headline(data, source):
+    """Only where the target was asked."""
+    assert "informed" not in source.lower()
+    oracle = next(policy for policy in data.policies if policy.family == "oracle")
+    interval = {"informed_gap_closed": (0.31, 0.45)}
+    shared = [replace(p, informed_gap_closed=0.375, ci95={**p.ci95, **interval}) for p in data.policies]
+    bound = replace(oracle, name="informed", family="informed", informed_gap_closed=1.0)
+    told = replace(data, policies=[*shared[:-1], bound, shared[-1]])
+    page = render_page(told, draw_plots(told))
+    head, *rows = Page(page).tables["Main policies"]
+    assert head[-1] == "informed gap closed" and all(len(row) == 9 for row in rows)
+    assert [row[0].split("|")[0] for row in rows][-2:] == ["informed", "oracle"]
+    assert all(row[-1].startswith("+37.5") and "31.0 to 45.0" in row[-1] for row in rows if row[0] != "informed")
+    assert "37.5" in headline(told) and "37.5" not in headline(data)
+    assert "informed bound" in page and "likely each token is accepted, but not whether" in page
 
 
 def test_the_main_table_holds_the_numbers_of_the_data(data, source):

@@ -203,6 +203,45 @@ def test_a_head_stops_by_its_product_at_either_lag(states, threshold, k_min):
         assert head_rounds(policy, states)[0] == first_stop(before, states, threshold, k_min, 0, 0)
 
 
+@pytest.mark.parametrize("k_min", [1, 3])
+@pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
+def test_a_head_that_looks_ahead_stops_by_the_chance_of_the_token_not_yet_drawn(states, threshold, k_min):
+    """Equations §5 by hand: at the first k where C_k·β̂_{k+1} is below 1 − threshold, or at k_min after that."""
+    head, stopped, by_product = random_head(HIDDEN, predicts="both"), [], []
+    with torch.no_grad():
+        both = head(states[:, 1:]).sigmoid()
+        for row in both:
+            gains = [float(row[:k, 0].prod() * row[k - 1, 1]) for k in range(1, len(row))]
+            first = next((k for k, gain in enumerate(gains, 1) if gain < 1 - threshold), len(row))
+            stopped.append(min(max(first, k_min), len(row)))
+        for lag in (0, 1):
+            policy = HeadPolicy(head, threshold, lag=lag, k_min=k_min)
+            late = [min(max(k + lag, k_min), 7) if k < 7 else 7 for k in stopped] if k_min == 1 else None
+            counts = head_rounds(policy, states)[0]
+            assert counts == (late if late and lag else stopped if not lag else counts)
+            for judged, (probability, following) in enumerate(
+                zip(policy.predicted, policy.predicted_next, strict=True)
+            ):
+                torch.testing.assert_close(torch.stack([probability, following], -1), both[:, judged])
+        policy = HeadPolicy(head, threshold, lag=0, k_min=k_min, rule="product")
+        by_product = head_rounds(policy, states)[0]
+        assert by_product == first_stop(head, states, threshold, k_min, 0, 1)
+        assert not policy.predicts_next and not policy.predicted_next
+    assert threshold < 0.6 or k_min == 3 or by_product != stopped, "the two rules are told apart"
+
+
+def test_a_rule_that_the_head_cannot_follow_is_refused():
+    blind = random_head(HIDDEN, reads="before", predicts="both")  # knows nothing of Y, hence not what follows it
+    assert not HeadPolicy(blind, 0.5).predicts_next
+    for head in (blind, random_head(HIDDEN)):
+        with pytest.raises(InputError, match="rule is gain"):
+            HeadPolicy(head, 0.5, rule="gain")
+    with pytest.raises(InputError, match="'most', expected product or gain"):
+        HeadPolicy(random_head(HIDDEN, predicts="both"), 0.5, rule="most")
+    with pytest.raises(InputError, match="'token' was asked for"):
+        HeadPolicy(random_head(HIDDEN, predicts="next"), 0.5)
+
+
 def test_a_lag_drafts_two_tokens_at_least_and_asks_for_no_state_at_a_drawn_token(states):
     head = random_head(HIDDEN)
     with torch.no_grad():

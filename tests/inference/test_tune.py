@@ -14,12 +14,15 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
+from accept_head.inference.cost_aware import cost_aware
 from accept_head.inference.cost_file import read_costs
+from accept_head.inference.informed import InformedTables, replay_informed
 from accept_head.inference.policies import (
     CumulativeConfidencePolicy,
+    HeadPolicy,
     SvipPolicy,
 )
-from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, search
+from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, search_all
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
 from tests.inference.toy import llama, random_head
@@ -94,7 +97,7 @@ OBJECTIVES = {
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_the_choice_is_the_best_of_all_settings(sample, traces, brute_force, objective, times):
     costs = replace(COSTS, t_target=0.1 * times, t_autoregressive=0.09 * times)
-    tuned = search(traces, HEADS, costs, GRID, objective)
+    tuned = search_all(traces, HEADS, costs, GRID, objective)
     assert list(tuned.chosen) == [*FAMILIES, *LEARNERS]
     for family, settings in brute_force.items():
         assert len(tuned.families[family]) == len(settings)
@@ -107,7 +110,7 @@ def test_the_choice_is_the_best_of_all_settings(sample, traces, brute_force, obj
 
 def test_the_two_objectives_choose_differently(sample, traces):
     """Easy text wants long drafts, hard text short ones; where most text is easy, the mean wants long ones too."""
-    chosen = {name: search(traces, HEADS, COSTS, GRID, name).chosen for name in OBJECTIVES}
+    chosen = {name: search_all(traces, HEADS, COSTS, GRID, name).chosen for name in OBJECTIVES}
     for family in ("confidence", "entropy"):
         mean, worst = (chosen[name][family] for name in ("mean", "worst-domain"))
         assert length(mean) > length(worst)
@@ -125,7 +128,7 @@ def test_a_slower_target_wants_longer_drafts(traces):
     lengths = {family: [] for family in FAMILIES}
     fixed = []
     for times in (0.5, 1, 5, 30):
-        tuned = search(traces, HEADS, replace(COSTS, t_target=0.1 * times), GRID)
+        tuned = search_all(traces, HEADS, replace(COSTS, t_target=0.1 * times), GRID)
         fixed.append(tuned.best_fixed.params["k"])
         for family in FAMILIES:
             lengths[family].append(length(tuned.chosen[family]))
@@ -134,7 +137,7 @@ def test_a_slower_target_wants_longer_drafts(traces):
 
 
 def test_rows_are_what_the_slow_walk_and_eq_3_1_say(sample, traces, brute_force):
-    tuned = search(traces, HEADS, COSTS, GRID)
+    tuned = search_all(traces, HEADS, COSTS, GRID)
     rows = tuned.rows()
     names = [row["name"] for row in rows]
     assert names[:7] == ["none", *(f"fixed:{k}" for k in range(1, 7))] and names[-1] == "oracle"
@@ -171,7 +174,7 @@ def counts_of(settings, params):
 
 
 def test_intervals_are_seeded(traces):
-    tuned = search(traces, {}, COSTS, GRID)
+    tuned = search_all(traces, {}, COSTS, GRID)
     assert tuned.rows(3) == tuned.rows(3) != tuned.rows(4)
 
 
@@ -181,7 +184,7 @@ def test_every_row_but_the_oracle_names_a_policy_as_the_decode_loop_takes_it(tra
     head = random_head(16, signals=True)
     head.save_pretrained(folder)
     small = make_sample(1, responses=6)
-    made = search(small.couple(tmp_path), {str(folder): SIGNALS}, COSTS, Grid(k_min=(2,), k_max=(4,), lags=(0,)))
+    made = search_all(small.couple(tmp_path), {str(folder): SIGNALS}, COSTS, Grid(k_min=(2,), k_max=(4,), lags=(0,)))
     rows = made.rows()
     assert "spec" not in rows[-1]
     for row in rows[:-1]:
@@ -197,14 +200,14 @@ def test_every_row_but_the_oracle_names_a_policy_as_the_decode_loop_takes_it(tra
 
 
 def test_thresholds_with_many_digits_survive_the_spec(tmp_path):
-    rows = search(make_sample(1, responses=6).couple(tmp_path), {}, COSTS,
+    rows = search_all(make_sample(1, responses=6).couple(tmp_path), {}, COSTS,
                   Grid(thresholds=(0.123456789,), k_max=(4,))).rows()  # fmt: skip
     row = next(row for row in rows if row["name"].startswith("confidence:"))
     assert make_policy(row["spec"], llama(1)).threshold == pytest.approx(row["params"]["threshold"], abs=1e-6)
 
 
 def test_decoding_json_says_how_to_decode_for_which_costs_and_what_to_expect(sample, traces):
-    tuned = search(traces, HEADS, COSTS, GRID)
+    tuned = search_all(traces, HEADS, COSTS, GRID)
     rows = tuned.rows()
     for name in HEADS:
         values = decoding(tuned, name, rows)
@@ -225,6 +228,47 @@ def test_decoding_json_says_how_to_decode_for_which_costs_and_what_to_expect(sam
         assert values["best_fixed"] == 1 + int(np.argmax(fixed))
 
 
+# --- the informed bound, and the search without a grid ---------------------------------------------------------------
+
+
+def test_the_informed_bound_stands_before_the_oracle_and_adds_a_share(sample, traces):
+    truth = InformedTables(acceptance=traces.max_prob, overlap=traces.entropy)
+    plain, tuned = (search_all(traces, HEADS, COSTS, GRID, truth=one) for one in (None, truth))
+    assert plain.informed is None and list(tuned.chosen) == list(plain.chosen)
+    before, rows = plain.rows(), tuned.rows()
+    bound = rows.pop(-2)
+    assert bound["name"] == "informed" and bound["params"] == {"least": 1} and "spec" not in bound
+    assert bound["throughput"] == pytest.approx(speed(replay_informed(traces, truth, COSTS).counts))
+    best = max(row["throughput"] for row in rows if row["name"].startswith("fixed:"))
+    for row, old in zip(rows, before, strict=True):
+        gap = max(0.0, bound["throughput"] - best)
+        expected = (row["throughput"] - best) / gap if gap else 0.0
+        assert row.pop("informed_gap_closed") == pytest.approx(expected)
+        low, high = row["ci95"].pop("informed_gap_closed")
+        assert low <= high and row == old
+    assert "informed_gap_closed" in decoding(tuned, "heads/drawn", tuned.rows())["expected"]
+
+
+def test_the_search_by_cost_gives_heads_one_setting_a_lag_and_rules_their_grid(traces):
+    by_cost = replace(GRID, search="cost")
+    tuned, grid = (search_all(traces, HEADS, COSTS, each) for each in (by_cost, GRID))
+    for name in HEADS:
+        found = tuned.families[name]
+        lags = (0, 1) if name == "heads/drawn" else (None,)
+        assert [replayed.params.get("lag") for replayed in found] == list(lags)
+        for lag, replayed in zip(lags, found, strict=True):
+            policy = HeadPolicy(HEADS[name], 0.5, lag=lag)
+            assert replayed.params["threshold"] == cost_aware(traces, policy, COSTS, k_max=6)[0]
+            assert (replayed.params["k_min"], replayed.params["k_max"]) == (1, 6)
+            assert replayed.name.startswith(f"head:{name}:")
+        assert speed(tuned.chosen[name].counts) == max(speed(replayed.counts) for replayed in found)
+        values = decoding(tuned, name, tuned.rows())
+        assert values["threshold"] == tuned.chosen[name].params["threshold"]
+    for name in ("confidence", "entropy"):
+        assert len(tuned.families[name]) == len(grid.families[name])
+        assert np.array_equal(tuned.chosen[name].counts, grid.chosen[name].counts)
+
+
 def test_an_unknown_objective_is_refused():
     with pytest.raises(InputError, match=r"'best'.*mean.*worst-domain"):
         objective_of("best", ["a"], COSTS)
@@ -234,7 +278,7 @@ def test_an_unknown_objective_is_refused():
 def test_rows_are_json_even_where_nothing_is_to_be_gained(tmp_path, changes):
     """A single token, or a draft that is always right: the best fixed length is as fast as the oracle."""
     traces = make_sample(1, **changes).couple(tmp_path)
-    tuned = search(traces, {}, COSTS, GRID)
+    tuned = search_all(traces, {}, COSTS, GRID)
     write_json(tmp_path / "tuned.json", {"policies": tuned.rows()})
 
 
@@ -365,7 +409,7 @@ def test_a_grid_has_all_bounds_that_make_sense():
 
 def test_best_fixed_is_never_none(traces):
     """However bad the draft is: `none` stands in a row of its own."""
-    tuned = search(traces, {}, ForwardCosts(t_draft=9.0, t_target=1.0), GRID)
+    tuned = search_all(traces, {}, ForwardCosts(t_draft=9.0, t_target=1.0), GRID)
     assert tuned.best_fixed.params == {"k": 1}
     rows = {row["name"]: row for row in tuned.rows()}
     assert rows["none"]["throughput"] > rows["fixed:1"]["throughput"]

@@ -12,7 +12,7 @@ from accept_head.inference import make_policy
 from accept_head.inference.comparison import throughputs
 from accept_head.inference.cost_file import pair_costs
 from accept_head.inference.replay_host import replay
-from accept_head.inference.tune import Grid, search
+from accept_head.inference.tune import Grid, search_all
 from accept_head.inference.tune_rules import EVERY, LEARNERS, RULES, ask, checked_rules, spec_of
 from tests.inference.test_coupled import make_sample
 from tests.inference.toy import llama
@@ -65,7 +65,7 @@ def test_rows_that_are_asked_together_do_not_look_at_each_other(traces, name):
 
 def test_the_search_takes_the_best_value_of_each(traces):
     names = ("leviathan", "hf-heuristic", "goodput", "entropy")
-    tuned = search(traces, {}, COSTS, Grid(k_min=(1,), k_max=(traces.k_max,), rules=names))
+    tuned = search_all(traces, {}, COSTS, Grid(k_min=(1,), k_max=(traces.k_max,), rules=names))
     assert tuple(tuned.chosen) == names
     for name in names:
         speeds = [float(throughputs(one.counts.sum(0), COSTS)) for one in tuned.families[name]]
@@ -93,7 +93,7 @@ def test_policies_predict_by_the_file_that_their_spec_names(traces, tmp_path, na
     values = LEARNERS[name].values if name == "goodput" else (4,)  # the traces' rounds are short
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(LEARNERS, name, LEARNERS[name]._replace(values=values))
-        tuned, other = (search(traces, {}, COSTS, grid, pair=pair) for pair in (pair_costs(path), None))
+        tuned, other = (search_all(traces, {}, COSTS, grid, pair=pair) for pair in (pair_costs(path), None))
     (row,) = (row for row in tuned.rows(costs_file=str(path)) if row["name"] == name)
     again = replay(traces, make_policy(row["spec"], llama(1)), name, batch=1, costs=COSTS)
     assert np.array_equal(tuned.chosen[name].counts, again.counts)

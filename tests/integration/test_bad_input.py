@@ -224,8 +224,8 @@ TRAIN_CASES = {
     "an unknown packing": lambda g: (train(g, packing="loose"), ["packing", "loose"]),
     "an unknown precision": lambda g: (train(g, precision="fp8"), ["precision", "fp8"]),
     "signals for a prediction of the next token": lambda g: (
-        train(g, predicts="both", signals="true"),
-        ["signals", "both"],
+        train(g, predicts="next", signals="true"),
+        ["signals", "next"],
     ),
     "a loss weight of 0": lambda g: (train(g, w_rej=0), ["w_rej", "0"]),
     "a share above 1": lambda g: (train(g, r=2), ["r is 2"]),

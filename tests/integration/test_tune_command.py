@@ -43,6 +43,7 @@ def made(tmp_path_factory, random_llama, byte_tokenizer):
     fingerprint = checkpoint_fingerprint(folder / "draft")
     models = (pair.target, pair.draft)
     collected(models, prompts, folder / "traces", sampling=Sampling(), fingerprint=fingerprint, **options)
+    spoil(folder, "traces/trace_config.json", {"target_fingerprint": checkpoint_fingerprint(folder / "target")})
     random_head(32, signals=True, std=0.1).save_pretrained(folder / "drawn")
     random_head(32, reads="before", std=0.1).save_pretrained(folder / "before")
     (folder / "costs.json").write_text(json.dumps(COSTS))
@@ -56,7 +57,7 @@ def made(tmp_path_factory, random_llama, byte_tokenizer):
 @pytest.fixture
 def place(made, tmp_path):
     """A copy of all that a run may write to or read, of this test's own."""
-    for name in ("traces", "drawn", "before"):
+    for name in ("traces", "drawn", "before", "target"):
         shutil.copytree(made.folder / name, tmp_path / name)
     shutil.copy(made.folder / "costs.json", tmp_path)
     return tmp_path
@@ -259,6 +260,38 @@ def test_what_to_expect_is_figures_only(tune, place):
     assert all(isinstance(value, float | dict) for value in expected.values()), expected
 
 
+def test_the_target_adds_the_informed_bound_once_and_for_all(made, tune, place):
+    plain = tune("--head", place / "before", *SMALL)
+    assert not any(one["name"] == "informed" for one in plain.tuned["policies"])
+    asked = tune("--head", place / "before", *SMALL, "--target", place / "target")
+    assert asked.code == 0 and "informed" in asked.out
+    rows = asked.tuned["policies"]
+    assert [one["name"] for one in rows[-2:]] == ["informed", "oracle"]
+    for one, old in zip([*rows[:-2], rows[-1]], plain.tuned["policies"], strict=True):
+        assert {name: value for name, value in one.items() if name not in ("informed_gap_closed", "ci95")} == {
+            name: value for name, value in old.items() if name != "ci95"
+        }
+        assert {"informed_gap_closed", *old["ci95"]} == set(one["ci95"])
+    assert row(asked, "informed")["informed_gap_closed"] == 1
+    before = files_in(place / "traces")
+    again = tune("--head", place / "before", *SMALL)  # the tables are there: no target needs to be
+    assert again.tuned == asked.tuned and files_in(place / "traces") == before
+
+
+def test_the_search_by_cost_writes_a_decoding_json_as_the_grid_does(made, tune, place):
+    keys = []
+    for search in ("grid", "cost"):
+        done = tune("--head", place / "before", "--search", search, "--k_max", 4, 12, "--rules", "entropy", rules=None)
+        values = json.loads((place / "before" / "decoding.json").read_text())
+        assert (
+            done.code == 0
+            and {key: values[key] for key in row(done, "head:")["params"]} == row(done, "head:")["params"]
+        )
+        keys.append(set(values))
+    assert keys[0] == keys[1] and (values["k_min"], values["k_max"]) == (1, 12)
+    assert make_policy(f"head:{place / 'before'}", made.pair).threshold == values["threshold"]
+
+
 # --- what it refuses -------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +337,18 @@ WRONG = {
     "lag 2": (lambda p: ["--lag", 0, 2], ["lag", "2"], None),
     "half a lag": (lambda p: ["--lag", 0.5], ["lag"], None),
     "an unknown objective": (lambda p: ["--objective", "best"], ["objective", "best"], None),
+    "a search by cost for the worst domain": (
+        lambda p: ["--search", "cost", "--objective", "worst-domain"],
+        ["search", "objective", "worst-domain", "mean"],
+        None,
+    ),
+    "an unknown search": (lambda p: ["--search", "best"], ["search", "best"], None),
+    "a target that does not exist": (lambda p: ["--target", p / "nowhere"], ["--target", "nowhere"], None),
+    "another target": (
+        lambda p: [spoil(p, "traces/trace_config.json", {"target_fingerprint": "x"}), "--target", p / "target"][1:],
+        ["another pair", "--target"],
+        None,
+    ),
     "no prompts": (lambda p: ["--max_prompts", 0], ["max_prompts", "0"], None),
     "traces that do not exist": (lambda p: ["--traces", p / "nowhere"], ["nowhere"], None),
     "traces of another draft": (

@@ -64,6 +64,7 @@ def by_autograd(head, inputs):
         {"embedding": True},
         {"signals": True, "embedding": True, "width": 24},
         {"width": 8, "predicts": "both"},
+        {"signals": True, "embedding": True, "width": 24, "predicts": "both"},
     ],
     ids=str,
 )

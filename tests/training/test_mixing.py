@@ -51,6 +51,7 @@ def test_mixed_labels_count_only_where_the_fed_token_is_the_one_they_speak_of(tr
         fed = [x if u < r else y for x, y, u in zip(response, draft, uniform.tolist(), strict=True)]
         token_mask, next_mask = [False] * len(packed.ids), [False] * len(packed.ids)
         token_label, next_label = [0.0] * len(packed.ids), [0.0] * len(packed.ids)
+        after_mask, after_label = [False] * len(packed.ids), [0.0] * len(packed.ids)
         next_mask[len(prompt) - 1], next_label[len(prompt) - 1] = True, trace["overlap"][0].item()
         for i, token in enumerate(fed):
             token_mask[len(prompt) + i] = token == draft[i]
@@ -58,11 +59,16 @@ def test_mixed_labels_count_only_where_the_fed_token_is_the_one_they_speak_of(tr
             if i + 1 < len(fed):
                 next_mask[len(prompt) + i] = token == response[i]
                 next_label[len(prompt) + i] = trace["overlap"][i + 1].item()
+                after_mask[len(prompt) + i] = token == draft[i] and trace["accepted"][i].item()
+                after_label[len(prompt) + i] = trace["overlap"][i + 1].item()
         assert packed.ids.tolist() == prompt + fed
         assert packed.positions.tolist() == list(range(len(packed.ids)))
         assert packed.mask[:, 0].tolist() == token_mask
         assert packed.mask[:, 1].tolist() == next_mask
-        where_token, where_next = packed.mask.unbind(-1)
+        assert packed.mask[:, 2].tolist() == after_mask
+        where_after = packed.mask[:, 2]
+        assert packed.labels[where_after, 2].tolist() == [v for v, m in zip(after_label, after_mask, strict=True) if m]
+        where_token, where_next, _ = packed.mask.unbind(-1)
         assert packed.labels[where_token, 0].tolist() == [v for v, m in zip(token_label, token_mask, strict=True) if m]
         assert packed.labels[where_next, 1].tolist() == [v for v, m in zip(next_label, next_mask, strict=True) if m]
 
@@ -221,6 +227,50 @@ def test_exact_labels_stand_at_the_proposals_and_nowhere_else(traces):
         assert batch.mask[row, :, 0].nonzero().flatten().tolist() == where
         assert torch.equal(batch.labels[row, where, 0], trace["acceptance"])
         assert torch.equal(batch.input_ids[row, where], trace["draft_ids"])
+
+
+# --- what comes after a drawn token -----------------------------------------------------------------------------------
+
+
+def after_by_hand(trace):
+    """{i: β_{i+1}} of the accepted Y_i, i counted from 0; the last has nothing after it."""
+    found, overlap = {}, trace["overlap"].tolist()
+    for i, accepted in enumerate(trace["accepted"].tolist()):
+        if accepted and i + 1 < len(overlap):
+            found[i] = overlap[i + 1]
+    return found
+
+
+def after_of(packed, start):
+    """The same as a pack says it: label i stands at start + i."""
+    return {place - start: packed.labels[place, 2].item() for place in packed.mask[:, 2].nonzero().flatten().tolist()}
+
+
+@pytest.mark.parametrize("packing", ["exact", "prefix"])
+def test_what_comes_after_a_drawn_token_counts_where_that_is_accepted(many_traces, packing):
+    """Beside its token label, so that both logits of one input are trained."""
+    wrong = {"one early": 0, "one late": 0, "wherever a token is drawn": 0}
+    for trace in list(many_traces.select(range(20)).with_format("torch")):
+        prompt, response = len(trace["prompt_ids"]), len(trace["response_ids"])
+        packed, start = (
+            (pack_exact(trace), prompt + response) if packing == "exact" else (pack_prefix(trace), prompt - 1)
+        )
+        expected = after_by_hand(trace)
+        assert after_of(packed, start) == expected and len(expected) > 5
+        assert packed.mask[packed.mask[:, 2], 0].all()
+        wrong["one early"] += after_of(packed, start - 1) == expected
+        wrong["one late"] += after_of(packed, start + 1) == expected
+        packed.mask[:, 2] = packed.mask[:, 0]
+        wrong["wherever a token is drawn"] += after_of(packed, start) == expected
+    assert not any(wrong.values()), "mistakes are seen"
+
+
+def test_in_scored_text_a_token_that_the_target_would_never_say_is_not_accepted(many_traces):
+    """Text of other settings may hold it, and the draft propose it: Y_i = X_i, and yet a(Y_i) = 0."""
+    trace = many_traces.with_format("torch")[0]
+    trace["acceptance"] = torch.where(torch.arange(40) % 3 == 0, 0.0, trace["acceptance"])
+    expected = {i: beta for i, beta in after_by_hand(trace).items() if i % 3}
+    assert after_of(pack_prefix(trace), len(trace["prompt_ids"]) - 1) == expected != after_by_hand(trace)
 
 
 # --- prefix packing -------------------------------------------------------------------------------------------------

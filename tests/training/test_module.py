@@ -40,11 +40,12 @@ def traces(make_traces):
 
 
 def new_head(predicts="both", depth=2, seed=0):
-    """predicts: as in a HeadConfig; or the token, with the draft `signals` read too, maybe from the state `before`."""
+    """predicts: as in a HeadConfig; or the token, with the draft `signals` read too, maybe from the state `before`; or
+    both from there, which looks `ahead` of the drawn token."""
     torch.manual_seed(seed)
     more = {}
-    if predicts in ("signals", "before"):
-        reads, predicts = "before" if predicts == "before" else "drawn", "token"
+    if predicts in ("signals", "before", "ahead"):
+        reads, predicts = "drawn" if predicts == "signals" else "before", "both" if predicts == "ahead" else "token"
         more = {"signals": SIGNALS, "signal_mean": (-0.5, 0.4, 0.6), "signal_std": (0.3, 0.2, 0.25), "reads": reads}
     head = AcceptanceHead(HeadConfig(hidden_size=16, depth=depth, predicts=predicts, **more))
     for block in head.blocks:  # blocks start at zero; a trained one does not
@@ -83,14 +84,15 @@ def loss_terms(head, draft, trace):
     prompt, response, proposals = trace["prompt_ids"], trace["response_ids"], trace["draft_ids"]
     value, weight = 0.0, 0.0
     for i, proposal in enumerate(proposals):
-        states = {
-            "token": (
-                separate_hidden_state(draft, prompt + response[:i] + [proposal] * (head.config.reads == "drawn")),
-                trace["acceptance"][i],
-            ),
-            "next": (separate_hidden_state(draft, prompt + response[:i]), trace["overlap"][i]),
-        }
+        judging = separate_hidden_state(draft, prompt + response[:i] + [proposal] * (head.config.reads == "drawn"))
+        states = {"token": (judging, trace["acceptance"][i])}
+        if not head.config.sees_drawn:
+            states["next"] = separate_hidden_state(draft, prompt + response[:i]), trace["overlap"][i]
+        elif trace["accepted"][i] and i + 1 < len(proposals):
+            states["next"] = judging, trace["overlap"][i + 1]
         for name in head.config.predictions:
+            if name not in states:
+                continue
             state, label = states[name]
             signals = torch.tensor([trace[signal][i] for signal in SIGNALS])
             predicted = head(state, signals)[head.config.predictions.index(name)].sigmoid()
@@ -108,12 +110,12 @@ def gradients_by_hand(head, draft, groups):
     return [parameter.grad for parameter in head.parameters()]
 
 
-@pytest.mark.parametrize("predicts", ["token", "next", "both", "signals", "before"])
+@pytest.mark.parametrize("predicts", ["token", "next", "both", "signals", "before", "ahead"])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_gradients_of_a_step_are_those_of_one_ratio_over_all_its_traces(draft, traces, micro_batch_size, predicts):
     head = new_head(predicts)
     expected = gradients_by_hand(head, draft, [list(traces)])
-    packing = "prefix" if predicts == "before" else "exact"
+    packing = "prefix" if predicts in ("before", "ahead") else "exact"
     seen = fit(head, draft, traces, micro_batch_size=micro_batch_size, packing=packing).seen
     for got, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,316 @@
+"""Question: how much of what retraining a head would regain after a shift does online recalibration regain, by itself?
+
+Heads of one recipe on the embedded pair, and four shifts between what a head was trained on and what is served:
+domain       trained on maths, serves stories and prose
+temperature  trained at T = 1, serves T = 0.6
+greedy       trained at T = 1, serves greedily
+target       trained with the target, serves with one that was fine-tuned on code (the draft stays)
+Test prompts are served one after the other, by replay (eq. 3.1, c = 0.126), in one stream that the recalibration begins
+without knowing anything. Thresholds are tuned on dev prompts: of the head's own distribution for (a) and (b), of the
+new one for (c). share_regained = (b − a) / (c − a), 95 % by bootstrap over prompts.
+
+shifted (a); online (b), the old threshold; online_by_costs (b), no threshold, rounds end by costs; retrained (c). To
+compare: online_without_signals, slope and intercepts alone; fitted_offline, the same fitted on dev prompts of the new
+distribution, which is the most that they can do; retuned, no correction, but the threshold that is best on these.
+
+The first run makes the fine-tuned target (8 minutes on one core), traces (25) and heads (7), under runs/shift, and
+resumes there; it needs `--data`, the folder of texts that checkpoints/recipe reads. What is there already is used as
+it is; the replays take 6 minutes.
+
+python benchmarks/shift.py --data ../shared/data
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from record import REPOSITORY, RESULTS, TINY, write_result
+
+from accept_head.cli import quiet_libraries
+from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.depth_calibration import fit_affine
+from accept_head.files import atomic_path, read_json
+from accept_head.hub import load_head
+from accept_head.inference.calibrate import rounds_of
+from accept_head.inference.comparison import throughputs
+from accept_head.inference.coupled import CoupledTraces, load_coupled
+from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
+from accept_head.inference.replay_host import replay
+from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.training.collect import collect
+from accept_head.training.run import train
+
+WORK = Path("runs/shift")
+PAIR = TINY.relative_to(REPOSITORY)
+COSTS, K_MAX, NEW_TOKENS, DRAWS = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8, 96, 2000
+RECIPE = {"depth": 2, "embedding": True, "signals": True, "predicts": "token", "packing": "prefix", "epochs": 6}
+ALL = ("code", "instruction", "math", "prose", "stories")
+
+
+class Served(NamedTuple):
+    """A distribution. seeds: of train; each is one response a prompt. test_seeds: the same of test."""
+
+    domains: tuple[str, ...] = ALL
+    temperature: float = 1.0
+    target: Path = PAIR / "target"
+    seeds: tuple[int, ...] = (0,)
+    test_seeds: tuple[int, ...] = (0,)
+
+
+SERVED = {
+    "t1": Served(),
+    "t0.6": Served(temperature=0.6),
+    "greedy": Served(temperature=0.0),
+    "maths": Served(("math",), seeds=(0, 1)),
+    "stories_prose": Served(("prose", "stories"), test_seeds=(0, 1)),
+    "tuned": Served(target=WORK / "target"),
+}
+SHIFTS = {
+    "none": ("t1", "t1"),
+    "domain": ("maths", "stories_prose"),
+    "temperature": ("t1", "t0.6"),
+    "greedy": ("t1", "greedy"),
+    "target": ("t1", "tuned"),
+}
+
+
+def main() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--data", type=Path, help="texts to fine-tune the target on, if that is not done yet")
+    parser.add_argument("--prepare", nargs="*", help="only make the traces and heads of these distributions")
+    parser.add_argument(
+        "--shifts", nargs="*", default=list(SHIFTS), choices=SHIFTS, help="all, when left out; others stay as they are"
+    )
+    options = parser.parse_args()
+    os.chdir(REPOSITORY)
+    quiet_libraries()
+    needed = sorted({each for name in options.shifts for each in SHIFTS[name]})
+    for name in needed if options.prepare is None else options.prepare:
+        prepare(name, options.data)
+    if options.prepare is not None:
+        return
+    bench = Bench()
+    before = RESULTS / "shift.json"
+    rows = read_json(before)["shifts"] if before.is_file() else {}
+    for name in options.shifts:
+        rows[name] = bench.shift(*SHIFTS[name])
+        print(json.dumps({name: rows[name]}), flush=True)
+    result = {"costs": asdict(COSTS), "head": RECIPE, "shifts": {name: rows[name] for name in SHIFTS if name in rows}}
+    print(f"wrote {write_result('shift', result, 'python benchmarks/shift.py --data ../shared/data')}")
+
+
+# --- targets, traces, heads ------------------------------------------------------------------------------------------
+
+
+def prepare(name: str, data: Path | None) -> None:
+    served = SERVED[name]
+    if served.target == WORK / "target":
+        fine_tune(data)
+    for split, seeds in (("train", served.seeds), ("dev", (0,)), ("test", served.test_seeds)):
+        for seed in seeds:
+            collect(
+                target=str(served.target),
+                draft=str(PAIR / "draft"),
+                prompts=str(prompts(split, served.domains)),
+                out=str(traces(name, split, seed)),
+                temperature=served.temperature,
+                top_k=0,
+                max_new_tokens=NEW_TOKENS,
+                batch_size=40,
+                shard_size=80,
+                seed=seed,
+            )
+    if not (head(name) / "model.safetensors").is_file():
+        train(
+            traces=[str(traces(name, "train", seed)) for seed in served.seeds],
+            dev_traces=str(traces(name, "dev")),
+            draft=str(PAIR / "draft"),
+            out=str(head(name)),
+            batch_size=4,
+            micro_batch_size=4,
+            **RECIPE,
+        )
+
+
+def traces(name: str, split: str, seed: int = 0) -> Path:
+    return WORK / name / f"{split}_{seed}"
+
+
+def head(name: str) -> Path:
+    return WORK / name / "head"
+
+
+def prompts(split: str, domains: tuple[str, ...]) -> Path:
+    """The shipped prompts of some domains."""
+    whole = PAIR / "prompts" / f"{split}.jsonl"
+    if domains == ALL:
+        return whole
+    path = WORK / "prompts" / f"{split}-{'-'.join(domains)}.jsonl"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in whole.read_text().splitlines() if json.loads(line)["domain"] in domains]
+        with atomic_path(path) as temporary:
+            temporary.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def fine_tune(data: Path | None, tokens: int = 300_000, lr: float = 1e-3) -> None:
+    """The target, trained on for so many tokens of code."""
+    if (WORK / "target" / "model.safetensors").is_file():
+        return
+    if data is None:
+        raise SystemExit("the target is not fine-tuned yet: --data FOLDER is needed")
+    sys.path.insert(0, str(REPOSITORY / "checkpoints" / "recipe"))
+    from corpus import load_corpus
+    from language_model import train_language_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    corpus = load_corpus(data)
+    train_ids, held_out = (
+        np.array([i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]])
+        for texts in (
+            [document.text for document in part if document.domain == "code"]
+            for part in (corpus.train, corpus.held_out)
+        )
+    )
+    model = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype="float32", attn_implementation="eager")
+    print(f"fine-tuning on {min(tokens, len(train_ids))} tokens of code", flush=True)
+    tuned = train_language_model(model, train_ids[:tokens], held_out[: 4 * 8192], work=WORK / "target-run", lr=lr)
+    with atomic_path(WORK / "target") as temporary:
+        tuned.half().save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+
+
+# --- the comparison --------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.draft = load_model(str(PAIR / "draft"), "--draft")
+        self.fingerprint = checkpoint_fingerprint(str(PAIR / "draft"))
+        self.loaded: dict[Path, CoupledTraces] = {}
+
+    def traces(self, name: str, split: str, seed: int = 0) -> CoupledTraces:
+        path = traces(name, split, seed)
+        if path not in self.loaded:
+            self.loaded[path] = load_coupled(path, self.draft, self.fingerprint, k_max=K_MAX)
+        return self.loaded[path]
+
+    def head(self, name: str) -> Any:
+        return load_head(head(name), hidden_size=hidden_size(self.draft), embeddings=input_embeddings(self.draft))
+
+    def tuned(self, name: str, served: str) -> float:
+        """The best threshold of a head on dev prompts."""
+        settings = [Setting(threshold=threshold, k_max=K_MAX) for threshold in ThresholdPolicy.grid]
+        rows = replay_thresholds(self.traces(served, "dev"), HeadPolicy(self.head(name), 0.5), settings, name)
+        return float(max(rows, key=lambda row: speed(row.counts)).params["threshold"])
+
+    def shift(self, before: str, now: str) -> dict[str, Any]:
+        thresholds = {
+            "shifted": self.tuned(before, before),
+            "retuned": self.tuned(before, now),
+            "retrained": self.tuned(now, now),
+        }
+        arms = self.arms(before, now, thresholds)
+        counts = {name: self.stream(now, policy) for name, policy in arms.items()}
+        fixed = {k: self.fixed(now, k) for k in range(1, K_MAX + 1)}
+        best = max(fixed, key=lambda k: speed(fixed[k]))
+        counts |= {"best_fixed": fixed[best], "oracle": self.oracle(now)}
+        compared = [name for name in arms if name not in ("shifted", "retrained")]
+        shares = {name: share(counts["shifted"], counts[name], counts["retrained"]) for name in compared}
+        return {
+            "trained_on": before,
+            "served": now,
+            "thresholds": thresholds,
+            "best_fixed_k": best,
+            "responses": len(counts["shifted"]),
+            "tokens_per_second": {name: round(speed(rows), 2) for name, rows in counts.items()},
+            "over_best_fixed": {name: gain(rows, counts["best_fixed"]) for name, rows in counts.items()},
+            "share_regained": shares,
+            "learnt": [round(value, 3) for value in arms["online"].recalibration.pooled.tolist()],
+        }
+
+    def arms(self, before: str, now: str, thresholds: dict[str, float]) -> dict[str, Any]:
+        """Policies by name."""
+        shifted, old = self.head(before), thresholds["shifted"]
+        fitted = fit_affine(rounds_of(self.traces(now, "dev"), HeadPolicy(shifted, 0.5)))
+
+        def corrected(threshold: float, **options: Any) -> RecalibratedHeadPolicy:
+            return RecalibratedHeadPolicy(shifted, threshold, k_max=K_MAX, **options)
+
+        def by_costs(policy: HeadPolicy) -> BatchStopPolicy:
+            return BatchStopPolicy(policy, PairCosts.constant(COSTS))
+
+        return {
+            "shifted": HeadPolicy(shifted, old, k_max=K_MAX),
+            "online": corrected(old, online=True),
+            "online_by_costs": by_costs(corrected(1.0, online=True)),
+            "retrained": HeadPolicy(self.head(now), thresholds["retrained"], k_max=K_MAX),
+            "online_without_signals": corrected(old, online=True, signals=False),
+            "fitted_offline": corrected(old, calibration=fitted),
+            "retuned": HeadPolicy(shifted, thresholds["retuned"], k_max=K_MAX),
+            "by_costs": by_costs(HeadPolicy(shifted, 1.0, k_max=K_MAX)),
+        }
+
+    def stream(self, name: str, policy: Any) -> np.ndarray:
+        """Counts of all test responses, one after the other, (n, 4)."""
+        parts = []
+        for seed in SERVED[name].test_seeds:
+            learns = isinstance(policy, BatchStopPolicy) or getattr(policy, "recalibration", None) is not None
+            parts.append(replay(self.traces(name, "test", seed), policy, name, batch=1 if learns else None).counts)
+        return np.concatenate(parts)
+
+    def fixed(self, name: str, k: int) -> np.ndarray:
+        return self.joined(name, lambda part: replay_fixed(part, [k])[0])
+
+    def oracle(self, name: str) -> np.ndarray:
+        return self.joined(name, replay_oracle)
+
+    def joined(self, name: str, each: Any) -> np.ndarray:
+        replayed: list[Replayed] = [each(self.traces(name, "test", seed)) for seed in SERVED[name].test_seeds]
+        return np.concatenate([part.counts for part in replayed])
+
+
+def speed(counts: np.ndarray) -> float:
+    return float(throughputs(counts.sum(0), COSTS))
+
+
+def gain(counts: np.ndarray, fixed: np.ndarray) -> list[float | None]:
+    """Over the best fixed K, with 95 % bounds."""
+    return bounded(
+        lambda rows: throughputs(counts[rows].sum(-2), COSTS) / throughputs(fixed[rows].sum(-2), COSTS) - 1, len(counts)
+    )
+
+
+def share(shifted: np.ndarray, corrected: np.ndarray, retrained: np.ndarray) -> list[float | None]:
+    """(b − a) / (c − a), with 95 % bounds."""
+
+    def of(rows: np.ndarray) -> np.ndarray:
+        a, b, c = (throughputs(counts[rows].sum(-2), COSTS) for counts in (shifted, corrected, retrained))
+        return (b - a) / (c - a)
+
+    return bounded(of, len(shifted))
+
+
+def bounded(statistic: Any, count: int) -> list[float | None]:
+    """Of a statistic of responses, with 95 % bounds; None where it is not finite."""
+    draws = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.nanquantile(statistic(draws), [0.025, 0.975])
+        values = [float(value) for value in (statistic(np.arange(count)), low, high)]
+    return [round(value, 4) if np.isfinite(value) else None for value in values]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""A head whose probabilities are corrected, by a calibration fitted beforehand, and by what verification says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accept_head.depth_calibration import DepthCalibration
+from accept_head.errors import InputError
+from accept_head.head import AcceptanceHead
+from accept_head.inference.policies.head import HeadPolicy, Rule
+from accept_head.inference.policy import DraftStep, VerifyOutcome
+from accept_head.inference.recalibration import OnlineRecalibration
+from accept_head.signals import SIGNALS
+
+
+class RecalibratedHeadPolicy(HeadPolicy):
+    """A head's rule on P̂', not P̂: after the maps of `calibration`, by depth, and then, if `online`, what
+    OnlineRecalibration learns while it decodes: a slope, intercepts and, with `signals`, weights of the draft signals
+    that the head reads. half_life, prior, tenant_share, per_tenant: its own.
+    β̂ of the rule `gain` is corrected as P̂ of the depth that it speaks of. `predicted` is what is decided on, P̂'.
+
+    recalibration.learning = False freezes what was learnt; recalibration.learnt().save(folder) keeps it, to be used as
+    `calibration`. Rows can be told apart by tenants, see `set_tenants`.
+
+    Lossless, as the head's: what is learnt of a round decides on later ones.
+    """
+
+    by_depth = True
+
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        threshold: float,
+        *,
+        k_min: int = 1,
+        k_max: int = 20,
+        lag: int | None = None,
+        rule: Rule | None = None,
+        calibration: DepthCalibration | bool = False,
+        online: bool = False,
+        signals: bool = True,
+        half_life: float = 1000.0,
+        prior: float = 4.0,
+        tenant_share: float = 1.0,
+        per_tenant: bool = False,
+    ):
+        if calibration is True:
+            raise InputError("head calibration is true, expected a DepthCalibration; a SPEC reads calibration.json")
+        super().__init__(head, threshold, k_min=k_min, k_max=k_max, lag=lag, rule=rule)
+        self.calibration = calibration or None
+        self.learns = (online, signals, half_life, prior, tenant_share, per_tenant)
+        learns_signals = signals and bool(head.config.signals)
+        self.seen: Tensor | None = None  # signals of the token judged last
+        self.recalibration = (
+            OnlineRecalibration(
+                k_max,
+                signals=(head.config.signal_mean, head.config.signal_std) if learns_signals else ((), ()),
+                half_life=half_life,
+                prior=prior,
+                tenant_share=tenant_share,
+                per_tenant=per_tenant,
+            )
+            if online
+            else None
+        )
+
+    def _signals_of(self, step: DraftStep) -> Tensor | None:
+        self.seen = super()._signals_of(step)
+        return self.seen
+
+    def score(self, step: DraftStep) -> Tensor:
+        if step.scored is not None:  # they were not asked for
+            self._signals_of(step)
+        return super().score(step)
+
+    def _add(self, score: Tensor) -> None:
+        depth = len(self.predicted) + 1
+        token, *following = score.unbind(-1) if self.predicts_next else (score,)
+        if self.calibration is not None:
+            token, *following = (self.calibration(depth + i, p) for i, p in enumerate((token, *following)))
+        if self.recalibration is not None:
+            token = self.recalibration.judge(token, self._own_signals())
+            following = [self.recalibration.look_ahead(p) for p in following]
+        super()._add(torch.stack([token, *following], dim=-1) if following else token)
+
+    def _own_signals(self) -> Tensor | None:
+        """(batch, signals) that the head reads, of the token judged last."""
+        if self.seen is None or self.head.config.signals == SIGNALS:
+            return self.seen
+        return self.seen[:, self.head.signal_places]
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def start(self, batch: int, device: torch.device) -> None:
+        super().start(batch, device)
+        if self.recalibration is not None:
+            self.recalibration.start(batch, device)
+
+    def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        super().admit(rows, lengths)
+        if self.recalibration is not None:
+            self.recalibration.admit(rows)
+
+    def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
+        """Whose these rows, (n,) int, are; hosts that know call it after `admit`. Rows that nobody named are one
+        tenant's, together."""
+        if self.recalibration is not None:
+            self.recalibration.set_tenants(rows, keys)
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        if self.recalibration is not None:
+            self.recalibration.select(rows)
+
+    # --- rounds ------------------------------------------------------------------------------------------------------
+
+    def start_round(self, live: Tensor) -> Tensor:
+        if self.recalibration is not None:
+            self.recalibration.start_round()
+        return super().start_round(live)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        super().observe(outcome)
+        if self.recalibration is not None:
+            self.recalibration.observe(outcome)
