@@ -46,7 +46,9 @@ def main() -> None:
     for folder in folders:
         coupled = load_coupled(Path(folder), draft, fingerprint)
         predicted = {
-            f"P̂ of {Path(name).name}": score_tokens(coupled, HeadPolicy(head, 0.5))[: coupled.positions].numpy()
+            f"P̂ of {Path(name).name}": score_tokens(coupled, HeadPolicy(head, 0.5, rule="product"))[
+                : coupled.positions
+            ].numpy()
             for name, head in heads.items()
         }
         rows = correlations(coupled, predicted)

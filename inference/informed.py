@@ -26,7 +26,7 @@ from accept_head.files import atomic_path, read_json, writable_folder, write_jso
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.cost_aware import dinkelbach
 from accept_head.inference.coupled import CoupledTraces
-from accept_head.inference.replay import Replayed, replayed_of, walk
+from accept_head.inference.replay import Replayed, replayed_of, walk_rounds
 from accept_head.inference.rollouts import RESPONSES, ROLLOUTS, read_rollouts
 from accept_head.inference.support import check_served
 from accept_head.pair import context_tokens
@@ -66,7 +66,7 @@ def replay_informed(
     params = {"least": least} | ({"foresight": True} if foresight else {})
 
     def at(speed: float) -> Replayed:
-        return replayed_of(walk(traces, lengths(speed * costs.t_draft)[:, None]), 0, "informed", params)
+        return replayed_of(walk_rounds(traces, lengths(speed * costs.t_draft)[:, None]), 0, "informed", params)
 
     return dinkelbach(at, costs)
 

@@ -67,7 +67,7 @@ def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed
     """fixed:K for each K; `none` for 0."""
     check_k_max("fixed", max(lengths), traces)
     lanes = torch.minimum(traces.drafts[:, None], torch.tensor(lengths))  # (P, lengths)
-    walked = walk(traces, lanes)
+    walked = walk_rounds(traces, lanes)
     return [
         replayed_of(walked, lane, f"fixed:{k}" if k else "none", {"k": k} if k else {})
         for lane, k in enumerate(lengths)
@@ -76,7 +76,7 @@ def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed
 
 def replay_oracle(traces: CoupledTraces) -> Replayed:
     """Stops just before each rejection (theorem 4.1): no policy does better."""
-    walked = walk(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
+    walked = walk_rounds(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
     walked.counts[:, 0] = [
         [count.generated, count.discarded, count.target_forwards, count.draft_forwards]
         for row in traces.traces["accepted"]
@@ -105,7 +105,7 @@ def replay_thresholds(
     replayed = []
     for start in range(0, len(settings), LANES):
         part = slice(start, start + LANES)
-        walked = walk(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
+        walked = walk_rounds(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
         for lane, setting in enumerate(settings[part]):
             params = {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag}
             replayed.append(replayed_of(walked, lane, f"{name}:{setting.threshold:g}", params))
@@ -241,7 +241,7 @@ class Walked:
     accepted: np.ndarray
 
 
-def walk(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
+def walk_rounds(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
     """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
     position drafts; in_vain: (P, lanes) bool, whether it feeds the last of them for nothing."""
     responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1

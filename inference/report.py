@@ -190,7 +190,11 @@ def build_report(
         tokens=traces.positions,
         costs=costs,
         policies=policies,
-        calibration=[curve for name in trained for curve in calibrate_depths(traces, name, scores[name])],
+        calibration=[
+            curve
+            for name, rule in trained.items()
+            for curve in calibrate_depths(traces, name, rule.accepting(scores[name]))
+        ],
         responses=_viewed(traces, trained, scores, int(best.params["k"]), tokenizer, responses),
         provenance={
             "command": command,
@@ -209,6 +213,10 @@ class _Rule:
     def __init__(self, policy: ThresholdPolicy, name: str, thresholds: Sequence[float], choice: Choice, here: bool):
         self.policy, self.name, self.thresholds, self.chosen_here = policy, name, thresholds, here
         self.setting = Setting(threshold=choice["threshold"], k_min=choice["k_min"], k_max=choice["k_max"])
+
+    def accepting(self, scores: torch.Tensor) -> torch.Tensor:
+        """(M,) P̂ of each token, of its scores."""
+        return scores[..., 0] if self.policy.predicts_next else scores
 
     def curve(self, traces: CoupledTraces) -> list[Replayed]:
         """Every threshold at the chosen bounds, the chosen one last."""
@@ -273,7 +281,7 @@ def _viewed(
     for name, rule in rules.items():
         lengths = threshold_lengths(traces, rule.policy, [rule.setting], scores[name])[:, 0]
         policy = f"{name}:{rule.setting.threshold:g}"
-        viewed += view_responses(traces, chosen, policy, lengths, tokenizer, scores[name])
+        viewed += view_responses(traces, chosen, policy, lengths, tokenizer, rule.accepting(scores[name]))
     lengths = traces.drafts.clamp(max=best_fixed)
     return viewed + view_responses(traces, chosen, f"fixed:{best_fixed}", lengths, tokenizer)
 

@@ -31,7 +31,7 @@ from accept_head.inference.informed import (
     informed_tables,
     replay_informed,
 )
-from accept_head.inference.replay import replay_fixed, replay_oracle, replayed_of, walk
+from accept_head.inference.replay import replay_fixed, replay_oracle, replayed_of, walk_rounds
 from accept_head.inference.rollouts import read_rollouts
 from accept_head.prompts import load_prompts
 from accept_head.trace import read_traces
@@ -148,7 +148,7 @@ def test_where_nothing_is_left_to_chance_it_is_the_oracle(folder, sample, ratio)
 def test_it_needs_few_steps(folder, monkeypatch):  # noqa: F811
     traces = make_sample(5, responses=40).couple(folder)
     walks = []
-    monkeypatch.setattr(module, "walk", lambda *arguments: walks.append(1) or walk(*arguments))
+    monkeypatch.setattr(module, "walk_rounds", lambda *arguments: walks.append(1) or walk_rounds(*arguments))
     replay_informed(traces, tables_of(traces), ForwardCosts(t_draft=0.1, t_target=1.0))
     assert len(walks) <= 8
 
@@ -465,7 +465,7 @@ def test_decoding_with_a_policy_that_asks_the_target_costs_what_replay_says(held
     held, tables = held_out(REAL[name])
     price = 0.25
     lengths = module._Paths(held.traces, tables, least).myopic_lengths(price)
-    mine = replayed_of(walk(held.traces, lengths[:, None]), 0, "informed", {}).counts
+    mine = replayed_of(walk_rounds(held.traces, lengths[:, None]), 0, "informed", {}).counts
     policy = Asking(held.pair, held.prompts, REAL[name], price, least)
     result = generate(
         held.pair.target, held.pair.draft, held.prompts, policy=policy, sampling=REAL[name], max_new_tokens=32,
@@ -477,5 +477,5 @@ def test_decoding_with_a_policy_that_asks_the_target_costs_what_replay_says(held
         return
     assert max(map(abs, z_scores(mine, counts))) < 1.96, z_scores(mine, counts)
     other = module._Paths(held.traces, tables, least).myopic_lengths(0.05)
-    other = replayed_of(walk(held.traces, other[:, None]), 0, "informed", {}).counts
+    other = replayed_of(walk_rounds(held.traces, other[:, None]), 0, "informed", {}).counts
     assert max(map(abs, z_scores(other, counts))) > Z_LIMIT, "another price must be told apart"
