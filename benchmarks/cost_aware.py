@@ -15,6 +15,8 @@ OMP_NUM_THREADS=1 python benchmarks/cost_aware.py [--batches 1 4 16 64] [--tempe
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy
 from accept_head.inference.policies.batch_stop import OURS
 from accept_head.inference.policy import DraftPolicy, VerifyOutcome
+from accept_head.inference.replay import Setting, replay_fixed, replay_thresholds
 from accept_head.inference.replay_host import replay
 
 COSTS, TOKEN_SHARES = (0.05, 0.1, 0.21), (0.005, 0.02)
@@ -37,26 +40,25 @@ K_MAX = 20
 
 
 class Recorded:
-    """A policy whose rounds are written down: rows, their tokens, and the longest and widest of their drafts."""
+    """A policy whose rounds are counted by their live rows and the longest of their drafts."""
 
     def __init__(self, policy: DraftPolicy):
         self.policy = policy
-        self.rounds: list[tuple[int, int, int, int, int]] = []
+        self.rounds: Counter[tuple[int, int]] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        live = outcome.live
-        emitted = int(((outcome.accepted + 1) * live).sum())
-        drafted, submitted = (int((tokens * live).max()) for tokens in (outcome.drafted, outcome.submitted))
-        self.rounds.append((int(live.sum()), int((outcome.lengths * live).sum()), drafted, submitted, emitted))
+        self.rounds[int(outcome.live.sum()), int((outcome.drafted * outcome.live).max())] += 1
         self.policy.observe(outcome)
 
-    def tokens_per_second(self, costs: PairCosts) -> float:
-        rows, context, steps, widest, emitted = np.array(self.rounds, dtype=float).T
-        seconds = steps * costs.draft_seconds(rows, context) + costs.verify_seconds(rows * (1 + widest), context)
-        return float(emitted.sum() / seconds.sum())
+
+def seconds_of(rounds: Mapping[tuple[int, int], int], costs: PairCosts) -> float:
+    """Of all rounds. rounds: how many there were with so many rows and draft steps."""
+    rows, steps = np.array(list(rounds), dtype=float).T
+    each = steps * costs.draft_seconds(rows, 0) + costs.verify_seconds(rows * (1 + steps), 0)
+    return float(each @ np.array(list(rounds.values())))
 
 
 def main() -> None:
@@ -77,29 +79,42 @@ def main() -> None:
 
 def compared(temperature: float, batch: int) -> list[dict[str, Any]]:
     traces = coupled("test", temperature)
+    head = loaded(TINY / "heads" / ("sampled" if temperature else "greedy"), temperature)
 
-    def run(policy: DraftPolicy) -> Recorded:
+    def run(policy: DraftPolicy) -> Mapping[tuple[int, int], int]:
         recorded = Recorded(policy)
         replay(traces, recorded, "recorded", batch=batch)
-        return recorded
+        return recorded.rounds
 
-    name = "sampled" if temperature else "greedy"
-    head = loaded(TINY / "heads" / name, temperature)
-    grid = {threshold: run(HeadPolicy(head, threshold, k_max=K_MAX)) for threshold in THRESHOLDS}
-    fixed = {k: run(FixedPolicy(k)) for k in LENGTHS}
+    if batch == 1:  # where rows do not wait for each other, one pass prices all settings
+        settings = [Setting(threshold=threshold, k_max=K_MAX) for threshold in THRESHOLDS]
+        rules = replay_thresholds(traces, HeadPolicy(head, 0.5), settings, "head"), replay_fixed(traces, LENGTHS)
+        grid, fixed = (
+            {
+                value: {(1, k): int(n) for k, n in enumerate(one.draft_lengths)}
+                for value, one in zip(values, each, strict=True)
+            }
+            for values, each in zip((THRESHOLDS, LENGTHS), rules, strict=True)
+        )
+    else:
+        grid = {threshold: run(HeadPolicy(head, threshold, k_max=K_MAX)) for threshold in THRESHOLDS}
+        fixed = {k: run(FixedPolicy(k)) for k in LENGTHS}
     cells = []
     for c in COSTS:
         for share in TOKEN_SHARES:
             costs = pair_costs(c, share)
-            by_threshold = {threshold: one.tokens_per_second(costs) for threshold, one in grid.items()}
-            by_length = {k: one.tokens_per_second(costs) for k, one in fixed.items()}
+            by_threshold, by_length = (
+                {value: traces.positions / seconds_of(rounds, costs) for value, rounds in each.items()}
+                for each in (grid, fixed)
+            )
             aware = run(BatchStopPolicy(HeadPolicy(head, 1.0, k_max=K_MAX), costs, host=OURS))
             best, k = max(by_threshold, key=lambda t: by_threshold[t]), max(by_length, key=lambda k: by_length[k])
             cells.append(
                 {
                     "temperature": temperature, "batch_size": batch, "c": c, "token_share": share,
                     "best_threshold": best, "best_fixed": k,
-                    "grid": by_threshold[best], "fixed": by_length[k], "costs": aware.tokens_per_second(costs),
+                    "grid": by_threshold[best], "fixed": by_length[k],
+                    "costs": traces.positions / seconds_of(aware, costs),
                 }
             )  # fmt: skip
             cells[-1]["costs_over_grid"] = cells[-1]["costs"] / cells[-1]["grid"] - 1

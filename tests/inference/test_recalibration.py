@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -530,10 +531,12 @@ def test_rounds_are_those_of_a_walk_token_by_token(folder, config):  # noqa: F81
 
 
 def test_calibrate_writes_what_a_spec_reads(run_warm, random_traces_folder, random_pair_folder, tmp_path):
-    random_head(16, reads="before").save_pretrained(tmp_path)
-    options = ("--draft", random_pair_folder / "draft", "--head", tmp_path, "--depths", 3)
-    done = run_warm("calibrate", "--traces", random_traces_folder, *options, "--method", "affine")
+    head = tmp_path / "head"
+    random_head(16, reads="before").save_pretrained(head)
+    traces = shutil.copytree(random_traces_folder, tmp_path / "traces")  # the rollouts are written beside them
+    options = ("--traces", traces, "--draft", random_pair_folder / "draft", "--head", head, "--depths", 3)
+    done = run_warm("calibrate", *options, "--method", "affine")
     assert done.returncode == 0, done.stderr
-    assert "calibration=true" in done.stdout and DepthCalibration.load(tmp_path).method == "affine"
-    done = run_warm("calibrate", "--traces", random_traces_folder, *options, "--depths", 0)
+    assert "calibration=true" in done.stdout and DepthCalibration.load(head).method == "affine"
+    done = run_warm("calibrate", *options, "--depths", 0)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "depths is 0" in done.stderr
