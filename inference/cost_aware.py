@@ -18,7 +18,14 @@ from accept_head.inference.comparison import throughputs
 from accept_head.inference.coupled import CoupledTraces
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay import Replayed, Setting, replay_thresholds, round_starts, score_tokens
+from accept_head.inference.replay import (
+    Replayed,
+    Setting,
+    replay_thresholds,
+    round_starts,
+    running_statistic,
+    score_tokens,
+)
 
 STEPS = 20  # replays at most; about 5 are enough
 CLOSE = 1e-4  # relative: as near as throughputs have to come to each other
@@ -92,7 +99,8 @@ class _Decisions:
     """
 
     def __init__(self, traces: CoupledTraces, policy: ThresholdPolicy, k_max: int):
-        judged = _running(traces, policy)[:, : k_max - 1 - policy.lag]
+        running = running_statistic(traces, policy, score_tokens(traces, policy, floor=0.0))
+        judged = running[:, : k_max - 1 - policy.lag]
         unjudged = torch.full((traces.positions, policy.lag), torch.inf)
         self.statistic = torch.cat([unjudged, judged], dim=-1)[:, : k_max - 1]
         self.most = traces.drafts.clamp(max=k_max)
@@ -134,15 +142,3 @@ class _Decisions:
     def lengths(self, level: float) -> Tensor:
         """(P,) tokens that a round from each position drafts at this level."""
         return torch.minimum(1 + (self.statistic >= level).sum(-1), self.most)
-
-
-def _running(traces: CoupledTraces, policy: ThresholdPolicy) -> Tensor:
-    """The statistic once each token of a round's path is judged, (P, k_max); 0 where there is none."""
-    scores = score_tokens(traces, policy, floor=0.0)
-    judged = torch.cat([scores, scores.new_zeros(1, *scores.shape[1:])])[traces.path]
-    survival, running = policy.begin(judged.shape[:1], judged.device)
-    columns = []
-    for depth in range(judged.shape[1]):
-        survival, running = policy.follow(survival, running, judged[:, depth])
-        columns.append(running)
-    return torch.stack(columns, dim=-1)

@@ -44,7 +44,8 @@ class DraftStep:
 
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth; None before it is drawn. active: (batch,)
     bool, rows still drafting; what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden);
-    scored: (batch,) what the policy's own score of Y is, from a host that works it out together with the signals.
+    scored: (batch,), or (batch, 2) of a head that looks ahead, what the policy's own score of Y is, from a host that
+    works it out together with the signals.
     drawn_hidden is None at the last token that the round can have, where nothing depends on it. logprob, entropy,
     max_prob: (batch,), of the distribution Y_depth is drawn from; when decoding is greedy, of the draft's plain
     softmax.
@@ -133,6 +134,8 @@ class DraftPolicy(Protocol):
     # P̂(Y_i accepted | those before it were) of this round's tokens judged so far, (batch,) each, in order of depth;
     # empty for rules that do not predict acceptance.
     predicted: list[Tensor]
+    # Beside them, β̂ of the token to be drawn after each; empty for policies that do not look ahead.
+    predicted_next: list[Tensor]
 
     def start(self, batch: int, device: torch.device) -> None:
         """A batch of this many rows begins; nothing is known of any."""
@@ -179,6 +182,7 @@ class RowPolicy:
     trims = False
     lossless: frozenset[Verifier] = BOTH
     predicted: list[Tensor] = []  # noqa: RUF012 - never filled: a rule that predicts begins each round with its own
+    predicted_next: list[Tensor] = []  # noqa: RUF012 - nor this
     max_draft_tokens: int
 
     def start(self, batch: int, device: torch.device) -> None:

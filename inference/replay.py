@@ -120,12 +120,7 @@ def threshold_lengths(
     Raises InputError when a setting drafts more than the rollouts hold.
     """
     check_k_max(type(policy).__name__, max(setting.k_max for setting in settings), traces)
-    judged = torch.cat([scores, scores.new_zeros(1, *scores.shape[1:])])[traces.path]  # (P, k_max), or (P, k_max, 2)
-    survival, statistic = policy.begin(judged.shape[:1], judged.device)
-    running = judged.new_empty(judged.shape[:2])
-    for depth in range(running.shape[1]):  # not cumprod, which may round otherwise than the policy does
-        survival, statistic = policy.follow(survival, statistic, judged[:, depth])
-        running[:, depth] = statistic
+    running = running_statistic(traces, policy, scores)
     # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
     # level; with a lag, so many tokens later; and one that peeks, just before it.
     later = 0 if policy.peeks else 1 + policy.lag
@@ -137,6 +132,18 @@ def threshold_lengths(
     return torch.stack(
         [stops[s.threshold].clamp(min=s.k_min).minimum(most.clamp(max=s.k_max)) for s in settings], dim=-1
     )
+
+
+def running_statistic(traces: CoupledTraces, policy: ThresholdPolicy, scores: Tensor) -> Tensor:
+    """The policy's statistic once each token of a round's path is judged, (P, k_max); 0 where there is none. scores: by
+    `score_tokens`."""
+    judged = torch.cat([scores, scores.new_zeros(1, *scores.shape[1:])])[traces.path]  # (P, k_max), or (P, k_max, 2)
+    survival, statistic = policy.begin(judged.shape[:1], judged.device)
+    running = judged.new_empty(judged.shape[:2])
+    for depth in range(running.shape[1]):  # not cumprod, which may round otherwise than the policy does
+        survival, statistic = policy.follow(survival, statistic, judged[:, depth])
+        running[:, depth] = statistic
+    return running
 
 
 def round_starts(traces: CoupledTraces, lengths: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class BatchStopPolicy(RowPolicy):
 
     def start_round(self, live: Tensor) -> Tensor:
         budget = self.policy.start_round(live)
-        self.predicted, self.ahead = self.policy.predicted, getattr(self.policy, "predicted_next", [])
+        self.predicted, self.predicted_next = self.policy.predicted, self.policy.predicted_next
         self.decided, self.judged, self.counted, self.steps = [], [], 0, 0
         alive = live.tolist()
         self._set_prices(sum(alive), sum(itertools.compress(self.lengths, alive)))
@@ -167,8 +167,8 @@ class BatchStopPolicy(RowPolicy):
         if step.depth >= self.max_draft_tokens:
             return active
         hope, rho, wanting = self.survival, self.rho[step.depth], active.tolist()
-        if self.ahead:
-            hope = [s * p for s, p in zip(hope, self.ahead[-1].tolist(), strict=True)]
+        if self.predicted_next:
+            hope = [s * p for s, p in zip(hope, self.predicted_next[-1].tolist(), strict=True)]
         gain = [h * rho if a else 0.0 for h, a in zip(hope, wanting, strict=True)]
         pays = self._pays(gain, self.step_price)
         going = [pays and g > self.token_price for g in gain]
