@@ -9,16 +9,19 @@ VLLM_READY := $(VLLM_VENV)/ready
 # Two OpenMP threads on two shared cores can be slower than one; more cores are used by more processes.
 export OMP_NUM_THREADS ?= 1
 
+# Files of tests side by side, a process a core, each with one thread.
+PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
+
 .PHONY: demo test test-all test-vllm vllm-env lint pair browser clean
 
 demo: $(READY)
 	$(BIN)/accept-head demo --out runs/demo
 
 test: $(READY) lint browser
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 test-all: $(READY) lint browser
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 	$(MAKE) test-vllm VLLM_TESTS=
 
 # The adapter's tests with vLLM; VLLM_TESTS= takes the slow ones too.

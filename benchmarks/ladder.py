@@ -55,11 +55,11 @@ OURS = {**SMALL_STEPS, "depth": 2}
 HEADS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "specdecpp": (PAPER, PAPER),
     "specdecpp, small steps": ({**PAPER, **SMALL_STEPS, "epochs": 6}, {**PAPER, **SMALL_STEPS, "epochs": 8}),
-    "token + signals": ({**OURS, "epochs": 6}, {**OURS, "epochs": 8}),
+    "token + signals": ({**OURS, "epochs": 6, "embedding": False}, {**OURS, "epochs": 8, "embedding": False}),
     "token + signals + embedding": (None, None),
     "both + signals + embedding": (
         {**OURS, "epochs": 6, "embedding": True, "predicts": "both"},
-        {**OURS, "epochs": 8, "embedding": True, "predicts": "both", "width": 256},
+        {**OURS, "epochs": 8, "embedding": True, "predicts": "both"},
     ),
 }
 REFERENCES = ("specdecpp", "specdecpp, small steps", "online-logistic", "token + signals + embedding")
@@ -238,7 +238,7 @@ def show(temperature: float, row: Mapping[str, Any]) -> None:
 RECOMMENDED = "token + signals + embedding"  # the shipped head; this is how it was trained
 RECIPES = {
     1.0: {**OURS, "epochs": 6, "embedding": True},
-    0.0: {**OURS, "epochs": 8, "embedding": True, "width": 256},
+    0.0: {**OURS, "epochs": 8, "embedding": True},
 }
 
 

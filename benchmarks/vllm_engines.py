@@ -64,6 +64,10 @@ class Engines:
             **shared,
         ).llm_engine
 
+    @property
+    def device(self) -> Any:
+        return self._drafter().device
+
     def tokenizer(self) -> Any:
         return self.plain.get_tokenizer()
 
@@ -86,9 +90,7 @@ class Engines:
     def _set(self, drafting: Drafting) -> None:
         from accept_head.inference.adapters.vllm.build import build_host
 
-        core = self.speculative.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
-        drafter = runner.drafter if hasattr(runner, "drafter") else runner.speculator
+        core, drafter = self.speculative.engine_core.engine_core, self._drafter()
         if drafting.policy is not None and drafting.host is None:
             drafter.vllm_config.additional_config = {"accept_head": {"policy": drafting.policy, "log_every": 0}}
             drafting.host = build_host(drafter.vllm_config, drafter.device, drafter.model)
@@ -99,6 +101,10 @@ class Engines:
             drafter.num_speculative_steps = max(1, drafting.table[-1])
         elif hasattr(drafter, "num_speculative_steps"):
             drafter.num_speculative_steps = drafter.speculative_config.num_speculative_tokens
+
+    def _drafter(self) -> Any:
+        runner = self.speculative.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        return runner.drafter if hasattr(runner, "drafter") else runner.speculator
 
 
 @dataclass

@@ -21,18 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from record import REPOSITORY, TINY, write_result
 from rich.console import Console
-from vllm_engines import Drafting, Engines
+from torch import Tensor
+from vllm_engines import Drafting, Engines, Run
 
 from accept_head.cost import BatchForwardCost
 from accept_head.files import write_json
+from accept_head.inference.adapters.vllm.host import PolicyHost
+from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import installed_version
 from accept_head.inference.batch_table import best_table, tokens_per_round
 from accept_head.inference.bench_figures import TWIN, Cell, noise_floor, rows, static_by_domain
 from accept_head.inference.bench_measure import Chunk, Timed, make_chunks
 from accept_head.inference.bench_tables import cell_table
 from accept_head.inference.generation import make_requests
+from accept_head.inference.policy import RowPolicy
 from accept_head.inference.rows import Request
 from accept_head.sampling import Sampling
 
@@ -152,22 +157,25 @@ def run_cell(
 def run_pilot(
     engines: Engines, requests: list[Request], sampling: Sampling, batches: list[int], head: str
 ) -> dict[str, Any]:
-    """Seconds of a round by batch size and K, which give vLLM's table and the costs that our batch rule takes; and
-    seconds of the head's work on a draft step."""
+    """Seconds of a round by batch size and K, which give vLLM's table; the costs that our batch rule takes; and seconds
+    of the head's work on a draft step."""
     sizes = sorted({1, *batches})
     seconds = np.zeros((len(sizes), len(PILOT_LENGTHS)))
+    observed = []  # of runs with drafts: rounds, tokens verified, draft steps, those times rows, seconds
     for row, size in enumerate(sizes):
         chosen = requests[: max(8, 2 * size)]
         for column, k in enumerate(PILOT_LENGTHS):
-            best = float("inf")
-            for _ in range(3):
-                run = engines.run(Drafting() if k == 0 else Drafting.fixed(k, engines.rows), chosen, sampling, size)
-                full = sum(run.live) / size  # rounds, if all rows had been live in each of them
-                best = min(best, run.wall / full)
-            seconds[row, column] = best
+            drafting = Drafting() if k == 0 else Drafting.fixed(k, engines.rows)
+            run = min((engines.run(drafting, chosen, sampling, size) for _ in range(3)), key=lambda run: run.wall)
+            full = sum(run.live) / size  # rounds, if all rows had been live in each of them
+            seconds[row, column] = run.wall / full
+            if k:
+                observed.append(_observed(run, k * len(run.live)))
+        if size > 1:
+            observed.append(_one_deep_row(engines, chosen, sampling, size))
     survival = _survival(engines, requests[:32], sampling)
     table = [list(r) for r in best_table(seconds, sizes, PILOT_LENGTHS, tokens_per_round(survival))]
-    costs, of_head = _fit(sizes, seconds), _head_seconds(engines, requests, sampling, sizes, head)
+    costs, of_head = _fit(np.array(observed)), _head_seconds(engines, requests, sampling, sizes, head)
     return {
         "batch_sizes": sizes,
         "draft_lengths": list(PILOT_LENGTHS),
@@ -178,6 +186,36 @@ def run_pilot(
         "head_seconds": of_head,
         "costs_with_head": _with_head(costs, sizes, of_head),
     }
+
+
+def _observed(run: Run, steps: int) -> list[float]:
+    rows, drafted = sum(run.live), sum(done.stats.drafted for done in run.finished)
+    return [len(run.live), rows + drafted, steps, steps * rows / len(run.live), run.wall]
+
+
+class OneDeepRow(RowPolicy):
+    """One row drafts all it may, the others one token: draft steps with few tokens to verify. With a fixed K for all
+    rows the two always come together, and which of them takes the time cannot be told."""
+
+    max_draft_tokens = K_MAX
+
+    def start_round(self, live: Tensor) -> Tensor:
+        first = live & (live.cumsum(0) == 1)
+        return torch.where(first, K_MAX, 1)
+
+
+def _one_deep_row(engines: Engines, requests: list[Request], sampling: Sampling, size: int) -> list[float]:
+    device = torch.device(engines.device)
+    metrics = DraftMetrics(K_MAX, device=device, publish=False)
+    host = PolicyHost(
+        OneDeepRow(), rows=engines.rows, limit=K_MAX, device=device, greedy=sampling.greedy, metrics=metrics
+    )
+    found = []
+    for _ in range(3):
+        drafting = Drafting(policy="one deep row", host=host)
+        run = engines.run(drafting, requests, sampling, size)
+        found.append(_observed(run, drafting.draft_forwards))
+    return min(found, key=lambda values: values[-1])
 
 
 def _head_seconds(
@@ -219,24 +257,18 @@ def _survival(engines: Engines, requests: list[Request], sampling: Sampling) -> 
     return np.array([depth["accepted"] / max(1, depth["verified"]) for depth in depths])
 
 
-def _fit(sizes: list[int], seconds: np.ndarray) -> dict[str, Any]:
-    """Costs as `accept-head profile` writes them, by least squares on t = γ_t + β_t·B·(k + 1) + (γ_d + β_d·B)·k, k ≥ 1:
-    what vLLM does once a round whatever K is, the draft's first forward among it, is counted as the target's."""
+def _fit(observed: np.ndarray) -> dict[str, Any]:
+    """Costs as `accept-head profile` writes them, by least squares on
+    seconds = γ_t·rounds + β_t·verified + γ_d·steps + β_d·steps·rows: what vLLM does once a round is the target's."""
     from scipy.optimize import nnls
 
-    design, values = [], []
-    for row, size in enumerate(sizes):
-        for column, k in enumerate(PILOT_LENGTHS):
-            if k:
-                design.append([1.0, size * (k + 1), k, size * k])
-                values.append(seconds[row, column])
-    weights = 1 / np.array(values)[:, None]  # relative errors count alike
-    gamma_t, beta_t, gamma_d, beta_d = nnls(np.array(design) * weights, np.array(values) * weights[:, 0])[0]
-    residual = np.array(values) - np.array(design) @ [gamma_t, beta_t, gamma_d, beta_d]
-    r_squared = float(1 - residual.var() / np.var(values))
+    design, values = observed[:, :-1], observed[:, -1]
+    # Relative errors count alike.
+    gamma_t, beta_t, gamma_d, beta_d = nnls(design / values[:, None], np.ones_like(values))[0]
+    residual = 1 - design @ [gamma_t, beta_t, gamma_d, beta_d] / values
     cost = {
-        "draft": BatchForwardCost(alpha=0.0, beta=float(beta_d), gamma=float(gamma_d), r_squared=r_squared),
-        "target": BatchForwardCost(alpha=0.0, beta=float(beta_t), gamma=float(gamma_t), r_squared=r_squared),
+        "draft": BatchForwardCost(alpha=0.0, beta=float(beta_d), gamma=float(gamma_d), r_squared=_r_squared(residual)),
+        "target": BatchForwardCost(alpha=0.0, beta=float(beta_t), gamma=float(gamma_t), r_squared=_r_squared(residual)),
     }
     one = {name: fitted.seconds(context_tokens=0, batch_tokens=1) for name, fitted in cost.items()}
     return {
@@ -244,6 +276,11 @@ def _fit(sizes: list[int], seconds: np.ndarray) -> dict[str, Any]:
         "t_target": one["target"],
         "batch": {name: vars(fitted) for name, fitted in cost.items()},
     }
+
+
+def _r_squared(relative: np.ndarray) -> float:
+    """Of relative residuals: 1 less their mean square."""
+    return float(1 - np.mean(relative**2))
 
 
 def _against_best(cell: dict[str, Any]) -> str:

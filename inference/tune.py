@@ -57,7 +57,7 @@ def tune(
     k_max: list[int] | None = None,
     lag: list[int] | None = None,
     rules: list[str] | None = None,
-    search: Search = "grid",
+    search: Search | None = None,
     objective: Objective = "mean",
     target: str | None = None,
     max_prompts: int | None = None,
@@ -85,8 +85,9 @@ def tune(
         k_max: Most tokens of a round, to try; 4, 8 and 20 when left out.
         lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
         rules: Policies without training to tune, by name; all of them when left out, which takes a minute or two.
-        search: How heads are tuned. `grid`: every threshold at all bounds. `cost`: the threshold at which one more
-            token just pays for itself, with k_min 1 and the largest k_max; for the objective `mean`.
+        search: How heads are tuned. `cost`: the threshold at which one more token just pays for itself, with k_min 1
+            and the largest k_max; for the objective `mean`. `grid`: every threshold at all bounds. When left out:
+            `grid` where `thresholds`, `k_min` or another objective are given, else `cost`.
         objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest.
         target: The target that the traces were made with, to add the informed bound: what a policy could reach that
             knows how likely each token is accepted. Asked once; what it said is kept beside the traces.
@@ -98,6 +99,8 @@ def tune(
     """
     path = writable_file(Path(out))
     priced = read_costs(costs, t_draft, t_target, target_times)
+    if search is None:
+        search = "cost" if thresholds is k_min is None and objective == "mean" else "grid"
     grid = Grid(
         thresholds=_checked("thresholds", thresholds, PROBABILITIES, 0.0, 1.0),
         k_min=_checked("k_min", k_min, K_MIN, 1),

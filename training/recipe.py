@@ -10,19 +10,22 @@ from accept_head.head import Predicts
 from accept_head.training.mixing import Packing
 
 LR_HIDDEN_SIZE = 128
-AUTO_WIDTH = (256, 1024)  # the draft's hidden size, but not less or more than these
+MOST_CHANNELS = 1024  # of a head with width `auto`, which has else the draft's hidden size
+AUTO_BATCH = (4, 32)  # a step is an 800th of the traces, but not less or more than these
+STEPS_AN_EPOCH = 800
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`, as in AUTO_WIDTH.
+    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`: at most MOST_CHANNELS.
     predicts: token, next or both. signals, embedding: whether the head also reads the draft signals, and the draft's
     input embedding of the drawn token.
 
     w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
     a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
-    the traces. batch_size: traces an optimizer step, over all processes. lr: Adam's peak, after warmup_share of all
-    steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see `for_hidden_size`.
+    the traces. batch_size: traces an optimizer step, over all processes; `auto`, as in AUTO_BATCH. lr: Adam's peak,
+    after warmup_share of all steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see
+    `for_hidden_size`.
     """
 
     depth: int = 3
@@ -35,7 +38,7 @@ class Recipe:
     packing: Packing = "mixing"
     r: float = 0.15
     epochs: int = 3
-    batch_size: int = 32
+    batch_size: int | Literal["auto"] = 32
     lr: float = 3e-3
     warmup_share: float = 0.03
 
@@ -43,9 +46,10 @@ class Recipe:
         for name in ("w_acc", "w_rej", "lr"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}, expected a positive number")
-        for name in ("epochs", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}, expected a positive integer")
+        if self.epochs < 1:
+            raise InputError(f"epochs is {self.epochs}, expected a positive integer")
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise InputError(f"batch_size is {self.batch_size}, expected a positive integer or auto")
         if isinstance(self.width, int) and self.width < 1:
             raise InputError(f"width is {self.width}, expected a positive integer or auto")
         for name in ("r", "warmup_share"):
@@ -55,13 +59,17 @@ class Recipe:
     def for_hidden_size(self, hidden_size: int) -> Recipe:
         """Its width settled, and lr × LR_HIDDEN_SIZE / hidden_size: a step of Adam moves a pre-activation by about
         lr × channels."""
-        least, most = AUTO_WIDTH
-        width = min(max(hidden_size, least), most) if self.width == "auto" else self.width
+        width = min(hidden_size, MOST_CHANNELS) if self.width == "auto" else self.width
         width = None if width == hidden_size else width
         return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size, width=width)
 
     def for_traces(self, traces: int, processes: int) -> Recipe:
-        """With the batch size cut to the traces there are, to a multiple of `processes`, at least one each."""
+        """Its batch_size settled: `auto` is so many traces a process, a power of two; a number is cut to the traces
+        there are, to a multiple of `processes`. At least one trace a process."""
+        if self.batch_size == "auto":
+            least, most = AUTO_BATCH
+            each = min(max(traces // STEPS_AN_EPOCH, least), most, traces) // processes
+            return replace(self, batch_size=processes << max(each.bit_length() - 1, 0))
         fitting = max(1, min(self.batch_size, traces) // processes) * processes
         return replace(self, batch_size=fitting) if traces < self.batch_size else self
 
@@ -75,8 +83,11 @@ RECIPES = {
     # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
     "specdecpp": Recipe(w_rej=6.0),
     # The hidden state does not say how likely the draft thought the token it drew; the signals do. With them the state
-    # before the token is as good a judge as the one at it, and judges one draft forward earlier.
-    "default": Recipe(signals=True, packing="prefix", epochs=10, batch_size=16),
+    # before the token is as good a judge as the one at it, and judges one draft forward earlier. The embedding says
+    # which token it was. Small steps: docs/log.md.
+    "default": Recipe(
+        depth=2, signals=True, embedding=True, width="auto", packing="prefix", epochs=6, batch_size="auto"
+    ),
 }
 
 

@@ -43,7 +43,7 @@ def train(
     packing: Packing | None = None,
     r: float | None = None,
     epochs: int | None = None,
-    batch_size: int | None = None,
+    batch_size: int | Literal["auto"] | None = None,
     micro_batch_size: int = 8,
     lr: float | None = None,
     warmup_share: float | None = None,
@@ -67,21 +67,22 @@ def train(
         draft: The draft that the traces were made with.
         out: Folder for the head; of a sweep, for a folder a head, named like depth3-w_rej6.
         dev_traces: Traces to evaluate on; a tenth of the prompts of `traces` when left out.
-        recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs), or
-            `default` (ours).
+        recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs, 32 traces a step), or
+            `default` (ours: the state before the drawn token, its signals and embedding, 6 epochs of small steps).
         depth: Residual blocks of the head, 0 to 4; or a list, like [0,1,2,3,4].
         predicts: `token`, the acceptance of the drawn token; `next`, of the one to be drawn after it; or `both`.
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
         embedding: Whether the head also reads the draft's input embedding of the drawn token.
-        width: Channels of the head; `auto` is the draft's hidden size, but at least 256 and at most 1024.
+        width: Channels of the head; `auto` is the draft's hidden size, but at most 1024.
         w_acc: Loss weight of acceptance.
         w_rej: Loss weight of rejection; or a list, like [1,3,6,12].
         packing: `exact`, or `mixing` (the paper's token mixing), for a head that reads the state at the drawn token;
             `prefix` for one that reads the state before it and so needs no draft forward on the token it judges.
         r: Share of target tokens in token mixing.
         epochs: Passes over the traces.
-        batch_size: Traces an optimizer step, over all processes and accumulated micro-batches. The recipe's is cut
-            to the number of traces.
+        batch_size: Traces an optimizer step, over all processes and accumulated micro-batches. `auto` is an 800th of
+            the traces, as a power of two a process, but at least 4 and at most 32. The paper's 32 is cut to the number
+            of traces.
         micro_batch_size: Traces one process feeds to the draft at once.
         lr: Peak learning rate of Adam; 0.384 / (the draft's hidden size) when left out.
         warmup_share: Share of all steps spent warming up; the rest is a cosine to zero.
@@ -111,8 +112,10 @@ def train(
         seed=seed,
     )
     train_set, dev_set = splits.train, splits.dev
+    if embedding is None and input_embeddings(draft_model).shape[-1] != hidden_size(draft_model):
+        chosen = chosen.override(embedding=False)  # as of OPT-350m, whose embeddings are narrower
     chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
-    if batch_size is None:
+    if not isinstance(batch_size, int):
         chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
     data = TraceData(
         train_set,
@@ -120,7 +123,7 @@ def train(
         packing=chosen.packing,
         r=chosen.r,
         epochs=chosen.epochs,
-        batch_size=chosen.batch_size,
+        batch_size=int(chosen.batch_size),
         micro_batch_size=micro_batch_size,
         seed=seed,
         workers=workers,

@@ -21,6 +21,13 @@ import vllm_side_by_side as bench
 SIZES = [1, 4, 16]
 
 
+def exact():
+    """Costs fitted to rounds that are just as the model says."""
+    size, k = (each.ravel() for each in np.meshgrid(SIZES, [k for k in bench.PILOT_LENGTHS if k], indexing="ij"))
+    seconds = 8e-3 + 4e-4 * size * (k + 1) + (5e-4 + 1e-5 * size) * k
+    return bench._fit(np.stack([np.ones(len(k)), size * (k + 1), k, k * size, seconds], axis=1))
+
+
 def rounds(gamma_t=8e-3, beta_t=4e-4, gamma_d=5e-4, beta_d=1e-5, none=7e-3):
     """(sizes, lengths) seconds of a round, by the model that is to be found again."""
     size, k = np.array(SIZES)[:, None], np.array(bench.PILOT_LENGTHS)
@@ -28,8 +35,34 @@ def rounds(gamma_t=8e-3, beta_t=4e-4, gamma_d=5e-4, beta_d=1e-5, none=7e-3):
     return np.where(k == 0, none, seconds)
 
 
+def observed(deep_row=True):
+    """Runs of ten rounds by the same model, but for a startup of the verification that grows with the batch: what a
+    line through fixed lengths takes for the price of tokens."""
+    found = []
+    for size in SIZES:
+        startup = 8e-3 + 3e-4 * (size - 1)
+        lengths = [(k, size * (k + 1)) for k in bench.PILOT_LENGTHS if k]
+        lengths += [(8, size * 2 + 7)] * deep_row
+        for steps, tokens in lengths:
+            seconds = startup + 1e-4 * tokens + (5e-4 + 1e-4 * size) * steps
+            found.append([10, 10 * tokens, 10 * steps, 10 * steps * size, 10 * seconds])
+    return np.array(found)
+
+
+def test_a_deep_row_tells_draft_steps_from_tokens_to_verify():
+    """Fixed lengths alone cannot: then the token is charged with what the step costs."""
+
+    def step_of_sixteen(costs):
+        draft = costs["batch"]["draft"]
+        return draft["gamma"] + 16 * draft["beta"]
+
+    true = 5e-4 + 1e-4 * 16
+    assert step_of_sixteen(bench._fit(observed())) == pytest.approx(true, rel=0.2)
+    assert step_of_sixteen(bench._fit(observed(deep_row=False))) < 0.5 * true
+
+
 def test_the_fit_finds_the_costs_of_rounds_with_drafts():
-    costs = bench._fit(SIZES, rounds())
+    costs = exact()
     draft, target = costs["batch"]["draft"], costs["batch"]["target"]
     assert (draft["gamma"], draft["beta"]) == pytest.approx((5e-4, 1e-5), rel=1e-6)
     assert (target["gamma"], target["beta"]) == pytest.approx((8e-3, 4e-4), rel=1e-6)
@@ -39,7 +72,7 @@ def test_the_fit_finds_the_costs_of_rounds_with_drafts():
 @pytest.mark.parametrize("slope", [2e-5, -2e-5])
 def test_the_heads_seconds_are_part_of_the_draft_step(tmp_path, slope):
     """A line that falls with the batch, which only noise can make, does not make a row free."""
-    costs = bench._fit(SIZES, rounds())
+    costs = exact()
     seconds = [4e-4 + slope * size for size in SIZES]
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(bench._with_head(costs, SIZES, seconds)))
@@ -52,7 +85,7 @@ def test_the_heads_seconds_are_part_of_the_draft_step(tmp_path, slope):
 
 def test_every_arm_is_a_policy_that_there_is_or_vllms_own(tmp_path, embedded_pair, embedded_pair_folder):
     path = tmp_path / "costs.json"
-    path.write_text(json.dumps(bench._fit(SIZES, rounds())))
+    path.write_text(json.dumps(exact()))
     head = str(embedded_pair_folder / "heads" / "sampled")
     table = [list(row) for row in best_table(rounds(), SIZES, bench.PILOT_LENGTHS, tokens_per_round(np.full(8, 0.5)))]
     arms = bench.make_arms(head, str(path), str(path), table, 16)

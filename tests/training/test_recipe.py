@@ -24,7 +24,7 @@ def test_specdecpp_has_the_papers_settings():
 
 def test_default_feeds_no_wrong_prefix_and_weighs_both_outcomes_alike():
     recipe = RECIPES["default"]
-    assert recipe.packing != "mixing"
+    assert recipe.packing == "prefix" and recipe.signals and recipe.embedding, "what docs/log.md recommends"
     assert (recipe.w_acc, recipe.w_rej) == (1, 1)
 
 
@@ -60,7 +60,7 @@ def test_an_impossible_value_is_refused_by_name(name, value):
 
 
 def test_learning_rate_of_a_wider_draft_is_smaller_in_proportion():
-    for recipe in RECIPES.values():
+    for recipe in (recipe.override(width=64) for recipe in RECIPES.values()):
         assert recipe.for_hidden_size(128) == recipe
         assert recipe.for_hidden_size(1024).lr == pytest.approx(recipe.lr / 8)
         assert recipe.for_hidden_size(1024).override(lr=recipe.lr) == recipe
@@ -71,6 +71,20 @@ def test_learning_rate_of_a_wider_draft_is_smaller_in_proportion():
 )
 def test_batch_is_cut_to_the_traces_in_equal_parts(traces, processes, fitting):
     assert Recipe(batch_size=16).for_traces(traces, processes) == Recipe(batch_size=fitting)
+
+
+@pytest.mark.parametrize(
+    ("traces", "processes", "batch"),
+    # An 800th, as a power of two a process, from 4 to 32, but never more than there are, and one a process at least.
+    [(480, 1, 4), (6400, 1, 8), (9000, 1, 8), (10**6, 1, 32), (10**6, 8, 32), (10**6, 3, 24), (3, 1, 2), (480, 8, 8)],
+)
+def test_auto_batch_follows_the_number_of_traces(traces, processes, batch):
+    assert Recipe(batch_size="auto").for_traces(traces, processes) == Recipe(batch_size=batch)
+
+
+def test_auto_width_is_the_drafts_up_to_a_bound():
+    recipe = Recipe(width="auto")
+    assert [recipe.for_hidden_size(size).width for size in (128, 1024, 4096)] == [None, None, 1024]
 
 
 def test_every_recipe_is_a_possible_head():

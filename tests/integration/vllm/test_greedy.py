@@ -16,6 +16,7 @@ HEADS = {
     "before": {"reads": "before"},
     "drawn": {"reads": "drawn"},
     "embedding": {"reads": "before", "embedding_std": 0.5, "width": 96},
+    "both": {"reads": "before", "predicts": "both", "embedding_std": 0.5},
 }
 
 
@@ -50,7 +51,10 @@ POLICIES = (
     "head:{embedding}:0.5",
     "head:{drawn}:0.5",
     "head:{drawn}:0.5,lag=0",
+    "head:{both}:0.5",
+    "head:{before}:0.5,online=true",
     "head:{before}:0.5,costs=0.2",
+    "head:{both}:0.5,online=true,costs=0.2",
     "fixed:6,costs=0.3",
 )
 
@@ -141,7 +145,15 @@ def test_prompts_fed_in_chunks_beside_others_are_decoded_alike(
     assert generate(chunked, long, **sampling) == generate(plain, long, **sampling)
 
 
-ROW_RULES = ("fixed:3", "max-prob:0.5", "svip:0.35", "adaedl:0.4", "head:{before}:0.5", "head:{drawn}:0.5")
+ROW_RULES = (
+    "fixed:3",
+    "max-prob:0.5",
+    "svip:0.35",
+    "adaedl:0.4",
+    "head:{before}:0.5",
+    "head:{drawn}:0.5",
+    "head:{both}:0.5",
+)
 
 
 @pytest.mark.parametrize("policy", [*ROW_RULES, "head:{drawn}:0.5,lag=0"])

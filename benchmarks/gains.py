@@ -1,0 +1,143 @@
+"""Question: does real decoding gain what the ladder says by replay?
+
+Of the ladder's rungs those that its aims compare: the shipped head, the paper's head, vLLM's online estimator, each
+with the setting that was chosen on dev prompts for its c, and the best fixed K. All decode the 240 test prompts of the
+embedded pair for real, at T = 1 with other random numbers than the traces have, and greedily. A gain is that over the
+fixed K, by eq. 3.1 with counted forwards. Intervals, and the difference to the replayed gain in standard errors (z),
+are bootstraps over prompts, each prompt drawn with its decoded and its replayed responses.
+
+python benchmarks/ladder.py    # makes the heads, and ladder.json
+python benchmarks/gains.py     # about half an hour on one core
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from ladder import COSTS, coupled, loaded, trained
+from record import RESULTS, TINY, write_result
+from tqdm import tqdm
+
+from accept_head import Pair, load_pair
+from accept_head.cli import quiet_libraries
+from accept_head.cost import ForwardCosts
+from accept_head.files import read_json
+from accept_head.inference import generate
+from accept_head.inference.comparison import RESAMPLES, throughputs
+from accept_head.inference.policies import FixedPolicy, HeadPolicy, OnlineLogisticPolicy
+from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_thresholds
+from accept_head.inference.tune_rules import ask
+
+HEADS = ("specdecpp", "specdecpp, small steps", "token + signals + embedding")
+LEARNER = "online-logistic"
+BATCH = 16
+
+
+def main() -> None:
+    quiet_libraries()
+    ladder = read_json(RESULTS / "ladder.json")["ladder"]
+    pair = load_pair(TINY / "target", TINY / "draft")
+    rows = [row for temperature in (1.0, 0.0) for row in gains(pair, ladder, temperature)]
+    worst = max(abs(row["z"]) for row in rows)
+    print(f"largest |z| {worst:.2f} of {len(rows)}; wrote {write_result('gains', {'batch': BATCH, 'rows': rows})}")
+
+
+def gains(pair: Pair, ladder: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
+    """One row a rung and c."""
+    settings = {
+        (row["rung"], row["c"]): row["params"]
+        for row in ladder
+        if row["temperature"] == temperature and row["rung"] in (*HEADS, LEARNER)
+    }
+    best = {row["c"]: row["params"] for row in ladder if row["temperature"] == temperature and "k" in row["params"]}
+    jobs = {name_of(rung, params): params for (rung, _), params in settings.items()}
+    jobs |= {name_of("fixed", params): params for params in best.values()}
+    replayed = {name: replay_one(name, params, temperature) for name, params in jobs.items()}
+    decoded = {}
+    for name, params in tqdm(jobs.items(), desc=f"T = {temperature:g}"):
+        decoded[name] = decode(pair, name, params, temperature)
+    found = []
+    for (rung, c), params in settings.items():
+        costs = ForwardCosts(t_draft=c, t_target=1.0)
+        names = name_of(rung, params), name_of("fixed", best[c])
+        real, priced = (np.stack([of[name] for name in names]) for of in (decoded, replayed))
+        row = {"temperature": temperature, "c": c, "rung": rung, "params": params, "best_fixed": best[c]["k"]}
+        found.append(row | compared(real, priced, costs))
+        print({key: value for key, value in found[-1].items() if key != "params"}, flush=True)
+    assert {row["c"] for row in found} == set(COSTS)
+    return found
+
+
+def name_of(rung: str, params: Mapping[str, Any]) -> str:
+    return f"{rung} {dict(sorted(params.items()))}"
+
+
+def compared(real: np.ndarray, priced: np.ndarray, costs: ForwardCosts) -> dict[str, Any]:
+    """real, priced: (2, n, 4) counts of a policy and of the best fixed K, decoded and replayed."""
+    prompts = real.shape[1]
+    draws = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES) * 1.0
+
+    def gain(totals: np.ndarray) -> np.ndarray:  # (..., 2, 4) → (...)
+        speeds = throughputs(totals, costs)
+        return speeds[..., 0] / speeds[..., 1] - 1
+
+    values = {"decoded": float(gain(real.sum(1))), "replayed": float(gain(priced.sum(1)))}
+    spread = {
+        name: gain(np.einsum("rn,pnc->rpc", draws, counts))
+        for name, counts in (("decoded", real), ("replayed", priced))
+    }
+    intervals = {f"{name}_ci95": np.quantile(drawn, [0.025, 0.975]).tolist() for name, drawn in spread.items()}
+    error = float((spread["decoded"] - spread["replayed"]).std())
+    difference = values["decoded"] - values["replayed"]
+    return {**values, **intervals, "z": difference / error if error else float(np.sign(difference))}
+
+
+def replay_one(name: str, params: Mapping[str, Any], temperature: float) -> np.ndarray:
+    """(n, 4) counts of every test prompt."""
+    traces, rung = coupled("test", temperature), name.partition(" {")[0]
+    found: list[Replayed]
+    if rung == "fixed":
+        found = replay_fixed(traces, [params["k"]])
+    elif rung == LEARNER:
+        costs = ForwardCosts(t_draft=0.1, t_target=1.0)  # it does not look at them
+        found = [ask(traces, rung, params["threshold"], costs, params["k_max"])]
+    else:
+        setting = Setting(**{key: params[key] for key in ("threshold", "k_min", "k_max")})
+        found = replay_thresholds(traces, policy_of(rung, params, temperature), [setting], rung)
+    return found[0].counts
+
+
+def decode(pair: Pair, name: str, params: Mapping[str, Any], temperature: float) -> np.ndarray:
+    """(n, 4) the same of real rounds; one prompt at a time for the estimator, which learns from all rows of a batch."""
+    traces, rung = coupled("test", temperature), name.partition(" {")[0]
+    tokens, stats = generate(
+        pair.target,
+        pair.draft,
+        traces.traces["prompt_ids"][:],
+        policy=policy_of(rung, params, temperature),
+        sampling=traces.config.sampling,
+        max_new_tokens=traces.config.max_new_tokens,
+        batch_size=1 if rung == LEARNER else BATCH,
+        end_token_ids=traces.config.end_token_ids,
+        seed=1,
+    )
+    if temperature == 0 and tokens != [list(ids) for ids in traces.traces["response_ids"][:]]:
+        raise RuntimeError(f"{name}: greedy responses are not those of the traces")
+    return np.array([[row.generated, row.discarded, row.rounds, row.draft_forwards] for row in stats], dtype=float)
+
+
+def policy_of(rung: str, params: Mapping[str, Any], temperature: float) -> Any:
+    if rung == "fixed":
+        return FixedPolicy(params["k"])
+    if rung == LEARNER:
+        return OnlineLogisticPolicy(params["threshold"], k_max=params["k_max"])
+    head = loaded(trained(rung, temperature), temperature)
+    return HeadPolicy(
+        head, params["threshold"], **{key: params[key] for key in ("k_min", "k_max", "lag") if key in params}
+    )
+
+
+if __name__ == "__main__":
+    main()
