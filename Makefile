@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests side by side, a process a core, each with one thread.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: demo test test-all test-vllm vllm-env lint pair browser clean
+.PHONY: demo test test-all test-vllm vllm-env lint docs pair browser clean
 
 demo: $(READY)
 	$(BIN)/accept-head demo --out runs/demo
@@ -33,6 +33,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The reference of the Python interface, from the docstrings.
+docs: $(READY)
+	$(BIN)/python docs/api.py build/docs
 
 # The report's page is tested in a real browser. Without one those tests are skipped, so failing to install it is no error.
 INSTALL_CHROMIUM := DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium

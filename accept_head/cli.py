@@ -6,19 +6,28 @@ module is imported only when it is chosen, so `--help` is quick and the ground f
 
 from __future__ import annotations
 
+import errno
 import importlib
+import itertools
 import json
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from accept_head.allocator import keep_freed_blocks
+from accept_head.config_file import check_config_files, config_names
 from accept_head.errors import InputError
+from accept_head.files import machine_fault
+from accept_head.ranks import lost_a_rank, wait_for_the_launcher
 from accept_head.version import VERSION
+
+LONGEST_MESSAGE = 800  # characters
+NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # what was given as a file's name cannot be one
 
 VERBS = {
     "collect": ("accept_head.training.collect", "collect", "prompts, draft and target -> coupled traces"),
@@ -30,8 +39,16 @@ VERBS = {
     "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
     "bench": ("accept_head.inference.bench", "bench", "policies side by side in wall clock, or on an arrival trace"),
     "vllm-config": ("accept_head.inference.vllm_config", "vllm_config", "a tuned head -> vLLM's options"),
+    "import-specdecpp": (
+        "accept_head.training.specdecpp",
+        "import_specdecpp",
+        "the SpecDec++ research code's checkpoint, or data -> a head, or traces",
+    ),
+    "publish": ("accept_head.publish", "publish", "a head -> a repository on the Hub"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
+
+WORDS = {"publish": ("head", "repo")}  # options of a verb that may stand right after it without their names
 
 
 def run() -> None:
@@ -59,7 +76,14 @@ def main(arguments: Sequence[str]) -> int:
         _call(verb, options)
     except InputError as error:
         return _wrong_input(str(error))
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_NAME:
+            return _wrong_input(f"{str(error.filename)[:80]}: {error.strerror}")
+        if fault := machine_fault(error):
+            where = f"{fault.filename}: " if fault.filename else ""
+            return _wrong_input(f"{where}{fault.strerror}; the same command goes on once that is mended")
+        if lost_a_rank(error):
+            return wait_for_the_launcher()
         print("accept-head: this is a bug; please report it with the traceback and the command line.", file=sys.stderr)
         raise
     return 0
@@ -77,11 +101,30 @@ def _call(verb: str, options: list[str]) -> None:
         def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
             words = " ".join(str(message).split()).removesuffix(".")
             if "<unicode string>" in words:  # what yaml calls a text without saying which file it came from
-                words = f"{_config_name(options)}: {words}"
+                words = f"{next(config_names(options), '--config')}: {words}"
             raise InputError(f"{words} (see accept-head {verb} --help)")
 
-    options = gather_lists(function, options)
+        def parse_args(self, *arguments: Any, **more: Any) -> Any:
+            return without_nulls(function, super().parse_args(*arguments, **more))
+
+    check_config_files(options)
+    options = gather_lists(function, name_words(verb, options))
     auto_cli(function, args=options, parser_class=OneLineParser, prog=f"accept-head {verb}", as_positional=False)
+
+
+def without_nulls(function: Callable[..., object], parsed: Any) -> Any:
+    """What was parsed, unless a `null` stands where the parameter allows none: the parser lets it pass."""
+    for name, hint in get_type_hints(function).items():
+        if name != "return" and type(None) not in (hint, *get_args(hint)) and name in parsed and parsed[name] is None:
+            raise InputError(f"{name} is null, expected a value")
+    return parsed
+
+
+def name_words(verb: str, options: Sequence[str]) -> list[str]:
+    """`publish HEAD user/name` as `publish --head=HEAD --repo=user/name`. The parser refuses words too many."""
+    words = list(itertools.takewhile(lambda option: not option.startswith("-"), options))
+    named = [f"--{name}={word}" for name, word in zip(WORDS.get(verb, ()), words, strict=False)]
+    return [*named, *options[len(named) :]]
 
 
 def gather_lists(function: Callable[..., object], options: Sequence[str]) -> list[str]:
@@ -124,25 +167,28 @@ def _value(text: str) -> Any:
     """A number or a list, if it is one."""
     try:
         return json.loads(text) if text[:1] in "-.[0123456789" else text
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
-def _config_name(options: Sequence[str]) -> str:
-    """The file given by --config FILE or --config=FILE."""
-    for option, value in zip(options, [*options[1:], ""], strict=True):
-        if option == "--config" or option.startswith("--config="):
-            return option.partition("=")[2] or value
-    return "--config"
-
-
 def _wrong_input(message: str) -> int:
-    print(f"accept-head: error: {message}", file=sys.stderr)
+    if bars := getattr(sys.modules.get("tqdm"), "tqdm", None):
+        for bar in list(getattr(bars, "_instances", ())):
+            bar.close()  # or the message would stand behind it, on the same line
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        print(file=sys.stderr)  # or it would stand behind rank 0's
+    print(f"accept-head: error: {_shown(message)}", file=sys.stderr)
     return 2
 
 
+def _shown(message: str) -> str:
+    """One line that a terminal can be shown, whatever the input was that it quotes."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
+    return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …"
+
+
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:11} {line}" for verb, (_, _, line) in VERBS.items())
+    verbs = "\n".join(f"  {verb:16} {line}" for verb, (_, _, line) in VERBS.items())
     return (
         f"usage: accept-head VERB [options]\n\nverbs:\n{verbs}\n\n`accept-head VERB --help` lists a verb's options; "
         "`accept-head --list-policies` prints the policies."
@@ -170,8 +216,15 @@ def _policies() -> str:
     )
 
 
+def _thread_error(error: threading.ExceptHookArgs) -> None:
+    """A logger's thread may find out first that the disk is full; `main` says so in one line."""
+    if machine_fault(error.exc_value) is None:
+        threading.__excepthook__(error)
+
+
 def quiet_libraries() -> None:
     """Progress and results are ours to print; libraries keep their warnings."""
+    threading.excepthook = _thread_error
     import datasets
     from transformers.utils import logging as transformers_logging
 

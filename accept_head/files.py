@@ -2,33 +2,104 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import hashlib
 import json
+import math
 import os
+import re
 import shutil
+import socket
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from accept_head.errors import InputError
+
+HALF_PAIR = "half of a surrogate pair, \\ud800 to \\udfff, is no text"
+DISK_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO}
+_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]
+_unfinished: set[Path] = set()  # temporary files of this process
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary file or folder name beside `path`; on success it is renamed to `path`, on failure removed."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    """Yield a temporary file or folder name beside `path`; on success it is renamed to `path`, on failure removed.
+
+    What killed processes have left of the same file is removed first. Raises OSError naming `path` when the disk is
+    full, whatever the library that found it out raised.
+    """
+    for left in _left_behind(path):
+        _remove(left)
+    temporary = _temporary(path)
+    _unfinished.add(temporary)
     try:
         yield temporary
-        if temporary.is_dir() and path.exists():  # a folder cannot be renamed over one that has files
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+        _replace(temporary, path)
+    except Exception as error:
+        if (fault := machine_fault(error)) is None:
+            raise
+        raise OSError(fault.errno, fault.strerror, str(path)) from error
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
+        _unfinished.discard(temporary)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}-{uuid.uuid4().hex[:4]}.partial")
+
+
+def _left_behind(path: Path) -> list[Path]:
+    """Temporary files for `path` by processes of this host that are no more. Those of other hosts may be in use."""
+    found = []
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{_HOST}-*.partial"):
+        process = int(left.name.split("-")[-2])
+        if left not in _unfinished if process == os.getpid() else not psutil.pid_exists(process):
+            found.append(left)
+    return found
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    if not (temporary.is_dir() and path.is_dir() and not path.is_symlink()):
+        os.replace(temporary, path)
+        return
+    aside = _temporary(path)  # a folder cannot be renamed over one that has files
+    os.rename(path, aside)
+    try:
+        os.replace(temporary, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    """As far as possible: what stays is hidden, and nothing reads it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def machine_fault(error: BaseException | None) -> OSError | None:
+    """The full, read-only or broken disk, or the missing permission, that is behind an exception; None for any other.
+    Libraries in Rust say it in words only."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+            return error
+        if isinstance(error, PermissionError) and error.filename:
+            return error
+        if (said := re.search(r"\(os error (\d+)\)", str(error))) and int(said[1]) in DISK_FAULTS:
+            return OSError(int(said[1]), os.strerror(int(said[1])))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -38,10 +109,47 @@ def write_json(path: Path, value: Any) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+def parse_json(text: str) -> Any:
+    """JSON, strictly: NaN and infinity are not JSON, and numbers that no float or 64-bit integer holds are refused, as
+    are texts that are none. Raises ValueError, or RecursionError where it is nested too deeply."""
+    value = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_no_constant)
+    if has_half_pairs(text, value):
+        raise ValueError(HALF_PAIR)
+    return value
+
+
+def has_half_pairs(text: str, value: Any) -> bool:
+    """Whether a value that was read from JSON has halves of surrogate pairs in it: JSON can name them (\\ud800), but
+    they cannot be written as UTF-8."""
+    if "\\ud" not in text.lower():
+        return False
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
+        raise ValueError(f"the number {text[:24]} is too large")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text[:24]} is too large")
+    return value
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises InputError naming the file when it is missing or not a JSON object."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except (ValueError, OSError, RecursionError) as error:
@@ -55,9 +163,8 @@ def writable_folder(path: Path, option: str = "--out") -> Path:
     """Make the folder if need be and prove that it can be written to. Raises InputError naming the option."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        probe = path / f".{uuid.uuid4().hex[:8]}.probe"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=path):  # has no name that a kill could leave
+            pass
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be written to ({error.strerror})") from None
     return path

@@ -16,17 +16,18 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin, hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from huggingface_hub import PyTorchModelHubMixin
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from accept_head.errors import InputError
 from accept_head.files import read_json
+from accept_head.head_folder import HEAD_CONFIG_NAME, WEIGHTS_NAME, head_folder
 from accept_head.signals import SIGNALS
 
 Predicts = Literal["token", "next", "both"]
@@ -36,6 +37,7 @@ Reads = Literal["drawn", "before"]
 Score = Callable[..., Tensor]
 
 MAX_DEPTH = 4
+MAX_CHANNELS = 1 << 20
 TABLE_BYTES = 1 << 28  # largest table of projected embeddings that serving keeps
 
 
@@ -68,10 +70,10 @@ class HeadConfig:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        if not _is_int(self.hidden_size) or self.hidden_size < 1:
-            raise InputError(f"head config: hidden_size is {self.hidden_size!r}, expected a positive integer")
-        if self.width is not None and (not _is_int(self.width) or self.width < 1):
-            raise InputError(f"head config: width is {self.width!r}, expected a positive integer or null")
+        if not _is_int(self.hidden_size) or not 1 <= self.hidden_size <= MAX_CHANNELS:
+            raise InputError(f"head config: hidden_size is {self.hidden_size!r}, expected 1 to {MAX_CHANNELS}")
+        if self.width is not None and (not _is_int(self.width) or not 1 <= self.width <= MAX_CHANNELS):
+            raise InputError(f"head config: width is {self.width!r}, expected 1 to {MAX_CHANNELS}, or null")
         if not _is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise InputError(f"head config: depth is {self.depth!r}, expected an integer from 0 to {MAX_DEPTH}")
         if self.predicts not in get_args(Predicts):
@@ -93,6 +95,8 @@ class HeadConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # a list when it comes from JSON
         if unknown := [signal for signal in self.signals if signal not in SIGNALS]:
             raise InputError(f"head config: signal {unknown[0]!r} is unknown, expected some of {SIGNALS}")
+        if len(set(self.signals)) < len(self.signals):
+            raise InputError(f"head config: signals is {list(self.signals)}, in which one is named twice")
         for name in ("signal_mean", "signal_std"):
             values = getattr(self, name)
             if len(values) != len(self.signals) or not all(_is_finite(value) for value in values):
@@ -181,6 +185,7 @@ class AcceptanceHead(
         if self.config.width is not None:
             self.state_input = nn.Linear(self.config.hidden_size, channels, bias=False)
         self.embeddings: Tensor | None = None  # the draft's; see `attach`
+        self.folder: Path | None = None  # that it was loaded from
 
     def attach(self, embeddings: Tensor | None) -> AcceptanceHead:
         """Look up drawn tokens in the draft's input embedding matrix, (vocab, hidden_size) of any float dtype, which is
@@ -297,58 +302,111 @@ class AcceptanceHead(
         return self.config.predictions.index(prediction)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> AcceptanceHead:
-        """Load from a local folder or a Hub repository, from safetensors only.
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path, *, map_location: str = "cpu", **hub: Any
+    ) -> AcceptanceHead:
+        """Load from a local folder or from the Hub (`user/name`, `user/name@revision`), from safetensors only.
 
-        Raises InputError, naming the file, field or tensor, when the config or the weights are not those of a head.
+        hub: revision, cache_dir, token, local_files_only and force_download, as in huggingface_hub.
+
+        Raises InputError, naming the file, field or tensor, when the config or the weights are not those of a head,
+        and naming the repository when it cannot be had.
         """
-        folder = Path(pretrained_model_name_or_path)
-        if folder.is_dir():
-            if not (folder / "config.json").is_file():
-                raise InputError(f"{folder}: no config.json in it, so it is not a head")
-            read_json(folder / "config.json")  # the mixin would fail on anything but an object
-        elif folder.exists():
-            raise InputError(f"{folder}: not a head folder")
+        folder = head_folder(pretrained_model_name_or_path, **hub)
+        read_json(folder / HEAD_CONFIG_NAME)  # the mixin would fail on anything but an object
         try:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+            return super().from_pretrained(folder, map_location=map_location)
         except InputError:
             raise
-        except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise InputError(f"{folder}: neither a head folder nor one on the Hub ({reason})") from None
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder}: not readable as a head ({' '.join(str(error).split())[:160]})") from None
 
     @classmethod
     def _from_pretrained(
-        cls, *, model_id: str, map_location: str = "cpu", config: Any = None, **options: Any
+        cls, *, model_id: str, map_location: str = "cpu", config: Any = None, **_: Any
     ) -> AcceptanceHead:
         # The mixin's own version falls back to a pickle when there is no safetensors file; this one must not.
-        source = str(Path(model_id) / "config.json")
+        folder = Path(model_id)
+        source = str(folder / HEAD_CONFIG_NAME)
         if not isinstance(config, dict):
             raise InputError(f"{source}: expected a JSON object with the head's fields")
-        head = cls(HeadConfig.from_dict(config, source))
-        path = Path(model_id) / "model.safetensors"
-        if not Path(model_id).is_dir():
-            download = ("revision", "cache_dir", "force_download", "token", "local_files_only")
-            path = Path(hf_hub_download(model_id, path.name, **{k: v for k, v in options.items() if k in download}))
-        head._load_exactly(path)
+        checked = HeadConfig.from_dict(config, source)
+        stored = _stored_exactly(folder / WEIGHTS_NAME, checked)
+        head = cls(checked)
+        head.load_state_dict(stored)
+        head.folder = folder
         return head.to(map_location).eval()
 
-    def _load_exactly(self, path: Path) -> None:
-        """Fill the parameters from a safetensors file that must hold just them, in these shapes."""
-        try:
-            stored = load_file(path)
-        except (FileNotFoundError, OSError, SafetensorError) as error:
-            raise InputError(f"{path}: not readable as safetensors ({error})") from None
-        expected = self.state_dict()
-        if missing := sorted(set(expected) - set(stored)):
-            raise InputError(f"{path}: tensor {missing[0]!r} is missing")
-        if extra := sorted(set(stored) - set(expected)):
-            raise InputError(f"{path}: tensor {extra[0]!r} does not belong to a head of this config")
-        for name, tensor in stored.items():
-            if tensor.shape != expected[name].shape:
-                shapes = f"{tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
-                raise InputError(f"{path}: tensor {name!r} has shape {shapes}")
-        self.load_state_dict(stored)
+    def _save_pretrained(self, save_directory: Path) -> None:
+        # The mixin's own version leaves a file that nobody but its owner may read.
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        (save_directory / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        branch: str | None = None,
+        private: bool | None = None,
+        commit_message: str | None = None,
+        token: str | None = None,
+        config: Any = None,
+        model_card_kwargs: Any = None,
+    ) -> str:
+        """Publish the head in one commit, as `accept-head publish` does. Returns the commit's address.
+
+        A head that was loaded and has its weights still takes along all that stands in its folder (threshold, metrics,
+        what it was trained on). Of changed or new weights nothing of that is true: weights, config and card are all.
+
+        branch: made when it is not there. config, model_card_kwargs: `save_pretrained(push_to_hub=True)` hands them
+        over; they must be the head's own and empty. Raises InputError as `publish` does.
+        """
+        from accept_head.publish import push_folder
+
+        if model_card_kwargs or config not in (None, self._hub_mixin_config):
+            raise InputError("a head's config and card are its own: leave out config and model_card_kwargs")
+        options: dict[str, Any] = {"revision": branch, "private": private, "message": commit_message, "token": token}
+        if self.folder is not None and self._holds(self.folder):
+            return push_folder(self.folder, repo_id, **options)
+        with TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "head"
+            self.save_pretrained(folder)
+            return push_folder(folder, repo_id, **options)
+
+    def _holds(self, folder: Path) -> bool:
+        """Whether the weights are those of the folder, bit by bit."""
+        path = folder / WEIGHTS_NAME
+        stored = load_file(path) if path.is_file() else {}
+        own = self.state_dict()
+        return own.keys() == stored.keys() and all(torch.equal(own[name].cpu(), stored[name]) for name in own)
+
+
+def _stored_exactly(path: Path, config: HeadConfig) -> dict[str, Tensor]:
+    """The tensors of a safetensors file that must hold just those of such a head, finite, in their shapes.
+
+    Only its header is read before all that is known: neither a config nor a file makes us take more memory than the
+    other vouches for.
+    """
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in AcceptanceHead(config).state_dict().items()}
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            if missing := sorted(set(expected) - set(shapes)):
+                raise InputError(f"{path}: tensor {missing[0]!r} is missing")
+            if extra := sorted(set(shapes) - set(expected)):
+                raise InputError(f"{path}: tensor {extra[0]!r} does not belong to a head of this config")
+            for name, shape in shapes.items():
+                if shape != expected[name]:
+                    raise InputError(f"{path}: tensor {name!r} has shape {shape}, expected {expected[name]}")
+            stored = {name: file.get_tensor(name) for name in shapes}
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise InputError(f"{path}: not readable as safetensors ({reason})") from None
+    for name, tensor in stored.items():
+        if not tensor.is_floating_point() or not tensor.float().isfinite().all():
+            raise InputError(f"{path}: tensor {name!r} holds something else than finite floating-point numbers")
+    return stored
 
 
 def _given(value: Tensor | None, what: str, which: object) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, write_json
 from accept_head.head import AcceptanceHead
+from accept_head.model_card import CardFacts, model_card
 from accept_head.trace import TraceConfig
 
 METRICS_NAME = "metrics.json"
@@ -29,7 +30,8 @@ def save_head(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder) as temporary:
         temporary.mkdir()
-        (temporary / "README.md").write_text(model_card(head, metrics, traces), encoding="utf-8")
+        card = model_card(CardFacts(config=head.config, traces=traces, metrics=metrics))
+        (temporary / "README.md").write_text(str(card), encoding="utf-8")
         head.save_pretrained(temporary)
         write_json(temporary / METRICS_NAME, metrics)
         write_json(temporary / TRAINING_NAME, training)
@@ -39,7 +41,8 @@ def save_head(
 def load_head(
     name: str | Path, *, hidden_size: int, device: Any = "cpu", embeddings: Tensor | None = None
 ) -> AcceptanceHead:
-    """Load a head for a draft with this hidden size. Raises InputError naming the head when it does not fit.
+    """Load a head, a folder or a name on the Hub, for a draft with this hidden size. Raises InputError naming the head
+    when it does not fit, or as `AcceptanceHead.from_pretrained` does.
 
     embeddings: (vocab, hidden_size) the draft's input embedding matrix, for a head that reads it.
     """
@@ -53,36 +56,3 @@ def load_head(
         return head.to(device).attach(embeddings)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
-
-
-def model_card(head: AcceptanceHead, metrics: dict[str, Any], traces: TraceConfig) -> str:
-    """README.md of a head: what it belongs to and its measured quality."""
-    rows = "\n".join(
-        f"| {prediction} | {values['count']} | {values['binary_kl']:.4f} | {values['constant_kl']:.4f} | "
-        f"{values['brier']:.4f} | {values['ece']:.4f} | {values['auroc']:.4f} | "
-        f"{values['mean_predicted']:.3f} / {values['mean_observed']:.3f} |"
-        for prediction, values in metrics["dev"].items()
-    )
-    sampling = traces.sampling
-    return f"""---
-library_name: accept-head
-tags:
-- speculative-decoding
-- acceptance-prediction
----
-# Acceptance prediction head
-
-Predicts, from the draft's last hidden state, whether a drafted token will be accepted (SpecDec++, arXiv:2405.19715).
-
-- draft: `{traces.draft}`
-- target: `{traces.target}`
-- sampling: temperature {sampling.temperature}, top-k {sampling.top_k}, top-p {sampling.top_p}, min-p {sampling.min_p}
-- head: depth {head.config.depth}, hidden size {head.config.hidden_size}, predicts {head.config.predicts}
-
-| prediction | dev positions | binary KL, nats | of the best constant | Brier | ECE | AUROC | predicted / observed |
-|---|--:|--:|--:|--:|--:|--:|--:|
-{rows}
-
-    from accept_head import AcceptanceHead
-    head = AcceptanceHead.from_pretrained("this folder")
-"""

@@ -33,13 +33,16 @@ def load_pair(
     dtype: str = "auto",
     device: str | torch.device | None = None,
     device_map: str | None = None,
+    max_memory: dict[str, str] | None = None,
+    offload_folder: str | None = None,
     trust_remote_code: bool = False,
 ) -> Pair:
     """Load both models and check that their tokenizers map the same tokens to the same ids.
 
     target, draft: local folders or Hub names. dtype: `float32`, `bfloat16`, `float16`, or `auto`: the stored dtype on
     an accelerator, float32 on a CPU. device: where both go; the first GPU, or the CPU. device_map: given to the target
-    only, for one that is larger than a device.
+    only, for one that is larger than a device; with it, max_memory: how much of it each device may hold, like
+    {"0": "60GiB", "cpu": "200GiB"}, and offload_folder: for what fits on none.
 
     Raises InputError naming the option when a model cannot be loaded or the vocabularies differ.
     """
@@ -47,7 +50,8 @@ def load_pair(
     draft_tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
     check_same_vocabulary(target_tokenizer, draft_tokenizer)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    target_model = load_model(target, "--target", device=device, device_map=device_map, **options)
+    spread: dict[str, Any] = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+    target_model = load_model(target, "--target", device=device, **spread, **options)
     draft_model = load_model(draft, "--draft", device=device, **options)
     vocab_size = min(output_size(target_model), output_size(draft_model))
     if vocab_size <= max(target_tokenizer.get_vocab().values()):
@@ -65,6 +69,8 @@ def load_model(
     dtype: str = "auto",
     device: str | torch.device | None = None,
     device_map: str | None = None,
+    max_memory: dict[str, str] | None = None,
+    offload_folder: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load one causal language model for inference. Raises InputError naming `option` when that fails."""
@@ -72,11 +78,12 @@ def load_model(
 
     place = torch.device(device) if device else default_device()
     resolved = _resolve_dtype(dtype, place)
+    spread = _spread(device_map, max_memory, offload_folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=resolved,
-            device_map=device_map,
+            **spread,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -90,6 +97,27 @@ def load_model(
     if device_map is None:
         model.to(place)
     return model.eval().requires_grad_(False)
+
+
+def _spread(device_map: str | None, max_memory: dict[str, str] | None, offload_folder: str | None) -> dict[str, Any]:
+    """from_pretrained's options for a model over several devices."""
+    for option, value in (("max_memory", max_memory), ("offload_folder", offload_folder)):
+        if value is not None and device_map is None:
+            raise InputError(
+                f"--{option} is given without --device_map; with `--device_map auto` it bounds each device"
+            )
+    options: dict[str, Any] = {"device_map": device_map}
+    if max_memory is not None:
+        options["max_memory"] = {int(name) if name.isdigit() else name: most for name, most in max_memory.items()}
+    return options | ({"offload_folder": offload_folder} if offload_folder is not None else {})
+
+
+def hub_revision(name: str | Path) -> str | None:
+    """The commit of a name on the Hub, as the cache has it once the model was loaded; None for a folder."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = None if Path(name).is_dir() else try_to_load_from_cache(str(name), "config.json")
+    return Path(config).parent.name if isinstance(config, str) else None  # …/snapshots/COMMIT/config.json
 
 
 def load_tokenizer(name: str | Path, option: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -218,6 +246,12 @@ def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None =
     if ends is None:
         return []
     return list(ends) if isinstance(ends, (list, tuple)) else [ends]
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its inputs and leaves its logits. A part that is offloaded has no place of its own: it is
+    computed elsewhere, and accelerate moves what it is given."""
+    return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
 def context_tokens(model: PreTrainedModel) -> int:

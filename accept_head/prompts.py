@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from accept_head.errors import InputError
-from accept_head.files import sha256
+from accept_head.files import HALF_PAIR, has_half_pairs, sha256
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,12 @@ def _jsonl_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         try:
             record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             raise InputError(f"{where}: not JSON; a prompts file holds one JSON object a line") from None
         if not isinstance(record, dict):
             raise InputError(f"{where}: expected a JSON object, found {type(record).__name__}")
+        if has_half_pairs(line, record):
+            raise InputError(f"{where}: {HALF_PAIR}")
         yield where, record
 
 

@@ -13,15 +13,28 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accept_head.checksum import check_parquet, seal_parquet
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, sha256, write_json
 from accept_head.sampling import Sampling
+from accept_head.trace_values import check_values
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
 
 TRACE_VERSION = 2
 CONFIG_NAME = "trace_config.json"
+MOST_SHARDS = 100_000
+ORIGINS = ("target", "draft", "target_revision", "draft_revision", "dtype", "dataset")
+LATER = (
+    "responses",
+    "target_revision",
+    "draft_revision",
+    "dtype",
+    "dataset",
+    "backend",
+)  # fields that older traces lack
+IMPORTED, UNSCORED = "specdecpp:", "specdecpp-unscored:"  # what `responses` begins with, of imported traces
 
 # Per position i of the response, all of the response's length:
 POSITION_COLUMNS = {
@@ -67,7 +80,11 @@ class TraceConfig:
     num_prompts: records in the folder. shard_size: records a shard. batch_size: prompts generated together; it decides
     which random numbers a response gets.
     responses: fingerprint of the traces whose responses these are, scored again under other sampling settings
-    (`collect --responses`); None when the target said them under these settings. See `check_coupled`.
+    (`collect --responses`); None when the target said them under these settings. Of traces that
+    `import-specdecpp` made, IMPORTED or UNSCORED and the SHA-256 of the data. See `check_coupled` and `check_scored`.
+    target_revision, draft_revision: commits of models that came from the Hub. dtype: the draft's, as it was loaded.
+    dataset: name of the data set that the prompts were read from.
+    backend: what generated the responses, if not transformers: it has other random numbers.
     """
 
     target: str
@@ -86,6 +103,16 @@ class TraceConfig:
     shard_size: int
     version: int = TRACE_VERSION
     responses: str | None = None
+    target_revision: str | None = None
+    draft_revision: str | None = None
+    dtype: str | None = None
+    dataset: str | None = None
+    backend: str | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether what takes a target's forward is known: overlap, target_logprob and divergence. NaN if not."""
+        return self.responses is None or not self.responses.startswith(UNSCORED)
 
     @property
     def num_shards(self) -> int:
@@ -95,8 +122,9 @@ class TraceConfig:
         return min(self.shard_size, self.num_prompts - shard * self.shard_size)
 
     def content(self) -> dict[str, Any]:
-        """What decides the records: everything but the models' names, which change when a folder moves."""
-        return {key: value for key, value in self._written().items() if key not in ("target", "draft")}
+        """What decides the records: everything but where the models and prompts came from, which changes when a folder
+        moves, and what older traces do not say."""
+        return {key: value for key, value in self._written().items() if key not in ORIGINS}
 
     def fingerprint(self) -> str:
         """SHA-256 of all that decides the records."""
@@ -106,8 +134,8 @@ class TraceConfig:
         write_json(folder / CONFIG_NAME, self._written())
 
     def _written(self) -> dict[str, Any]:
-        """The fields, without `responses` where there is none: traces are older than it, and keep their fingerprint."""
-        return {key: value for key, value in asdict(self).items() if key != "responses" or value is not None}
+        """The fields, without LATER ones that say nothing: older traces lack them, and keep their fingerprint."""
+        return {key: value for key, value in asdict(self).items() if key not in LATER or value is not None}
 
     @classmethod
     def load(cls, folder: Path) -> TraceConfig:
@@ -122,7 +150,7 @@ class TraceConfig:
             raise InputError(
                 f"{path}: version is {values.get('version')!r}, expected {TRACE_VERSION}; collect these traces again"
             )
-        values.setdefault("responses", None)
+        values = {**dict.fromkeys(LATER), **values}
         if wrong := sorted(set(values) ^ {field.name for field in fields(cls)}):
             raise InputError(f"{path}: field {wrong[0]!r} is {'unknown' if wrong[0] in values else 'missing'}")
         values["sampling"] = _read_sampling(path, values["sampling"])
@@ -137,12 +165,14 @@ class TraceConfig:
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected text")
             if field.type == "int" and (type(value) is not int or value < (0 if field.name == "seed" else 1)):
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected a positive integer")
+        if self.num_shards > MOST_SHARDS:
+            raise InputError(f"{path}: num_prompts / shard_size is {self.num_shards}, expected at most {MOST_SHARDS}")
         return self
 
 
 def _read_ids(path: Path, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
-        raise InputError(f"{path}: field 'end_token_ids' is {values!r}, expected a list of integers")
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 31 for value in values):
+        raise InputError(f"{path}: field 'end_token_ids' is {values!r}, expected a list of token ids")
     return tuple(values)
 
 
@@ -152,8 +182,10 @@ def _read_sampling(path: Path, values: Any) -> Sampling:
         values = {"min_p": 0.0, **values}  # traces are older than this setting
     if not isinstance(values, dict) or set(values) != expected:
         raise InputError(f"{path}: field 'sampling' is {values!r}, expected just {sorted(expected)}")
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values.values()):
+    if not all(type(value) in (int, float) and abs(value) < 1 << 31 for value in values.values()):
         raise InputError(f"{path}: field 'sampling' is {values!r}, expected numbers")
+    if type(values["top_k"]) is not int:
+        raise InputError(f"{path}: field 'sampling' has top_k {values['top_k']!r}, expected an integer")
     try:
         return Sampling(**values)
     except InputError as error:
@@ -165,17 +197,23 @@ def shard_path(folder: Path, shard: int) -> Path:
 
 
 def write_shard(folder: Path, shard: int, records: Sequence[dict[str, Any]]) -> None:
-    """Write one shard atomically: it is there whole or not at all."""
+    """Write one shard atomically, with a checksum of all its bytes: it is there whole or not at all."""
     from datasets import Dataset
 
     dataset = Dataset.from_list(list(records), features=trace_features())
     with atomic_path(shard_path(folder, shard)) as temporary:
         dataset.to_parquet(temporary, write_page_checksum=True)
+        seal_parquet(temporary)
 
 
 def missing_shards(folder: Path, config: TraceConfig) -> list[int]:
     """Shards that are still to be collected."""
     return [shard for shard in range(config.num_shards) if not shard_path(folder, shard).exists()]
+
+
+def check_shard(folder: Path, config: TraceConfig, shard: int) -> None:
+    """Raises InputError naming a shard that is damaged, or not this one of these traces."""
+    _read_table(folder, config, shard)
 
 
 def read_traces(folder: Path) -> tuple[TraceConfig, Dataset]:
@@ -204,7 +242,7 @@ def read_shard(folder: Path, config: TraceConfig, shard: int) -> Dataset:
     """Read and validate the records of one shard. Raises InputError naming the shard or column."""
     from datasets import Dataset
 
-    return Dataset(_read_table(folder, shard, shard * config.shard_size, config.shard_rows(shard)))
+    return Dataset(_read_table(folder, config, shard))
 
 
 def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) -> None:
@@ -216,6 +254,11 @@ def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) 
 def check_coupled(config: TraceConfig, folder: Path) -> None:
     """Raises InputError when the responses are not what the target says under the sampling settings of these traces:
     no round of decoding would have gone along them."""
+    if config.responses is not None and config.responses.startswith((IMPORTED, UNSCORED)):
+        raise InputError(
+            f"{folder}: was imported with `import-specdecpp`; its tokens were drawn without regard to the responses, "
+            "so such traces can train a head, but neither be replayed nor be dev traces"
+        )
     if config.responses is not None:
         raise InputError(
             f"{folder}: its responses were scored with `collect --responses`, not said under these sampling settings; "
@@ -223,19 +266,33 @@ def check_coupled(config: TraceConfig, folder: Path) -> None:
         )
 
 
-def _read_table(folder: Path, shard: int, first: int, rows: int) -> Any:
+def check_scored(config: TraceConfig, folder: Path) -> None:
+    """Raises InputError when the overlap is unknown, which heads that predict `next` or `both` are trained on."""
+    if not config.scored:
+        raise InputError(
+            f"{folder}: was imported with `import-specdecpp --score false`, so its overlap is unknown: it can train "
+            "heads that predict token only"
+        )
+
+
+def _read_table(folder: Path, config: TraceConfig, shard: int) -> Any:
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     path = shard_path(folder, shard)
+    first, rows = shard * config.shard_size, config.shard_rows(shard)
     schema = trace_features().arrow_schema
     try:
+        check_parquet(path)
         table = pq.read_table(path, page_checksum_verification=True, memory_map=True)
         table = table.select(schema.names).cast(pa.schema(list(schema)))
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         message = " ".join(str(error).split())[:160]
-        raise InputError(f"{path}: damaged or not a trace shard ({message})") from None
+        raise InputError(
+            f"{path}: damaged or not a trace shard ({message}); the same `accept-head collect` with --repair true "
+            "makes it anew"
+        ) from None
     if table.num_rows != rows:
         raise InputError(f"{path}: {table.num_rows} records, expected {rows}")
     for name in schema.names:
@@ -248,4 +305,6 @@ def _read_table(folder: Path, shard: int, first: int, rows: int) -> Any:
     for name in POSITION_COLUMNS:
         if not pc.all(pc.equal(pc.list_value_length(table[name]), lengths)).as_py():
             raise InputError(f"{path}: column {name!r} is not as long as 'response_ids' in every record")
+    unknown = () if config.scored else ("overlap", "target_logprob", "divergence")
+    check_values(path, table, vocab_size=config.vocab_size, unknown=unknown)
     return table.replace_schema_metadata(schema.metadata)

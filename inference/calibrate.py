@@ -80,7 +80,7 @@ def calibrate(
     path = fitted.save(Path(head))
     console = make_console(unseen_width=100)
     console.print(quality_table({"head": rounds, method: calibrated(rounds, fitted)}))
-    console.print(f"wrote {path}; use it with --policy head:{head}:THRESHOLD,calibration=true", highlight=False)
+    print(f"wrote {path}; use it with --policy head:{head}:THRESHOLD,calibration=true")  # to be copied, so unbroken
 
 
 def rounds_of(traces: CoupledTraces, policy: HeadPolicy, depths: int | None = None) -> Rounds:

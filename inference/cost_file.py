@@ -61,8 +61,10 @@ def pair_costs(path: Path) -> PairCosts:
             raise InputError(f"{path}: field 'batch.{model}' is {values!r}, expected alpha, beta and gamma")
         for name in ("alpha", "beta", "gamma"):
             _check_seconds(path, f"batch.{model}.{name}", values.get(name))
+        r_squared = values.get("r_squared", 1.0)
+        _check_seconds(path, f"batch.{model}.r_squared", r_squared)
         terms = {name: float(values[name]) for name in ("alpha", "beta", "gamma")}
-        fitted[model] = BatchForwardCost(**terms, r_squared=float(values.get("r_squared", 1.0)))
+        fitted[model] = BatchForwardCost(**terms, r_squared=float(r_squared))
     return PairCosts(**fitted)
 
 
@@ -73,4 +75,4 @@ def _values(path: Path) -> dict[str, Any]:
 
 def _check_seconds(path: Path, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{path}: field {name!r} is {value!r}, expected a number of seconds")
+        raise InputError(f"{path}: field {name!r} is {value!r}, expected a number")

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
 from accept_head.inference.rollouts import read_rollouts, roll_out
+from accept_head.pair import context_tokens
 from accept_head.trace import TraceConfig, check_coupled, check_made_by, read_traces
+from accept_head.trace_values import check_context
 
 SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard
 
@@ -92,6 +94,7 @@ def load_coupled(
     config, traces = read_traces(folder)
     check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
     check_coupled(config, folder)
+    check_context(folder, traces, context_tokens(draft))
     count = min(max_prompts or len(traces), len(traces))
     paths = roll_out(draft, folder, config, traces, k_max=k_max, shards=-(-count // config.shard_size))
     return couple(config, traces.select(range(count)), paths, k_max)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from accept_head.head_use import Checkpoint, check_use
 from accept_head.inference.cache import CachedModel, Compile
 from accept_head.inference.drafted import Drafted
 from accept_head.inference.memory import MemoryPlan
@@ -58,6 +59,7 @@ class Decoder:
         """Continue every request; each is handed out as it finishes, and a waiting one takes its place. None says that
         the next one has not arrived yet. Raises InputError when sampled output would not be the target's."""
         check_lossless(policy, verifier, greedy=processing.greedy, allow_lossy=allow_lossy)
+        check_use(policy, Checkpoint.of(self.target.model), processing.sampling)
         device = self.target.model.device
         self.policy, self.processing, self.stopping = policy, processing, stopping
         self.seed, self.verifier = seed, verifier

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, overlap
+from accept_head.checksum import save_tensors
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
@@ -169,7 +169,7 @@ def informed_tables(
         for shard in tqdm(missing, unit="shard", desc="informed bound"):
             tables = ask_records(*models, _records(traces, shard), rollouts[shard], traces.config)
             with atomic_path(paths[shard]) as temporary:
-                save_file({**tables, "ids": rollouts[shard]["ids"].contiguous()}, temporary)
+                save_tensors({**tables, "ids": rollouts[shard]["ids"]}, temporary)
     return _joined(traces, paths)
 
 

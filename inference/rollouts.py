@@ -14,13 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from accept_head.errors import InputError
+from accept_head.checksum import read_tensors, save_tensors
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.support import check_served
@@ -88,17 +86,13 @@ def roll_out(
         first = shard * config.shard_size
         records = traces.with_format("numpy")[first : first + config.shard_rows(shard)]
         with atomic_path(paths[shard]) as temporary:
-            save_file(roll_out_records(draft, records, config, longest), temporary)
+            save_tensors(roll_out_records(draft, records, config, longest), temporary)
     return paths
 
 
 def read_rollouts(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
     """Some of one shard's tensors, as `roll_out_records` names them. Raises InputError naming a damaged file."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: not readable as safetensors ({error}); remove it to have it made again") from None
+    return read_tensors(path, names)
 
 
 @torch.no_grad()

@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCr
 
 from accept_head.errors import InputError
 
+# The criterion's preparation takes time in proportion to the vocabulary and to both of these.
+MOST_STRINGS, LONGEST_STRING = 16, 256
+
 
 class Stopping:
     """end_ids: tokens that end a response. criteria: transformers' own, called with (1, length) ids and no scores."""
@@ -40,4 +43,9 @@ def stop_strings_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizer
         raise InputError("stop strings need a tokenizer: pass tokenizer=...")
     if not all(isinstance(string, str) and string for string in strings):
         raise InputError(f"stop strings are {list(strings)}, expected texts that are not empty")
+    if len(strings) > MOST_STRINGS or max(map(len, strings)) > LONGEST_STRING:
+        raise InputError(
+            f"there are {len(strings)} stop strings of up to {max(map(len, strings))} characters, expected at most "
+            f"{MOST_STRINGS} of {LONGEST_STRING}"
+        )
     return [StopStringCriteria(tokenizer, list(strings))]

@@ -21,6 +21,7 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file, write_json
 from accept_head.head import AcceptanceHead
+from accept_head.head_folder import head_folder
 from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
 from accept_head.inference.cost_aware import cost_aware
@@ -324,7 +325,7 @@ def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -
         heads[name] = load_head(
             name, hidden_size=hidden_size(draft), device=draft.device, embeddings=input_embeddings(draft)
         )
-        recorded = Path(name) / CONFIG_NAME  # whatever version of it: only the draft matters here
+        recorded = head_folder(name) / CONFIG_NAME  # whatever version of it: only the draft matters here
         trained = read_json(recorded) if recorded.is_file() else {}
         if trained.get("draft_fingerprint", fingerprint) != fingerprint:
             raise InputError(f"--head {name}: trained on another draft ({trained.get('draft')}); --draft must be it")

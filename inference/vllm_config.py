@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_file
+from accept_head.head_folder import head_folder
 from accept_head.inference.adapters.vllm.build import head_of
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.settings import KEY
@@ -147,7 +148,9 @@ def read_models(target: str, draft: str, trust_remote_code: bool = False) -> Mod
             "the same only"
         )
     context = min(getattr(config, "max_position_embeddings", None) or 1 << 30 for config in configs)
-    return Models(DraftShape(configs[1].hidden_size, torch.device("cpu")), context)
+    # For heads that read it, which are only looked at here: a shape, no numbers.
+    embeddings = torch.empty(sizes[1], configs[1].hidden_size, device="meta")
+    return Models(DraftShape(configs[1].hidden_size, torch.device("cpu"), embeddings), context)
 
 
 def _read_config(name: str, option: str, trust_remote_code: bool) -> Any:
@@ -304,8 +307,10 @@ def most_tokens(policy: DraftPolicy | None, table: list[Range] | None, wanted: i
 def _trained(spec: str | None) -> dict[str, Any]:
     """The trace config of the SPEC's head; empty without one."""
     name, _, argument = (spec or "").partition(",")[0].partition(":")
-    path = Path(head_parts(argument)[0]) / CONFIG_NAME
-    return read_json(path) if name == "head" and path.is_file() else {}
+    if name != "head":
+        return {}
+    path = head_folder(head_parts(argument)[0]) / CONFIG_NAME
+    return read_json(path) if path.is_file() else {}
 
 
 def _trained_temperature(trained: dict[str, Any], otherwise: float) -> float:

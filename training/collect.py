@@ -6,6 +6,7 @@ any number of processes, and any number of kills and reruns, leaves the same rec
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,32 @@ from tqdm import tqdm
 
 from accept_head.errors import InputError
 from accept_head.files import writable_folder
-from accept_head.pair import Pair, checkpoint_fingerprint, context_tokens, end_ids, load_pair, vocabulary_fingerprint
+from accept_head.pair import (
+    Pair,
+    checkpoint_fingerprint,
+    context_tokens,
+    end_ids,
+    hub_revision,
+    load_pair,
+    vocabulary_fingerprint,
+)
 from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards, write_shard
+from accept_head.trace import CONFIG_NAME, TraceConfig, check_shard, missing_shards, write_shard
+from accept_head.training.engine_request import check_said_by_target
+from accept_head.training.halving import Halving
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
-from accept_head.training.respond import respond
-from accept_head.training.score import score
+from accept_head.training.responders import (
+    Backend,
+    Responder,
+    TransformersResponder,
+    check_backend,
+    make_responder,
+)
+from accept_head.training.score import score, scoring_halving
 from accept_head.training.stored import StoredResponses
+
+DEFAULTS = {"backend": "transformers"}  # of fields that a config leaves out
 
 
 def collect(
@@ -46,6 +65,18 @@ def collect(
     seed: int = 0,
     dtype: str = "auto",
     device_map: str | None = None,
+    max_memory: dict[str, str] | None = None,
+    offload_folder: str | None = None,
+    backend: Backend = "transformers",
+    tensor_parallel_size: int | None = None,
+    gpu_memory_utilization: float | None = None,
+    endpoint: str | None = None,
+    served_name: str | None = None,
+    concurrency: int | None = None,
+    retries: int | None = None,
+    dry_run: bool = False,
+    model_shapes: str | None = None,
+    repair: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
     """Let the target answer prompts and record what the draft would have proposed: a folder of coupled traces.
@@ -75,19 +106,65 @@ def collect(
         seed: Seed of responses and coupling.
         dtype: auto, float32, bfloat16 or float16.
         device_map: `auto` spreads the target over all devices of this process.
+        max_memory: With device_map: most of the target that each device may hold, like {"0": "60GiB", "cpu": "200GiB"}.
+        offload_folder: With device_map: where the part goes that fits on no device.
+        backend: What generates the responses; our own copy of the target scores them. `transformers`; `vllm`, in this
+            process; or `openai`, a server with an OpenAI-compatible completions endpoint that takes and returns token
+            ids. Its key is read from the environment variable OPENAI_API_KEY.
+        tensor_parallel_size: vllm: GPUs that share its copy of the target; 1 when left out.
+        gpu_memory_utilization: vllm: share of each GPU for it; 0.5 when left out, as our copy lives there too.
+        endpoint: openai: the server's address, like http://127.0.0.1:8000/v1.
+        served_name: openai: what the server calls the target; the value of `target` when left out.
+        concurrency: openai: requests in flight; 32 when left out.
+        retries: openai: attempts of one request after the first, with growing pauses; 8 when left out.
+        dry_run: Load no weights and write nothing: resolve every name and print what the run would cost.
+        model_shapes: With dry_run: folder with a `NAME/config.json` for models that cannot be reached from here.
+        repair: Read the shards that are there, and collect damaged ones again; the others stay as they are.
         trust_remote_code: Run model code that comes with the checkpoints.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    engine: dict[str, Any] = {
+        "tensor_parallel_size": tensor_parallel_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "endpoint": endpoint,
+        "served_name": served_name,
+        "concurrency": concurrency,
+        "retries": retries,
+    }
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
     if (prompts is None) == (responses is None):
         given = "neither of them is" if prompts is None else "both are"
         raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
+    if responses is not None and backend != "transformers":
+        raise InputError(f"--backend {backend} generates responses, but --responses has them already; leave one out")
+    check_backend(backend, engine, dry_run=dry_run)
+    if dry_run:
+        from accept_head.training.dry_run import collect_plan
+
+        if prompts is None:
+            raise InputError("--dry_run estimates what --prompts cost; with --responses there is little to estimate")
+        plan = collect_plan(
+            target, draft, out=Path(out), prompts=prompts, field=field, split=split, max_prompts=max_prompts,
+            max_new_tokens=max_new_tokens or 128, batch_size=batch_size, concurrency=concurrency, dtype=dtype,
+            backend=backend, model_shapes=model_shapes, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        print(plan)
+        return
+    if model_shapes is not None:
+        raise InputError("--model_shapes is given, but only --dry_run true reads it")
     limit_cpu_threads()
     options = trainer_options()
     pair = load_pair(
-        target, draft, dtype=dtype, device=local_device(), device_map=device_map, trust_remote_code=trust_remote_code
+        target,
+        draft,
+        dtype=dtype,
+        device=local_device(),
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        trust_remote_code=trust_remote_code,
     )
     fingerprints = checkpoint_fingerprint(target), checkpoint_fingerprint(draft)
     stored = None
@@ -118,8 +195,16 @@ def collect(
         batch_size=batch_size,
         shard_size=shard_size,
         responses=stored.config.fingerprint() if stored else None,
+        target_revision=hub_revision(target),
+        draft_revision=hub_revision(draft),
+        dtype=str(pair.draft.dtype).removeprefix("torch."),
+        dataset=prompts if prompts is not None and not Path(prompts).exists() else None,
+        backend=None if backend == "transformers" else backend,
     )
-    folder = _prepare(Path(out), config)
+    responder = make_responder(
+        backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code
+    )
+    folder = prepare_folder(Path(out), config)
     trainer = L.Trainer(
         **options,
         logger=False,
@@ -127,7 +212,10 @@ def collect(
         enable_progress_bar=False,
         callbacks=[TraceWriter(folder)],
     )
-    trainer.predict(Collector(pair, loaded, config, folder, stored), return_predictions=False)
+    try:
+        trainer.predict(Collector(pair, loaded, config, folder, responder, repair), return_predictions=False)
+    finally:
+        responder.close()
     trainer.strategy.barrier("collected")
     if trainer.is_global_zero:
         print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
@@ -141,15 +229,16 @@ def _room_for_prompts(pair: Pair, max_new_tokens: int) -> int:
     return context - max_new_tokens
 
 
-def _prepare(folder: Path, config: TraceConfig) -> Path:
+def prepare_folder(folder: Path, config: TraceConfig) -> Path:
     """Make the folder and record its config, or check that it holds an unfinished run with the same one."""
     writable_folder(folder)
     if (folder / CONFIG_NAME).exists():
         before, now = TraceConfig.load(folder).content(), config.content()
         if changed := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
+            was, is_now = (content.get(changed[0], DEFAULTS.get(changed[0])) for content in (before, now))
             raise InputError(
-                f"--out {folder}: holds traces made with another {changed[0]} ({before.get(changed[0])}, now "
-                f"{now.get(changed[0])}); choose another folder or remove it"
+                f"--out {folder}: holds traces made with another {changed[0]} ({was}, now {is_now}); choose another "
+                "folder or remove it"
             )
     elif any(folder.glob("*.parquet")):
         raise InputError(f"--out {folder}: holds parquet files but no {CONFIG_NAME}; choose another folder")
@@ -167,41 +256,52 @@ class Collector(L.LightningModule):
         prompts: Sequence[Prompt],
         config: TraceConfig,
         folder: Path,
-        stored: StoredResponses | None = None,
+        responder: Responder,
+        repair: bool = False,
     ):
         super().__init__()
         self.parts = (pair, prompts)  # in a tuple: the models are not submodules, so nothing moves or wraps them
         self.trace_config = config
         self.folder = folder
-        self.stored = stored
+        self.responder = responder
+        self.scoring = scoring_halving()
+        self.repair = repair
 
     def predict_dataloader(self) -> DataLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
         # By shard number, not by place in the list of missing ones: another rank may be writing while we look.
-        mine = [shard for shard in missing_shards(self.folder, self.trace_config) if shard % world == rank]
+        ours = range(rank, self.trace_config.num_shards, world)
+        missing = set(missing_shards(self.folder, self.trace_config))
+        mine = [shard for shard in ours if shard in missing or (self.repair and self._is_damaged(shard))]
         total = sum(map(self.trace_config.shard_rows, mine))
         self.progress = tqdm(total=total, unit="prompt", desc="collect", disable=rank != 0, smoothing=0.1)
         self.tokens = 0
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
+
+    def _is_damaged(self, shard: int) -> bool:
+        """Says so, too. The shard stays until its successor replaces it, so that no kill hides what was wrong."""
+        try:
+            check_shard(self.folder, self.trace_config, shard)
+        except InputError as error:
+            print(f"collected again: {error}", file=sys.stderr)
+            return True
+        return False
 
     def predict_step(self, shard: int) -> list[dict[str, Any]]:
         pair, prompts = self.parts
         config = self.trace_config
         first = shard * config.shard_size
         mine = prompts[first : first + config.shard_rows(shard)]
-        responses = self.stored.responses(shard) if self.stored else []
-        records = []
-        for start in range(0, len(mine), config.batch_size):
-            batch = mine[start : start + config.batch_size]
-            if self.stored is None:
-                records += make_records(pair, batch, config)
-            else:
-                said = responses[start : start + len(batch)]
-                records += score_responses(pair, batch, said, config, drawn_with=self.stored.config.sampling)
-            self.tokens += sum(len(record["response_ids"]) for record in records[-len(batch) :])
+        records: list[dict[str, Any]] = []
+        for batch, said in self.responder.batches(shard, mine):
+            drawn_with = self.responder.drawn_with
+            records += score_responses(pair, batch, said, config, drawn_with=drawn_with, halving=self.scoring)
+            self.tokens += sum(map(len, said))
             self.progress.update(len(batch))
             elapsed = self.progress.format_dict["elapsed"] or 1e-9
             self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s")
+        if config.backend is not None:
+            check_said_by_target(records, f"--backend {config.backend}")
         return records
 
     def on_predict_end(self) -> None:
@@ -210,17 +310,7 @@ class Collector(L.LightningModule):
 
 def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> list[dict[str, Any]]:
     """Responses and scores of one batch of prompts, as trace records."""
-    # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
-    seed = (config.seed * 1_000_003 + batch[0].index) % (1 << 63)
-    responses = respond(
-        pair.target,
-        pair.tokenizer,
-        [prompt.ids for prompt in batch],
-        config.sampling,
-        max_new_tokens=config.max_new_tokens,
-        seed=seed,
-        vocab_size=pair.vocab_size,
-    )
+    responses = TransformersResponder(pair, config).respond(batch)
     return score_responses(pair, batch, responses, config, drawn_with=config.sampling)
 
 
@@ -231,6 +321,7 @@ def score_responses(
     config: TraceConfig,
     *,
     drawn_with: Sampling,
+    halving: Halving | None = None,
 ) -> list[dict[str, Any]]:
     """Trace records of these responses under `config.sampling`. drawn_with: what the target drew them with."""
     scored = score(
@@ -241,6 +332,7 @@ def score_responses(
         seed=config.seed,
         indices=[prompt.index for prompt in batch],
         drawn_with=drawn_with,
+        halving=halving,
     )
     return [
         {

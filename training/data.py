@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accept_head.errors import InputError
 from accept_head.randomness import uniforms
-from accept_head.training.mixing import DraftBatch, Packed, Packing, collate, pack_exact, pack_mixed, pack_prefix
+from accept_head.training.feature_cache import FeatureCache
+from accept_head.training.mixing import DraftBatch, Packed, Packing, StateBatch, collate, pack_fixed, pack_mixed
 
 MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0 and 1
 
@@ -34,9 +35,25 @@ class PackedTraces(Dataset):
         trace = self.traces[row]
         index = int(trace["index"])
         if self.packing != "mixing":
-            return (pack_exact if self.packing == "exact" else pack_prefix)(trace), index
+            return pack_fixed(trace, self.packing), index
         steps = torch.arange(len(trace["response_ids"]))
         return pack_mixed(trace, uniforms(self.seed, index, steps, MIXING_STREAM, epoch), self.r), index
+
+
+class CachedTraces(Dataset):
+    """Traces as what the draft made of them, from the cache. Items as of PackedTraces; every epoch has the same."""
+
+    def __init__(self, traces: TraceDataset, cache: FeatureCache):
+        columns = traces.with_format("numpy")
+        self.places = np.stack([columns[name][:] for name in ("folder", "index")], axis=-1).tolist()
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, item: tuple[int, int]) -> StateBatch:
+        _, row = item
+        return self.cache.trace(*self.places[row])
 
 
 class StepSampler(Sampler[list[tuple[int, int]]]):
@@ -89,7 +106,10 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
 
 
 class TraceData(L.LightningDataModule):
-    """Training batches by StepSampler; dev batches never mixed, whatever training does, and each trace on one rank."""
+    """Training batches by StepSampler; dev batches never mixed, whatever training does, and each trace on one rank.
+
+    With a cache the draft runs in `setup` alone, on what the cache lacks, and batches are StateBatches.
+    """
 
     def __init__(
         self,
@@ -103,8 +123,10 @@ class TraceData(L.LightningDataModule):
         micro_batch_size: int,
         seed: int,
         workers: int = 0,
+        cache: FeatureCache | None = None,
     ):
         super().__init__()
+        self.cache = cache
         self.train = PackedTraces(train, packing, r=r, seed=seed)
         self.dev = PackedTraces(dev, "prefix" if packing == "prefix" else "exact", r=r, seed=seed)
         self.sampler_options: dict[str, Any] = {
@@ -116,6 +138,22 @@ class TraceData(L.LightningDataModule):
         self.micro_batch_size, self.workers = micro_batch_size, workers
         self.first_step = 0
 
+    def setup(self, stage: str) -> None:
+        """Complete the cache: each rank writes a share of what is missing, and checks a share of what is there."""
+        if self.cache is None:
+            return
+        assert self.trainer is not None
+        module: Any = self.trainer.lightning_module
+        device = self.trainer.strategy.root_device
+        with self.trainer.precision_plugin.forward_context():
+            self.cache.complete(
+                lambda batch: module.read(batch.to(device)).to(torch.device("cpu")),
+                traces_at_once=self.micro_batch_size,
+                rank=self.trainer.global_rank,
+                world=self.trainer.world_size,
+            )
+        self.trainer.strategy.barrier("features")
+
     def sampler(self, rank: int, world: int) -> StepSampler:
         return StepSampler(len(self.train), **self.sampler_options, rank=rank, world=world)
 
@@ -123,14 +161,18 @@ class TraceData(L.LightningDataModule):
         assert self.trainer is not None
         sampler = self.sampler(self.trainer.global_rank, self.trainer.world_size)
         sampler.first_step = self.first_step
-        return DataLoader(self.train, batch_sampler=sampler, collate_fn=_collate, num_workers=self.workers)
+        return self._loader(self.train, batch_sampler=sampler)
 
     def val_dataloader(self) -> DataLoader:
         assert self.trainer is not None
         rows = [(0, row) for row in range(self.trainer.global_rank, len(self.dev), self.trainer.world_size)]
-        return DataLoader(
-            self.dev, sampler=rows, batch_size=self.micro_batch_size, collate_fn=_collate, num_workers=self.workers
-        )
+        return self._loader(self.dev, sampler=rows, batch_size=self.micro_batch_size)
+
+    def _loader(self, packed: PackedTraces, **order: Any) -> DataLoader:
+        if self.cache is None:
+            return DataLoader(packed, collate_fn=_collate, num_workers=self.workers, **order)
+        cached = CachedTraces(packed.traces, self.cache)
+        return DataLoader(cached, collate_fn=StateBatch.joined, num_workers=self.workers, **order)
 
     def state_dict(self) -> dict[str, Any]:
         assert self.trainer is not None
@@ -139,7 +181,9 @@ class TraceData(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.first_step = state_dict["first_step"]
 
-    def transfer_batch_to_device(self, batch: DraftBatch, device: torch.device, dataloader_idx: int) -> DraftBatch:
+    def transfer_batch_to_device(
+        self, batch: DraftBatch | StateBatch, device: torch.device, dataloader_idx: int
+    ) -> DraftBatch | StateBatch:
         return batch.to(device)
 
 

@@ -5,20 +5,29 @@ One process, `torchrun`, and `accelerate launch` (CPU or GPU, one host or many) 
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import threading
+import time
 from typing import Any
 
 import torch
 
 from accept_head.errors import InputError
 
+STARTER = "ACCEPT_HEAD_STARTED_BY"  # process that started the other ranks of this host, told to them
+
 
 def trainer_options(precision: str = "fp32") -> dict[str, Any]:
     """Options of `lightning.Trainer` shared by collect and train: devices, strategy, precision."""
     from lightning.pytorch.strategies import DDPStrategy
 
+    from accept_head.training.checkpoints import AtomicCheckpoints
+
     use_cpu = use_cpu_only()
     devices, nodes = _processes()
+    _stop_together(devices * nodes)
     return {
         "accelerator": "cpu" if use_cpu else "gpu",
         "devices": devices,
@@ -30,6 +39,7 @@ def trainer_options(precision: str = "fp32") -> dict[str, Any]:
         "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
         "use_distributed_sampler": False,  # our samplers divide by rank themselves, without padding
         "enable_model_summary": False,
+        "plugins": [AtomicCheckpoints()],
     }
 
 
@@ -50,6 +60,30 @@ def limit_cpu_threads() -> None:
     """
     if use_cpu_only():
         torch.set_num_threads(1)
+
+
+def _stop_together(processes: int) -> None:
+    """Let no rank outlive one that died: the others would wait for it, or work on for nothing.
+
+    Whoever started the ranks looks after them: torchrun's agent, or Lightning in rank 0, which says which rank ended.
+    What is left to do is to end with one's starter.
+    """
+    if processes == 1:
+        return
+    logging.getLogger("lightning.fabric.strategies.launchers.subprocess_script").setLevel(logging.INFO)
+    starter = int(os.environ.get(STARTER, os.getppid()))
+    if "LOCAL_RANK" not in os.environ:
+        os.environ[STARTER] = str(os.getpid())
+    elif starter != os.getpid():  # Lightning sets LOCAL_RANK in the process that starts the others, too
+        threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
+    print(f"accept-head: error: rank {rank} stops, as process {parent}, which started it, has ended", file=sys.stderr)
+    os._exit(1)  # a collective that waits for the dead would not let go
 
 
 def _processes() -> tuple[int, int]:

@@ -7,6 +7,7 @@ the state before Y_i needs (x, X₁..X_{i−1}) only: the prefix packing, exact 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +45,44 @@ class DraftBatch:
 
     def to(self, device: torch.device) -> DraftBatch:
         return DraftBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def at(self, hidden: Tensor, axes: Sequence[int]) -> StateBatch:
+        """The places where one of LABELS[axes] counts. hidden: (batch, seq, hidden_size), of this very forward."""
+        used = self.mask[..., axes].any(-1)
+        return StateBatch(
+            hidden=hidden[used],
+            labels=self.labels[used],
+            mask=self.mask[used],
+            signals=self.signals[used],
+            drawn_ids=self.drawn_ids[used],
+            counts=used.sum(-1),
+            indices=self.indices,
+        )
+
+
+@dataclass
+class StateBatch:
+    """What heads read and should say at the n places of some traces that count, trace by trace: all that is left to
+    know of a DraftBatch once the draft has run.
+
+    hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3); signals: (n, 3); drawn_ids: (n,).
+    counts: (traces,) places of each trace. indices: (traces,).
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    mask: Tensor
+    signals: Tensor
+    drawn_ids: Tensor
+    counts: Tensor
+    indices: Tensor
+
+    def to(self, device: torch.device) -> StateBatch:
+        return StateBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    @classmethod
+    def joined(cls, batches: Sequence[StateBatch]) -> StateBatch:
+        return cls(**{name: torch.cat([vars(batch)[name] for batch in batches]) for name in vars(batches[0])})
 
 
 @dataclass
@@ -106,6 +145,11 @@ def pack_prefix(trace: dict[str, Any]) -> Packed:
     _label_drawn(trace, labels, mask, start)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
     return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
+
+
+def pack_fixed(trace: dict[str, Any], packing: Packing) -> Packed:
+    """By `exact` or `prefix` packing, which feed the draft the same tokens in every epoch."""
+    return (pack_exact if packing == "exact" else pack_prefix)(trace)
 
 
 def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:

@@ -17,7 +17,7 @@ from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
-from accept_head.training.mixing import LABELS, DraftBatch
+from accept_head.training.mixing import LABELS, DraftBatch, StateBatch
 
 LOG_EVERY = 10  # optimizer steps
 
@@ -81,12 +81,16 @@ class HeadTraining(L.LightningModule):
                 use_cache=False,
             )[0]
 
-    def training_step(self, batch: DraftBatch, batch_index: int) -> Tensor:
-        device = batch.input_ids.device.type
+    def read(self, batch: DraftBatch | StateBatch) -> StateBatch:
+        """What the heads read of a batch, and should say; the draft runs unless its states are there already."""
+        return batch if isinstance(batch, StateBatch) else batch.at(self.hidden_states(batch), self.axes)
+
+    def training_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> Tensor:
+        device = batch.indices.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        hidden = self.hidden_states(batch)
+        batch = self.read(batch)
         with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
-            positions = self._positions(batch, hidden)
+            positions = self._positions(batch)
             losses = [
                 head_loss(candidate.head, positions, w_acc=self.w_acc, w_rej=candidate.w_rej, dtype=dtype)
                 for candidate in self.candidates
@@ -97,19 +101,13 @@ class HeadTraining(L.LightningModule):
         gradients = [gradient for loss in losses for gradient in loss.gradients]
         return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
 
-    def _counted(self, batch: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """(where some prediction counts (batch, seq), labels there (n, predictions), which of them count)."""
-        mask = batch.mask[..., self.axes]
-        used = mask.any(-1)
-        return used, batch.labels[used][:, self.axes].float(), mask[used]
-
-    def _positions(self, batch: DraftBatch, hidden: Tensor) -> Positions:
-        used, labels, mask = self._counted(batch)
+    def _positions(self, batch: StateBatch) -> Positions:
+        labels, mask = batch.labels[:, self.axes], batch.mask[:, self.axes]
         head = self.candidates[0].head  # all normalise the same signals alike
         return Positions(
-            hidden=hidden[used].float(),
-            signals=head.normalised(batch.signals[used]) if head.config.signals else None,
-            embedded=head.embedded(batch.drawn_ids[used]) if head.config.reads_embedding else None,
+            hidden=batch.hidden.float(),
+            signals=head.normalised(batch.signals) if head.config.signals else None,
+            embedded=head.embedded(batch.drawn_ids) if head.config.reads_embedding else None,
             accept=torch.where(mask, labels, 0.0),
             reject=torch.where(mask, 1 - labels, 0.0),
         )
@@ -124,7 +122,7 @@ class HeadTraining(L.LightningModule):
         count = (accept + reject).sum(0).expand_as(kl)
         return torch.cat([torch.stack([values, weights], -1), kl, count], -1)
 
-    def _check_finite(self, values: Tensor, batch: DraftBatch) -> None:
+    def _check_finite(self, values: Tensor, batch: StateBatch) -> None:
         """Raise InputError for the first head whose loss is not finite: it must not reach the weights.
 
         One host sync a micro-batch, next to a whole draft forward.
@@ -171,12 +169,11 @@ class HeadTraining(L.LightningModule):
             for axis, prediction in enumerate(self.predictions)
         }
 
-    def validation_step(self, batch: DraftBatch, batch_index: int) -> None:
-        hidden = self.hidden_states(batch)
-        used, labels, mask = self._counted(batch)
-        read = hidden[used], batch.signals[used], batch.drawn_ids[used]
+    def validation_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> None:
+        batch = self.read(batch)
+        read = batch.hidden, batch.signals, batch.drawn_ids
         logits = torch.stack([candidate.head(*read).float() for candidate in self.candidates])
-        self.dev_outputs.append((logits.cpu(), labels.cpu(), mask.cpu()))
+        self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes].cpu(), batch.mask[:, self.axes].cpu()))
 
     def on_validation_epoch_end(self) -> None:
         outputs, self.dev_outputs = _gather_all(self.dev_outputs), []

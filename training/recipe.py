@@ -17,9 +17,9 @@ STEPS_AN_EPOCH = 800
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`: at most MOST_CHANNELS.
-    predicts: token, next or both. signals, embedding: whether the head also reads the draft signals, and the draft's
-    input embedding of the drawn token.
+    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`: the same, but at
+    most MOST_CHANNELS. predicts: token, next or both. signals, embedding: whether the head also reads the draft
+    signals, and the draft's input embedding of the drawn token.
 
     w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
     a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over

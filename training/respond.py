@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from accept_head.pair import end_ids, output_size
+from accept_head.pair import end_ids, input_device, output_size
 from accept_head.sampling import Sampling
+from accept_head.training.halving import Halving
+
+
+def generation_halving() -> Halving:
+    return Halving("generating", "lower --max_new_tokens, or spread the target with --device_map auto")
 
 
 @torch.no_grad()
@@ -21,42 +29,79 @@ def respond(
     max_new_tokens: int,
     seed: int,
     vocab_size: int | None = None,
+    halving: Halving | None = None,
 ) -> list[list[int]]:
     """One response a prompt, as ids, without the prompt and with the end-of-sequence token if one was produced.
 
     vocab_size: ids from here on are never generated: outputs that only pad the target's embedding matrix. The batch is
-    seeded as a whole: the same prompts in the same batch with the same seed give the same responses.
+    seeded as a whole: the same prompts in the same batch with the same seed give the same responses, also where memory
+    runs out and it is generated in parts (halving). In another batch, logits may round differently: a token changes
+    then only if two candidates tie to within that rounding.
+
+    Raises InputError when not even one prompt fits in memory.
     """
     width = max(len(prompt) for prompt in prompts)
-    device = target.device
+    device = input_device(target)
     pad = tokenizer.pad_token_id
     # (batch, width), padded on the left as generation needs
     input_ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
     attention_mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     ends = end_ids(target, tokenizer)
     padding = list(range(vocab_size or output_size(target), output_size(target)))
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=ends,
+        pad_token_id=pad,
+        suppress_tokens=padding or None,
+        **sampling.generation_kwargs(),
+    )
+
+    def generate(start: int, stop: int) -> list[list[int]]:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            with _draws_of(start, stop, len(prompts)):
+                output = target.generate(  # type: ignore[operator]
+                    input_ids[start:stop], attention_mask=attention_mask[start:stop], generation_config=config
+                )
+        return output[:, width:].tolist()
+
     # The model's own generation config may bring top_p, penalties and more: only the recorded settings may apply.
     saved, target.generation_config = target.generation_config, GenerationConfig()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            output = target.generate(  # type: ignore[operator]
-                input_ids,
-                attention_mask=attention_mask,
-                generation_config=GenerationConfig(
-                    max_new_tokens=max_new_tokens,
-                    eos_token_id=ends,
-                    pad_token_id=pad,
-                    suppress_tokens=padding or None,
-                    **sampling.generation_kwargs(),
-                ),
-            )
+        rows = (halving or generation_halving())(len(prompts), generate)
     finally:
         target.generation_config = saved
-    return [_until_end(row, ends) for row in output[:, width:].tolist()]
+    return [until_end(row, ends) for row in rows]
 
 
-def _until_end(row: list[int], ends: list[int]) -> list[int]:
+def _draws_of(start: int, stop: int, rows: int) -> AbstractContextManager[Any]:
+    return nullcontext() if (start, stop) == (0, rows) else _PartOfBatch(start, stop, rows)
+
+
+class _PartOfBatch(TorchFunctionMode):
+    """Rows start to stop draw what they would have drawn in a batch of `rows`: multinomial draws for all of it.
+
+    One multinomial sample a row is the argmax of its probabilities over one exponential number an element, so a row
+    depends on no other row's probabilities, but on its place in the batch.
+    """
+
+    def __init__(self, start: int, stop: int, rows: int):
+        super().__init__()
+        self.part, self.rows = slice(start, stop), rows
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.multinomial:
+            return func(*args, **(kwargs or {}))
+        part, *rest = args
+        whole = part.new_ones(self.rows, part.shape[-1])
+        whole[self.part] = part
+        return torch.multinomial(whole, *rest, **(kwargs or {}))[self.part]
+
+
+def until_end(row: list[int], ends: Sequence[int]) -> list[int]:
+    """The row up to and with its first end token; all of it when it has none."""
     for position, token in enumerate(row):
         if token in ends:
             return row[: position + 1]

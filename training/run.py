@@ -15,9 +15,12 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig, Predicts
-from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.pair import checkpoint_fingerprint, context_tokens, hidden_size, input_embeddings, load_model
 from accept_head.signals import SIGNALS
+from accept_head.trace import check_scored
+from accept_head.trace_values import check_context
 from accept_head.training.data import StepSampler, TraceData
+from accept_head.training.feature_cache import FeatureCache, check_cacheable
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
 from accept_head.training.mixing import Packing
 from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
@@ -50,7 +53,10 @@ def train(
     precision: Literal["fp32", "bf16"] = "fp32",
     seed: int = 0,
     checkpoint_every: int = 50,
+    cache: bool | str = False,
     workers: int = 0,
+    dry_run: bool = False,
+    model_shapes: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
     """Train an acceptance prediction head on traces and save it to a folder.
@@ -89,7 +95,11 @@ def train(
         precision: fp32, or bf16 (mixed; the draft itself in bfloat16).
         seed: Seed of the head's first weights, of the order of traces and of the mixing masks.
         checkpoint_every: Optimizer steps between checkpoints.
+        cache: Keep the draft's states on disk, so that the draft runs over the traces once, not in every epoch, and not
+            again in later runs: a folder, or true for `features` in each folder of traces. Not with token mixing.
         workers: Processes that prepare batches.
+        dry_run: Load no weights and write nothing: resolve every name and print what the run would cost.
+        model_shapes: With dry_run: folder with a `NAME/config.json` for a draft that cannot be reached from here.
         trust_remote_code: Run model code that comes with the draft.
     """
     if predicts == "next":  # they describe a drawn token, which such a head does not know
@@ -101,6 +111,20 @@ def train(
     variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
         raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")
+    if cache:
+        check_cacheable(chosen.packing)
+    if dry_run:
+        from accept_head.training.dry_run import train_plan
+
+        folders = [Path(folder) for folder in (traces if isinstance(traces, list) else [traces])]
+        plan = train_plan(
+            draft, folders, chosen, variants(chosen, depth, w_rej), precision=precision,
+            micro_batch_size=micro_batch_size, model_shapes=model_shapes, trust_remote_code=trust_remote_code,
+        )  # fmt: skip
+        print(plan)
+        return
+    if model_shapes is not None:
+        raise InputError("--model_shapes is given, but only --dry_run true reads it")
     limit_cpu_threads()
     options = trainer_options(precision)
     dtype = "bfloat16" if precision == "bf16" else "auto"
@@ -111,6 +135,11 @@ def train(
         draft_fingerprint=checkpoint_fingerprint(draft),
         seed=seed,
     )
+    if chosen.predicts != "token":
+        for config, folder in zip(splits.configs, splits.folders, strict=True):
+            check_scored(config, folder)
+    for part in splits.parts:
+        check_context(part.folder, part.traces, context_tokens(draft_model))
     train_set, dev_set = splits.train, splits.dev
     if embedding is None and input_embeddings(draft_model).shape[-1] != hidden_size(draft_model):
         chosen = chosen.override(embedding=False)  # as of OPT-350m, whose embeddings are narrower
@@ -130,6 +159,15 @@ def train(
     )
     recipes = variants(chosen, depth, w_rej)
     module, sampler = _build(recipes, draft_model, data, options, seed)
+    if cache:
+        data.cache = FeatureCache(
+            splits.parts,
+            None if cache is True else Path(cache),
+            draft_model,
+            packing=chosen.packing,
+            axes=module.axes,
+            precision=precision,
+        )
     sweep = list(recipes) != [""]
     run = {
         **asdict(chosen),

@@ -9,16 +9,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap
-from accept_head.pair import Pair
+from accept_head.pair import Pair, input_device
 from accept_head.randomness import uniforms
 from accept_head.sampling import Sampling
 from accept_head.signals import SIGNALS, draft_signals
+from accept_head.training.halving import Halving
 
 # Logits turned into probabilities at a time: bounds memory at about 0.5 GB whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
 
 
-@torch.no_grad()
+def scoring_halving() -> Halving:
+    return Halving("scoring", "lower --max_new_tokens, or spread the target with --device_map auto")
+
+
 def score(
     pair: Pair,
     prompts: Sequence[Sequence[int]],
@@ -28,6 +32,7 @@ def score(
     seed: int,
     indices: Sequence[int],
     drawn_with: Sampling | None = None,
+    halving: Halving | None = None,
 ) -> list[dict[str, list]]:
     """The per-position columns of each trace (see trace.POSITION_COLUMNS).
 
@@ -35,7 +40,29 @@ def score(
     not depend on the batch it was scored in.
     drawn_with: the settings that the target drew the responses with, `sampling` when left out. Y ∼ q needs the
     distribution of X, whatever that was; the labels are those of `sampling`.
+
+    Raises InputError when not even one sequence fits in memory.
     """
+
+    def score_some(start: int, stop: int) -> list[dict[str, list]]:
+        rows = slice(start, stop)
+        return _score_batch(
+            pair, prompts[rows], responses[rows], sampling, drawn_with or sampling, seed, list(indices[rows])
+        )
+
+    return (halving or scoring_halving())(len(prompts), score_some)
+
+
+@torch.no_grad()
+def _score_batch(
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    sampling: Sampling,
+    drawn_with: Sampling,
+    seed: int,
+    indices: list[int],
+) -> list[dict[str, list]]:
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(response) for response in responses]
     # The distribution of response token i is read one position before it: (rows, columns) of every valid position.
@@ -51,7 +78,7 @@ def score(
 
     chunk = max(1, CHUNK_ELEMENTS // pair.vocab_size)
     parts = [
-        _score_positions(p, q, x, sampling, drawn_with or sampling, seed, counter)
+        _score_positions(p, q, x, sampling, drawn_with, seed, counter)
         for p, q, x, counter in zip(
             target_logits.split(chunk),
             draft_logits.split(chunk),
@@ -97,7 +124,7 @@ def _score_positions(
 def _logits(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
     """Padded on the right, where a causal model cannot see it → (batch, seq, vocab)."""
     width = max(map(len, sequences))
-    device = model.device
+    device = input_device(model)
     ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences], device=device)
     mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=device)
     return model(input_ids=ids, attention_mask=mask, use_cache=False).logits

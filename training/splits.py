@@ -16,13 +16,24 @@ from accept_head.training.data import split_dev
 
 
 @dataclass(frozen=True)
+class Part:
+    """A folder of traces, all of it. Their column `folder` is its place in `Splits.parts`."""
+
+    folder: Path
+    config: TraceConfig
+    traces: Dataset
+
+
+@dataclass(frozen=True)
 class Splits:
-    """folders, configs: of the training traces, in the order given. train, dev: traces."""
+    """folders, configs: of the training traces, in the order given. train, dev: traces.
+    parts: the folders that these are taken from; that of dev traces comes last."""
 
     folders: tuple[Path, ...]
     configs: tuple[TraceConfig, ...]
     train: Dataset
     dev: Dataset
+    parts: tuple[Part, ...]
 
     def content(self) -> Any:
         """What decides the training traces: TraceConfig.content() of the folder, or, of several, a list of them."""
@@ -57,32 +68,33 @@ def read_splits(folders: Sequence[Path], dev_folder: Path | None, *, draft_finge
     """
     if not folders:
         raise InputError("--traces is an empty list, expected at least one folder")
-    configs, parts = zip(*(_read_made_by(folder, draft_fingerprint) for folder in folders), strict=True)
+    parts = [_read_made_by(folder, place, draft_fingerprint) for place, folder in enumerate(folders)]
+    configs = tuple(part.config for part in parts)
     fingerprints = [config.fingerprint() for config in configs]
     for place, (folder, config) in enumerate(zip(folders, configs, strict=True)):
         _check_alike(config, f"--traces {folder}", configs[0], folders[0])
         if (twin := fingerprints.index(fingerprints[place])) < place:
             raise InputError(f"--traces {folder}: holds the same traces as {folders[twin]}; give each folder once")
-    together = parts[0] if len(parts) == 1 else concatenate_datasets(list(parts))
+    together = parts[0].traces if len(parts) == 1 else concatenate_datasets([part.traces for part in parts])
     if dev_folder is not None:
-        dev_config, dev = _read_made_by(dev_folder, draft_fingerprint)
-        _check_alike(dev_config, f"--dev_traces {dev_folder}", configs[0], folders[0])
-        check_coupled(dev_config, dev_folder)
-        return Splits(tuple(folders), configs, together, dev)
+        dev = _read_made_by(dev_folder, len(parts), draft_fingerprint)
+        _check_alike(dev.config, f"--dev_traces {dev_folder}", configs[0], folders[0])
+        check_coupled(dev.config, dev_folder)
+        return Splits(tuple(folders), configs, together, dev.traces, (*parts, dev))
     if all(config.responses is not None for config in configs):
         raise InputError(
             f"--traces {folders[0]}: its responses were scored with `collect --responses`, which can train a head but "
             "not judge it; give --dev_traces"
         )
-    judges = np.repeat([config.responses is None for config in configs], [len(traces) for traces in parts])
-    train, dev = split_dev(together, ", ".join(map(str, folders)), seed=seed, judges=judges)
-    return Splits(tuple(folders), configs, train, dev)
+    judges = np.repeat([config.responses is None for config in configs], [len(part.traces) for part in parts])
+    train, held_out = split_dev(together, ", ".join(map(str, folders)), seed=seed, judges=judges)
+    return Splits(tuple(folders), configs, train, held_out, tuple(parts))
 
 
-def _read_made_by(folder: Path, draft_fingerprint: str) -> tuple[TraceConfig, Dataset]:
+def _read_made_by(folder: Path, place: int, draft_fingerprint: str) -> Part:
     config, traces = read_traces(folder)
     check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
-    return config, traces
+    return Part(folder, config, traces.add_column("folder", np.full(len(traces), place)))
 
 
 def _check_alike(config: TraceConfig, option: str, first: TraceConfig, folder: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head_use import HeadOrigin
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 
@@ -52,6 +53,7 @@ class HeadPolicy(ThresholdPolicy):
 
     scores: Literal["prefix", "proposal"] = "proposal"
     predicts = True
+    origin: HeadOrigin | None = None  # what the head was trained for, when it came from a folder
 
     def __init__(
         self,

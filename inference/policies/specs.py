@@ -17,6 +17,9 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.files import read_json
+from accept_head.head import AcceptanceHead
+from accept_head.head_folder import head_folder
+from accept_head.head_use import Checkpoint, HeadOrigin
 from accept_head.hub import load_head
 from accept_head.inference.batch_table import read_batch_table
 from accept_head.inference.cost_file import forward_costs, pair_costs
@@ -59,18 +62,22 @@ class Entry(NamedTuple):
 
 class DraftShape(NamedTuple):
     """What a policy has to know of a draft: channels of its last hidden state, where it runs, and its input embedding
-    matrix, (vocab, hidden_size), for heads that read it. For hosts whose model is none of transformers'."""
+    matrix, (vocab, hidden_size), for heads that read it. For hosts whose model is none of transformers'. checkpoint and
+    dtype, where they are known: to say so when a head was trained on others."""
 
     hidden_size: int
     device: torch.device
     embeddings: torch.Tensor | None = None
+    checkpoint: Checkpoint | None = None
+    dtype: str | None = None
 
     @classmethod
     def of(cls, draft: Pair | PreTrainedModel | DraftShape) -> DraftShape:
         if isinstance(draft, DraftShape):
             return draft
         model = draft.draft if isinstance(draft, Pair) else draft
-        return cls(hidden_size(model), model.device, input_embeddings(model))
+        dtype = str(model.dtype).removeprefix("torch.")
+        return cls(hidden_size(model), model.device, input_embeddings(model), Checkpoint.of(model), dtype)
 
 
 def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:
@@ -141,7 +148,7 @@ def _costs_option(spec: str, value: str, entry: Entry) -> PairCosts:
 def _parse_option(spec: str, key: str, value: str, kind: type) -> Any:
     if kind is bool and value in ("true", "false"):
         return value == "true"
-    if kind is int and value.isdecimal():
+    if kind is int and _is_integer(value):
         return int(value)
     if kind is float and _is_number(value):
         return float(value)
@@ -175,20 +182,39 @@ def _rule(
 
 
 def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
-    """PATH:THRESHOLD, or PATH alone: threshold, bounds and lag are then those of its decoding.json."""
+    """PATH:THRESHOLD, or PATH alone: threshold, bounds and lag are then those of its decoding.json. A PATH may be a
+    name on the Hub, user/name or user/name@revision."""
     path, _, last = argument.rpartition(":")
     if path and _is_number(last):
-        threshold: float = _number(last)
-    elif argument:
-        path = argument
-        decoding = _decoding(Path(path))
-        threshold = decoding.pop("threshold")
-        options = decoding | options
-    else:
+        return head_policy(path, draft, _number(last), options)
+    if not argument:
         raise _Malformed
-    head = load_head(path, hidden_size=draft.hidden_size, device=draft.device, embeddings=draft.embeddings)
+    return head_policy(argument, draft, None, options)
+
+
+def head_policy(
+    name: str, draft: DraftShape, threshold: float | None, options: Options, folder: Path | None = None
+) -> HeadPolicy:
+    """The policy of a head. threshold: None = that of its decoding.json, with the bounds and the lag there, where the
+    options do not say otherwise. folder: of a head that is here already, whatever its name. Raises InputError."""
+    folder = folder or head_folder(name)
+    tuned = None
+    if threshold is None:
+        chosen, tuned = _decoding(name, folder)
+        threshold = chosen.pop("threshold")
+        options = chosen | options
+    head = load_head(folder, hidden_size=draft.hidden_size, device=draft.device, embeddings=draft.embeddings)
+    origin = HeadOrigin.read(name, folder, tuned)
+    ids = len(draft.embeddings) if draft.embeddings is not None else None
+    origin.check_draft(draft.checkpoint, ids, draft.dtype)
+    policy = _head_policy(head, threshold, options, folder)
+    policy.origin = origin
+    return policy
+
+
+def _head_policy(head: AcceptanceHead, threshold: float, options: Options, folder: Path) -> HeadPolicy:
     if options.get("calibration"):
-        options["calibration"] = DepthCalibration.load(Path(path))
+        options["calibration"] = DepthCalibration.load(folder)
     if not (options.get("online") or options.get("calibration")):
         if of_online := [
             name for name in options if name in ("signals", "half_life", "prior", "tenant_share", "per_tenant")
@@ -199,11 +225,11 @@ def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
     return RecalibratedHeadPolicy(head, threshold, **options)
 
 
-def _decoding(folder: Path) -> Options:
-    """What `accept-head tune` chose for this head."""
+def _decoding(name: str, folder: Path) -> tuple[Options, dict[str, Any]]:
+    """What `accept-head tune` chose for this head, as options, and all that it wrote."""
     path = folder / "decoding.json"
     if not path.is_file():
-        raise InputError(f"{folder} has no decoding.json (accept-head tune writes it): give a threshold, head:PATH:0.5")
+        raise InputError(f"{name} has no decoding.json (accept-head tune writes it): give a threshold, head:PATH:0.5")
     values = read_json(path)
     if type(values.get("threshold")) not in (float, int):
         raise InputError(f"{path}: field 'threshold' is {values.get('threshold')!r}, expected a number")
@@ -211,7 +237,7 @@ def _decoding(folder: Path) -> Options:
     for key, value in chosen.items():
         if key != "threshold" and type(value) is not int:
             raise InputError(f"{path}: field {key!r} is {value!r}, expected an integer")
-    return chosen
+    return chosen, values
 
 
 def _is_number(text: str) -> bool:
@@ -229,9 +255,13 @@ def _number(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    if not text.isdecimal():
+    if not _is_integer(text):
         raise _Malformed
     return int(text)
+
+
+def _is_integer(text: str) -> bool:
+    return text.isdecimal() and len(text) < 19
 
 
 def _pair_costs(text: str) -> Any:
@@ -352,7 +382,7 @@ POLICIES = {
     ),
     "head": Entry(
         "head:PATH[:THRESHOLD]",
-        "SpecDec++: stop when the predicted chance of a rejection so far passes the threshold",
+        "SpecDec++: stop when the predicted chance of a rejection so far passes it; PATH or user/name[@revision]",
         _head,
         RecalibratedHeadPolicy,
     ),

@@ -1,6 +1,7 @@
 """A head's whole folder: what it holds, that it is written whole, and which draft it fits."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -62,6 +63,17 @@ def test_the_card_names_the_pair_the_sampling_and_the_measured_quality(tmp_path)
     card = (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
     for fact in ("some/draft", "some/target", "temperature 0.7", "top-k 20", "top-p 0.9", "depth 2", "1234", "0.8555"):
         assert fact in card, fact
+
+
+def test_where_models_and_prompts_came_from_is_recorded_but_decides_no_record(tmp_path):
+    origins = {"target_revision": "a" * 40, "draft_revision": "b" * 40, "dtype": "bfloat16", "dataset": "some/prompts"}
+    traces = replace(TRACES, **origins)
+    assert traces.fingerprint() == TRACES.fingerprint() != replace(TRACES, seed=4).fingerprint()
+    traces.save(tmp_path)
+    assert TraceConfig.load(tmp_path) == traces
+    TRACES.save(tmp_path)
+    assert not set(origins) & set(json.loads((tmp_path / "trace_config.json").read_text()))
+    assert TraceConfig.load(tmp_path) == TRACES
 
 
 def test_a_failed_save_leaves_the_old_head_as_it_was(tmp_path):

@@ -53,9 +53,10 @@ def record(index):
     columns = {}
     for name, kind in POSITION_COLUMNS.items():
         if kind == "float32":
-            columns[name] = torch.randn(length, generator=generator).tolist()
+            numbers = torch.rand(length, generator=generator)  # all are probabilities or above 0, or logarithms
+            columns[name] = (-numbers if name.endswith("logprob") else numbers).tolist()
         else:
-            values = torch.randint(2 if kind == "bool" else 1000, (length,), generator=generator)
+            values = torch.randint(2 if kind == "bool" else CONFIG.vocab_size, (length,), generator=generator)
             columns[name] = (values.bool() if kind == "bool" else values).tolist()
     return {
         "index": index,

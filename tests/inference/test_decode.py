@@ -428,7 +428,7 @@ def test_a_policy_that_may_stop_early_waits_once_a_token(monkeypatch):
         ({"policy": "confidence:0.4,depth=2"}, "unknown option 'depth'"),
         ({"policy": "head"}, "policy 'head': expected head:PATH"),
         ({"policy": "head:/nowhere:0.5"}, "/nowhere"),
-        ({"policy": "head:/nowhere"}, "decoding.json"),
+        ({"policy": "head:/nowhere"}, "no such folder"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(options, words):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from accept_head import InputError, Sampling
 from accept_head.acceptance import acceptance_probability, overlap
+from accept_head.checksum import save_tensors
 from accept_head.cost import ForwardCosts
 from accept_head.inference import RowPolicy, generate
 from accept_head.inference import informed as module
@@ -325,7 +326,7 @@ def test_longer_rollouts_and_other_tokens_are_asked_anew(files):
         path, ("position", "length", "ids", "logprob", "entropy", "max_prob", "hidden", "fed_hidden")
     )
     tensors["ids"][0, 0] = (tensors["ids"][0, 0] + 1) % 3
-    module.save_file(tensors, path)
+    save_tensors(tensors, path)
     files.tables(k_max=8)
     assert files.asked == [1]
 
@@ -350,7 +351,7 @@ def test_tables_of_another_version_are_made_anew(files, text):
 def test_a_damaged_shard_is_refused_by_name(files):
     files.tables()
     (files.place / "shard-00002.safetensors").write_bytes(b"damaged")
-    with pytest.raises(InputError, match=r"informed/shard-00002\.safetensors: not readable.*remove it"):
+    with pytest.raises(InputError, match=r"informed/shard-00002\.safetensors: damaged.*remove it"):
         files.tables()
 
 

@@ -403,7 +403,7 @@ def test_a_run_killed_in_the_middle_of_a_shard_leaves_no_file_of_it(made, monkey
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "save_file", killed)
+        patch.setattr(module, "save_tensors", killed)
         with pytest.raises(KeyboardInterrupt):
             made.load()
     assert [path.name for path in made.place.iterdir()] == [CONFIG_NAME]
@@ -474,7 +474,7 @@ def test_a_damaged_shard_is_refused_by_name(made, damage):
     else:
         data = path.read_bytes()
         path.write_bytes({"cut": data[: len(data) // 2], "garbage": b"\0" * 64, "empty": b""}[damage])
-    with pytest.raises(InputError, match=r"shard-00002\.safetensors: not readable.*remove it") as caught:
+    with pytest.raises(InputError, match=r"shard-00002\.safetensors: damaged.*remove it") as caught:
         made.load()
     assert "\n" not in str(caught.value)
     path.unlink()
@@ -499,10 +499,10 @@ def test_a_longest_round_below_2_is_refused(made, k_max):
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_with_the_option(made, monkeypatch):
-    def read_only(path, *_, **__):
+    def read_only(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "touch", read_only)
+    monkeypatch.setattr("accept_head.files.tempfile.TemporaryFile", read_only)
     with pytest.raises(InputError, match=r"--traces .*rollouts: cannot be written to \(Read-only file system\)"):
         made.load()
 
@@ -517,10 +517,10 @@ def test_a_file_in_the_place_of_the_folder_is_refused(made):
 def test_finished_rollouts_can_be_read_from_a_folder_that_cannot_be_written_to(made, monkeypatch):
     made.load()
 
-    def read_only(path, *_, **__):
+    def read_only(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(Path, "touch", read_only)
+    monkeypatch.setattr("accept_head.files.tempfile.TemporaryFile", read_only)
     made.load()
 
 

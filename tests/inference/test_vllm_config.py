@@ -118,6 +118,13 @@ def test_a_tuned_head(run, here):
     assert f"# vllm serve --config {here / 'vllm.yaml'}" in comments
 
 
+def test_a_head_that_reads_the_drafts_embeddings(run, here):
+    """Of which there are none here, only their shape."""
+    make_head(here / "embedding", reads="before", embedding_std=0.1, decoding={"threshold": 0.5, "k_max": 4})
+    options, _, _ = run("--head", "embedding")
+    assert options["additional-config"] == {"accept_head": {"policy": f"head:{here / 'embedding'}"}}
+
+
 def test_without_out_it_only_prints(here, capsys):
     assert main(["vllm-config", "--target", "target", "--draft", "draft", "--head", "head"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("vllm serve ")
@@ -282,7 +289,7 @@ def test_a_head_that_was_not_tuned_there(refused, here):
     ("arguments", "words"),
     [
         ("", "no policy is named"),
-        ("--head nowhere", "nowhere has no decoding.json"),
+        ("--head nowhere", "nowhere: no such folder, nor a name on the Hub"),
         ("--head untuned", "untuned has no decoding.json"),
         ("--head narrow", "hidden_size is 8, but the draft's is 16"),
         ("--policy magic:3", "policy 'magic:3': unknown"),

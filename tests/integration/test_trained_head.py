@@ -49,7 +49,8 @@ def dev_records(embedded_traces):
 def dev_positions(dev_records, embedded_pair_folder):
     """(draft states, labels (n,)) of every dev position."""
     draft = AutoModelForCausalLM.from_pretrained(embedded_pair_folder / "draft", dtype=torch.float32)
-    drawn, before, signals, labels = [], [], [], []
+    embeddings = draft.get_input_embeddings().weight.detach()
+    drawn, before, signals, embedded, labels = [], [], [], [], []
     for row in dev_records:
         prompt, response, proposals = row["prompt_ids"], row["response_ids"], row["draft_ids"]
         inputs = [[*prompt, *response[:i], proposal] for i, proposal in enumerate(proposals)]
@@ -62,20 +63,23 @@ def dev_positions(dev_records, embedded_pair_folder):
         drawn.append(output.hidden_states[-1][rows, lengths - 1])
         before.append(output.hidden_states[-1][rows, lengths - 2])
         signals += map(draft_signals, output.logits[rows, lengths - 2].double().numpy(), proposals)
+        embedded.append(embeddings[proposals])
         labels += row["acceptance"]
-    states = States(torch.cat(drawn).double().numpy(), torch.cat(before).double().numpy(), np.array(signals))
-    return states, np.array(labels)
+    drawn, before, embedded = (torch.cat(parts).double().numpy() for parts in (drawn, before, embedded))
+    return States(drawn, before, np.array(signals), embedded), np.array(labels)
 
 
 class States(NamedTuple):
-    """What a head may read of each Y_i: the state at it, the state it was drawn from, and the draft signals.
+    """What a head may read of each Y_i: the state at it, the state it was drawn from, the draft signals, and its
+    embedding.
 
-    drawn, before: (n, hidden); signals: (n, 3).
+    drawn, before, embedded: (n, hidden); signals: (n, 3).
     """
 
     drawn: np.ndarray
     before: np.ndarray
     signals: np.ndarray
+    embedded: np.ndarray
 
 
 def draft_signals(logits, proposal, top_k=50):
@@ -88,8 +92,8 @@ def draft_signals(logits, proposal, top_k=50):
 def predict(head_folder, states):
     """P̂ of a saved head with one prediction, in float64.
 
-    Residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), on the hidden state, to which a linear map of the
-    normalised draft signals is added if the head reads them.
+    Residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), on the hidden state, to which linear maps of the
+    normalised draft signals and of the scaled embedding are added if the head reads them.
     """
     weights = {name: tensor.astype(np.float64) for name, tensor in load_file(head_folder / "model.safetensors").items()}
     config = json.loads((head_folder / "config.json").read_text())
@@ -98,6 +102,8 @@ def predict(head_folder, states):
         assert config["signals"] == ["draft_logprob", "draft_entropy", "draft_max_prob"]
         normalised = (states.signals - config["signal_mean"]) / config["signal_std"]
         hidden = hidden + normalised @ weights["signal_input.weight"].T
+    if config.get("embedding_std") is not None:
+        hidden = hidden + states.embedded / config["embedding_std"] @ weights["embedding_input.weight"].T
     for block in range(config["depth"]):
         inner = hidden @ weights[f"blocks.{block}.linear.weight"].T + weights[f"blocks.{block}.linear.bias"]
         hidden = hidden + inner / (1 + np.exp(-inner))

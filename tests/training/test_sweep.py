@@ -213,5 +213,5 @@ def test_the_head_whose_loss_is_not_finite_is_named_and_none_is_saved(arguments,
     done = run_warm(*arguments(tmp_path / "heads", *SHORT, "--w_rej", "[1,3e38]"))
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("accept-head"))
-    assert "head depth3-w_rej3e+38: the loss is" in line and "step 0" in line
+    assert "head depth2-w_rej3e+38: the loss is" in line and "step 0" in line
     assert not (tmp_path / "heads").exists()

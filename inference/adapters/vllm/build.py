@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead
+from accept_head.head_use import Checkpoint, origin_of
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import Settings, check
@@ -35,12 +36,23 @@ def build_policy(vllm_config: Any, device: torch.device, model: nn.Module | None
     try:
         vocab, hidden = draft.get_vocab_size(), draft.get_hidden_size()
         embeddings = torch.empty(vocab, hidden, device="meta") if model is None else input_embeddings(model, vocab)
-        policy = make_policy(settings.policy, DraftShape(hidden, device, embeddings), host=VLLM)
+        checkpoint = Checkpoint(draft.model, draft.revision)
+        dtype = str(draft.dtype).removeprefix("torch.")
+        policy = make_policy(settings.policy, DraftShape(hidden, device, embeddings, checkpoint, dtype), host=VLLM)
     finally:
         torch.set_default_dtype(default)
     if model is not None:
+        _check_use(policy, vllm_config)
         _logger().info("accept-head %s: policy %s", VERSION, settings.policy)
     return policy
+
+
+def _check_use(policy: DraftPolicy, vllm_config: Any) -> None:
+    """Requests bring their own temperatures; whether drafts are sampled is known now."""
+    if (origin := origin_of(policy)) is not None:
+        target = vllm_config.model_config
+        origin.check_target(Checkpoint(target.model, target.revision))
+        origin.check_mode(greedy=vllm_config.speculative_config.draft_sample_method == "greedy")
 
 
 def input_embeddings(model: nn.Module, vocab: int) -> Tensor:

@@ -1,0 +1,176 @@
+"""A head that is used otherwise than it was trained: what is refused, what is said, and how often."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from accept_head import head_use
+from accept_head.errors import InputError
+from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head_use import Checkpoint, HeadOrigin
+from accept_head.hub import load_head, save_head
+from accept_head.inference import generate
+from accept_head.inference.policies.specs import DraftShape, make_policy
+from accept_head.pair import (
+    checkpoint_fingerprint,
+    forward_with_hidden,
+    hidden_size,
+    input_embeddings,
+    load_model,
+    load_tokenizer,
+)
+from accept_head.sampling import Sampling
+from accept_head.signals import draft_signals
+from tests.accept_head.test_hub import QUALITY, TRACES
+
+SAMPLED = Sampling(temperature=1.0, top_k=0)
+
+
+@pytest.fixture
+def said(caplog):
+    """What has been said so far in this test, a line each."""
+    head_use._say_once.cache_clear()
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "accept_head"]
+
+
+@pytest.fixture
+def head(tmp_path, random_pair_folder):
+    """A head whose folder records the random pair; head(**changes) of what it records."""
+
+    def make(tuned=None, **changes):
+        traces = replace(
+            TRACES,
+            target_fingerprint=checkpoint_fingerprint(random_pair_folder / "target"),
+            draft_fingerprint=checkpoint_fingerprint(random_pair_folder / "draft"),
+            vocab_size=261,
+            sampling=SAMPLED,
+            dtype="float32",
+        )
+        folder = tmp_path / "head"
+        metrics, config = {"dev": {"token": QUALITY}}, HeadConfig(hidden_size=16, depth=1)
+        save_head(AcceptanceHead(config), folder, metrics=metrics, training={}, traces=replace(traces, **changes))
+        if tuned:
+            values = {"threshold": 0.5, "traces": {"sampling": tuned.to_dict()}}
+            (folder / "decoding.json").write_text(json.dumps(values))
+        return folder
+
+    return make
+
+
+def decode(pair, folder, sampling, spec="head:{}:0.5"):
+    prompts = [[1, 7, 8], [1, 9]]
+    options = {"policy": spec.format(folder), "sampling": sampling, "max_new_tokens": 4}
+    return generate(pair.target, pair.draft, prompts, **options)
+
+
+def test_a_head_used_as_it_was_trained_says_nothing(head, random_pair, said):
+    decode(random_pair, head(), SAMPLED)
+    assert said() == []
+
+
+@pytest.mark.parametrize(
+    ("now", "named"),
+    [
+        (Sampling(temperature=0), "greedy decoding"),
+        (Sampling(temperature=0.6, top_k=0), "temperature 0.6"),
+        (Sampling(temperature=1.0, top_k=50), "top_k 50"),
+    ],
+)
+def test_other_sampling_is_said_once_with_both_settings(head, random_pair, said, now, named):
+    folder = head()
+    for _ in range(2):
+        tokens, _ = decode(random_pair, folder, now)
+    (line,) = said()
+    assert str(folder) in line and "temperature 1, top_k 0" in line and named in line and "\n" not in line
+    assert all(len(row) for row in tokens)
+
+
+def test_two_greedy_settings_are_the_same_setting(head, random_pair, said):
+    decode(random_pair, head(sampling=Sampling(temperature=0, top_k=50)), Sampling(temperature=0, top_k=0))
+    assert said() == []
+
+
+def test_a_tuned_threshold_is_for_the_sampling_that_it_was_tuned_for(head, random_pair, said):
+    folder = head(tuned=Sampling(temperature=0))
+    decode(random_pair, folder, Sampling(temperature=0), "head:{}")
+    assert said() == []
+    decode(random_pair, folder, Sampling(temperature=0))  # the threshold is the user's now, the head is for SAMPLED
+    assert len(said()) == 1
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_another_model_of_the_same_shape_is_said(head, random_pair, said, role):
+    folder = head(**{f"{role}_fingerprint": "0123456789abcdef", role: "someone/else"})
+    decode(random_pair, folder, SAMPLED)
+    (line,) = said()
+    assert f"trained with the {role} someone/else (01234567)" in line and str(random_pair.draft.name_or_path) != line
+    assert getattr(random_pair, role).name_or_path in line
+
+
+def test_a_wrapped_policy_says_it_too(head, random_pair, said):
+    decode(random_pair, head(), Sampling(temperature=0), "head:{}:0.5,costs=0.2")
+    assert len(said()) == 1
+
+
+def test_another_dtype_is_said(head, said):
+    folder = head()
+    make_policy(f"head:{folder}:0.5", DraftShape(16, torch.device("cpu"), dtype="float32"))
+    assert said() == []
+    make_policy(f"head:{folder}:0.5", DraftShape(16, torch.device("cpu"), dtype="bfloat16"))
+    (line,) = said()
+    assert "float32" in line and "bfloat16" in line
+
+
+def test_another_dtype_changes_next_to_nothing_so_it_is_no_reason_to_refuse(embedded_pair_folder):
+    """The trained draft in bfloat16: what its head says of a text's own tokens."""
+    lines = (embedded_pair_folder / "prompts" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:24]
+    texts = [json.loads(line)["prompt"] for line in lines]
+    encode, said = load_tokenizer(embedded_pair_folder / "draft", "--draft"), []
+    for dtype in ("float32", "bfloat16"):
+        draft = load_model(embedded_pair_folder / "draft", "--draft", dtype=dtype, device="cpu")
+        head = load_head(
+            embedded_pair_folder / "heads" / "sampled",
+            hidden_size=hidden_size(draft),
+            embeddings=input_embeddings(draft),
+        )
+        rows = []
+        for text in texts:
+            ids = encode(text, return_tensors="pt")["input_ids"]
+            out = forward_with_hidden(draft, input_ids=ids)
+            log_q, tokens = out.logits[0, :-1].float().log_softmax(-1), ids[0, 1:]
+            state = out.hidden[0, :-1] if head.config.reads == "before" else out.hidden[0, 1:]
+            signals = draft_signals(log_q.exp(), tokens)
+            rows.append(head.probability(state, "token", signals, tokens))
+        said.append(torch.cat(rows))
+    change = (said[0] - said[1]).abs()
+    assert 0 < change.mean() < 0.01 and change.max() < 0.1 and said[0].std() > 0.1
+
+
+def test_fewer_token_ids_than_recorded_are_refused_and_more_are_padding(head, random_pair):
+    folder = head()
+    with pytest.raises(InputError, match="261 token ids, but this one has 260"):
+        make_policy(f"head:{folder}:0.5", DraftShape(16, torch.device("cpu"), torch.zeros(260, 16)))
+    make_policy(f"head:{folder}:0.5", DraftShape(16, torch.device("cpu"), torch.zeros(264, 16)))
+
+
+def test_vllm_knows_the_mode_beforehand(head, said):
+    folder = head()
+    origin = HeadOrigin.read(str(folder), folder)
+    origin.check_mode(greedy=False)
+    assert said() == []
+    origin.check_mode(greedy=True)
+    assert "temperature 1" in said()[0] and "likeliest" in said()[0]
+
+
+def test_what_is_not_known_is_not_said(tmp_path, random_pair, said):
+    AcceptanceHead(HeadConfig(hidden_size=16, depth=1)).save_pretrained(tmp_path / "plain")
+    decode(random_pair, tmp_path / "plain", Sampling(temperature=0))
+    (tmp_path / "plain" / "trace_config.json").write_text(
+        '{"sampling": [1], "draft_fingerprint": 3, "vocab_size": "x"}'
+    )
+    decode(random_pair, tmp_path / "plain", Sampling(temperature=0))
+    origin = HeadOrigin("it", {"draft_fingerprint": "0123456789"}, {})
+    origin.check_draft(Checkpoint("nobody/has-this"), None, None)
+    assert said() == []
