@@ -178,5 +178,14 @@ def writable_file(path: Path, option: str = "--out") -> Path:
     return path
 
 
+def readable_size(count: float) -> str:
+    """Bytes, in decimal units as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
 def sha256(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()

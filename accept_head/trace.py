@@ -26,14 +26,8 @@ TRACE_VERSION = 2
 CONFIG_NAME = "trace_config.json"
 MOST_SHARDS = 100_000
 ORIGINS = ("target", "draft", "target_revision", "draft_revision", "dtype", "dataset")
-LATER = (
-    "responses",
-    "target_revision",
-    "draft_revision",
-    "dtype",
-    "dataset",
-    "backend",
-)  # fields that older traces lack
+# Fields that older traces lack.
+LATER = ("responses", "target_revision", "draft_revision", "dtype", "dataset", "backend")
 IMPORTED, UNSCORED = "specdecpp:", "specdecpp-unscored:"  # what `responses` begins with, of imported traces
 
 # Per position i of the response, all of the response's length:

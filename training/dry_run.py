@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from accept_head.errors import InputError
+from accept_head.files import readable_size
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import check_same_vocabulary, load_tokenizer
 from accept_head.prompts import load_prompts
@@ -79,10 +80,10 @@ def collect_plan(
         f"  prompts    {prompts_line}",
         f"  responses  at most {max_new_tokens} tokens each, {cost.positions:,} in all, by {_engine(backend)}",
         f"estimate, an upper bound for responses of full length, in {cost.number}-byte numbers (docs/scale.md):",
-        f"  disk       {_size(cost.disk)} of traces in {out} ({_free(out)}); checkpoints "
-        f"{_size(cost.number * sum(shape.parameters for shape in shapes))}",
-        f"  memory     {_size(cost.memory)}: weights {_size(cost.weight_bytes)}, KV cache {_size(cost.cache_bytes)} "
-        f"for {cost.generating} responses at a time, logits {_size(cost.logit_bytes)} for {batch_size}",
+        f"  disk       {readable_size(cost.disk)} of traces in {out} ({_free(out)}); checkpoints "
+        f"{readable_size(cost.number * sum(shape.parameters for shape in shapes))}",
+        f"  memory     {readable_size(cost.memory)}: weights {readable_size(cost.weight_bytes)}, "
+        f"KV cache {readable_size(cost.cache_bytes)} for {cost.generating} responses at a time, logits {readable_size(cost.logit_bytes)} for {batch_size}",
     ]
     for device in DEVICES:
         generate, score = cost.generate_seconds(device) / 3600, cost.score_seconds(device) / 3600
@@ -126,8 +127,9 @@ def train_plan(
         f"  traces     {traces_line}",
         f"  head       {heads}; {common.packing} packing, {common.epochs} epochs",
         f"estimate, in {precision}, without a feature cache (docs/scale.md):",
-        f"  disk       {_size(cost.disk)}; the draft's checkpoint {_size(2 * shape.parameters)} in bfloat16",
-        f"  memory     {_size(cost.memory)} a process",
+        f"  disk       {readable_size(cost.disk)}; "
+        f"the draft's checkpoint {readable_size(2 * shape.parameters)} in bfloat16",
+        f"  memory     {readable_size(cost.memory)} a process",
     ]
     for device in DEVICES:
         hours = cost.seconds(device) / 3600
@@ -246,19 +248,10 @@ def _engine(backend: str) -> str:
     return "vllm (NOT INSTALLED here)" if backend == "vllm" and not is_installed() else backend
 
 
-def _size(count: float) -> str:
-    """Bytes, in decimal units as disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def _devices(count: int) -> str:
     return "1 device" if count == 1 else f"{count} devices"
 
 
 def _free(out: Path) -> str:
     folder = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
-    return f"{_size(shutil.disk_usage(folder).free)} free there"
+    return f"{readable_size(shutil.disk_usage(folder).free)} free there"

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.errors import InputError
-from accept_head.files import atomic_path, read_json, sha256, writable_folder, write_json
+from accept_head.files import atomic_path, read_json, readable_size, sha256, writable_folder, write_json
 from accept_head.pair import hidden_size
 from accept_head.signals import SIGNALS
 from accept_head.training.mixing import LABELS, DraftBatch, Packing, StateBatch, collate, pack_fixed
@@ -142,15 +142,15 @@ class FeatureCache:
             size, free = sum(needed[folder] for folder in folders), shutil.disk_usage(_existing(folders[0].path)).free
             if size > free:
                 raise InputError(
-                    f"--cache {folders[0].path}: {_readable(size)} of draft states are to be written, but only "
-                    f"{_readable(free)} are free there; give --cache a folder on another disk, or leave it out"
+                    f"--cache {folders[0].path}: {readable_size(size)} of draft states are to be written, but only "
+                    f"{readable_size(free)} are free there; give --cache a folder on another disk, or leave it out"
                 )
         for folder in needed:
             folder.prepare()
         if say and needed:
             positions = sum(folder.positions(shard) for folder, shard in missing)
             places = ", ".join(str(folder.path) for folder in needed)
-            print(f"draft states of {positions:,} positions, {_readable(sum(needed.values()))}, go to {places}")
+            print(f"draft states of {positions:,} positions, {readable_size(sum(needed.values()))}, go to {places}")
 
 
 class FeatureFolder:
@@ -243,11 +243,3 @@ def check_cacheable(packing: Packing) -> None:
 def _existing(path: Path) -> Path:
     """It, or what there is of the way to it."""
     return next(one for one in (path, *path.absolute().parents) if one.exists())
-
-
-def _readable(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.1f} TB"
