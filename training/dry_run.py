@@ -83,7 +83,8 @@ def collect_plan(
         f"  disk       {readable_size(cost.disk)} of traces in {out} ({_free(out)}); checkpoints "
         f"{readable_size(cost.number * sum(shape.parameters for shape in shapes))}",
         f"  memory     {readable_size(cost.memory)}: weights {readable_size(cost.weight_bytes)}, "
-        f"KV cache {readable_size(cost.cache_bytes)} for {cost.generating} responses at a time, logits {readable_size(cost.logit_bytes)} for {batch_size}",
+        f"KV cache {readable_size(cost.cache_bytes)} for {cost.generating} responses at a time, "
+        f"logits {readable_size(cost.logit_bytes)} for {batch_size}",
     ]
     for device in DEVICES:
         generate, score = cost.generate_seconds(device) / 3600, cost.score_seconds(device) / 3600
