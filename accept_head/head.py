@@ -241,10 +241,12 @@ class AcceptanceHead(
         return self(hidden, signals, token_ids)[..., self.index_of(prediction)].sigmoid()
 
     @torch.no_grad()
-    def scorer(self, prediction: Predicts = "token") -> Score:
+    def scorer(self, prediction: Predicts = "token", beside: Callable[[Tensor], Tensor] | None = None) -> Score:
         """`probability` for serving, with a third of the host's work a call: (hidden, signals, token_ids) → P̂, on the
         weights as they are now; what is the same for all tokens is folded into them. `both`: P̂ and β̂ in one pass,
-        (..., 2). Raises InputError as `probability` does, or when the embeddings are not attached."""
+        (..., 2). beside: of the state that the last layer reads, (n, channels) → (n, m); what it gives stands behind
+        what is predicted, (..., 1 + m) or (..., 2 + m). Raises InputError as `probability` does, or when the embeddings
+        are not attached."""
         config = self.config
         blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
         last = self._last_of_scorer(prediction)
@@ -268,8 +270,10 @@ class AcceptanceHead(
                 x = x + (self.embedding_input(self.embedded(ids)) if table is None else table[ids])
             for weight, offset in blocks:
                 x = x + nn.functional.silu(torch.addmm(offset, x, weight))
-            logits = last(x)
-            return logits.sigmoid().view((*hidden.shape[:-1], *logits.shape[1:]))
+            predicted = last(x).sigmoid()
+            if beside is not None:
+                predicted = torch.cat([predicted.view(len(x), -1), beside(x)], dim=-1)
+            return predicted.view((*hidden.shape[:-1], *predicted.shape[1:]))
 
         return score
 

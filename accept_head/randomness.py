@@ -18,9 +18,12 @@ def uniforms(seed: int, *counters: Tensor | int) -> Tensor:
     """
     tensors = [counter for counter in counters if isinstance(counter, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    state = _splitmix64(torch.tensor(_signed(seed % (1 << 64)), dtype=torch.int64, device=device))
+    # Filled, not copied from the host, which a GPU would wait for, and which no CUDA graph may do.
+    state = _splitmix64(torch.full((), _signed(seed % (1 << 64)), dtype=torch.int64, device=device))
     for counter in counters:
-        state = _splitmix64(state ^ torch.as_tensor(counter, dtype=torch.int64, device=device))
+        if not isinstance(counter, Tensor):
+            counter = torch.full((), counter, dtype=torch.int64, device=device)
+        state = _splitmix64(state ^ counter.to(device, torch.int64))
     return _shift_right(state, 11).double() * 2.0**-53
 
 

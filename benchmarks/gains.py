@@ -2,12 +2,12 @@
 
 Of the ladder's rungs those that its aims compare: the shipped head, the paper's head, vLLM's online estimator, each
 with the setting that was chosen on dev prompts for its c, and the best fixed K. All decode the 240 test prompts of the
-embedded pair for real, at T = 1 with other random numbers than the traces have, and greedily. A gain is that over the
-fixed K, by eq. 3.1 with counted forwards. Intervals, and the difference to the replayed gain in standard errors (z),
-are bootstraps over prompts, each prompt drawn with its decoded and its replayed responses.
+embedded pair for real, at T = 1 several times with other random numbers, and greedily. Replay is of traces of as many
+seeds. A gain is that over the fixed K, by eq. 3.1 with counted forwards. Intervals, and the difference to the replayed
+gain in standard errors (z), are bootstraps over prompts, each drawn with all its decoded and replayed responses.
 
-python benchmarks/ladder.py                          # makes the heads, and ladder.json
-python benchmarks/gains.py [--temperatures 1 0]      # about a quarter of an hour each on one core
+python benchmarks/ladder.py                                    # makes the heads, and ladder.json
+python benchmarks/gains.py [--temperatures 1 0] [--seeds 4]    # about a quarter of an hour a seed on one core
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
-    temperatures = parser.parse_args().temperatures
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each policy, and seeds of traces, at T = 1")
+    options = parser.parse_args()
+    temperatures = options.temperatures
     ladder = read_json(RESULTS / "ladder.json")["ladder"]
     pair = load_pair(TINY / "target", TINY / "draft")
-    rows = [row for temperature in temperatures for row in gains(pair, ladder, temperature)]
+    rows = [row for temperature in temperatures for row in gains(pair, ladder, temperature, options.seeds)]
     path = RESULTS / "gains.json"
     kept = read_json(path)["rows"] if path.is_file() else []  # of a temperature that is not run again
     rows += [row for row in kept if row["temperature"] not in temperatures]
     worst = max(abs(row["z"]) for row in rows)
-    write_result("gains", {"batch": BATCH, "rows": rows}, command="python benchmarks/gains.py")
+    write_result("gains", {"batch": BATCH, "rows": rows}, command=f"python benchmarks/gains.py --seeds {options.seeds}")
     print(f"largest |z| {worst:.2f} of {len(rows)}; wrote {path}")
 
 
-def gains(pair: Pair, ladder: list[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
+def gains(pair: Pair, ladder: list[dict[str, Any]], temperature: float, seeds: int) -> list[dict[str, Any]]:
     """One row a rung and c."""
     settings = {
         (row["rung"], row["c"]): row["params"]
@@ -63,16 +65,27 @@ def gains(pair: Pair, ladder: list[dict[str, Any]], temperature: float) -> list[
     best = {row["c"]: row["params"] for row in ladder if row["temperature"] == temperature and "k" in row["params"]}
     jobs = {name_of(rung, params): params for (rung, _), params in settings.items()}
     jobs |= {name_of("fixed", params): params for params in best.values()}
-    replayed = {name: replay_one(name, params, temperature) for name, params in jobs.items()}
+    runs = range(seeds if temperature else 1)
+    replayed = {
+        name: sum(replay_one(name, params, temperature, seed) for seed in runs) for name, params in jobs.items()
+    }
     decoded = {}
     for name, params in tqdm(jobs.items(), desc=f"T = {temperature:g}"):
-        decoded[name] = decode(pair, name, params, temperature)
+        # other random numbers than any trace's, so that the two sides are independent
+        decoded[name] = sum(decode(pair, name, params, temperature, 100 + seed) for seed in runs)
     found = []
     for (rung, c), params in settings.items():
         costs = ForwardCosts(t_draft=c, t_target=1.0)
         names = name_of(rung, params), name_of("fixed", best[c])
         real, priced = (np.stack([of[name] for name in names]) for of in (decoded, replayed))
-        row = {"temperature": temperature, "c": c, "rung": rung, "params": params, "best_fixed": best[c]["k"]}
+        row = {
+            "temperature": temperature,
+            "c": c,
+            "rung": rung,
+            "params": params,
+            "best_fixed": best[c]["k"],
+            "seeds": len(runs),
+        }
         found.append(row | compared(real, priced, costs))
         print({key: value for key, value in found[-1].items() if key != "params"}, flush=True)
     assert {row["c"] for row in found} == set(COSTS)
@@ -103,9 +116,9 @@ def compared(real: np.ndarray, priced: np.ndarray, costs: ForwardCosts) -> dict[
     return {**values, **intervals, "z": difference / error if error else float(np.sign(difference))}
 
 
-def replay_one(name: str, params: Mapping[str, Any], temperature: float) -> np.ndarray:
+def replay_one(name: str, params: Mapping[str, Any], temperature: float, seed: int) -> np.ndarray:
     """(n, 4) counts of every test prompt."""
-    traces, rung = coupled("test", temperature), name.partition(" {")[0]
+    traces, rung = coupled("test", temperature, seed), name.partition(" {")[0]
     found: list[Replayed]
     if rung == "fixed":
         found = replay_fixed(traces, [params["k"]])
@@ -118,7 +131,7 @@ def replay_one(name: str, params: Mapping[str, Any], temperature: float) -> np.n
     return found[0].counts
 
 
-def decode(pair: Pair, name: str, params: Mapping[str, Any], temperature: float) -> np.ndarray:
+def decode(pair: Pair, name: str, params: Mapping[str, Any], temperature: float, seed: int) -> np.ndarray:
     """(n, 4) the same of real rounds; one prompt at a time for the estimator, which learns from all rows of a batch."""
     traces, rung = coupled("test", temperature), name.partition(" {")[0]
     tokens, stats = generate(
@@ -130,7 +143,7 @@ def decode(pair: Pair, name: str, params: Mapping[str, Any], temperature: float)
         max_new_tokens=traces.config.max_new_tokens,
         batch_size=1 if rung == LEARNER else BATCH,
         end_token_ids=traces.config.end_token_ids,
-        seed=1,
+        seed=seed,
     )
     if temperature == 0 and tokens != [list(ids) for ids in traces.traces["response_ids"][:]]:
         raise RuntimeError(f"{name}: greedy responses are not those of the traces")

@@ -144,7 +144,10 @@ def wait(pid: int, seconds: float | None = None) -> int | None:
         if done:
             return os.waitstatus_to_exitcode(status)
         if end is not None and time.monotonic() >= end:
-            os.killpg(pid, signal.SIGKILL)
+            try:
+                os.killpg(pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has no group of its own yet
+                os.kill(pid, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         time.sleep(0.002)
 

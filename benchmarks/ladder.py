@@ -283,8 +283,8 @@ TEXT = {"top_k": 0, "max_new_tokens": 96}
 
 
 @cache
-def coupled(split: str, temperature: float) -> CoupledTraces:
-    return load_coupled(collected(split, temperature), draft_model(), checkpoint_fingerprint(DRAFT), k_max=K_MAX)
+def coupled(split: str, temperature: float, seed: int = 0) -> CoupledTraces:
+    return load_coupled(collected(split, temperature, seed), draft_model(), checkpoint_fingerprint(DRAFT), k_max=K_MAX)
 
 
 @cache

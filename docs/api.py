@@ -1,6 +1,6 @@
 """The API reference, built from the docstrings: `make docs`, or `python docs/api.py OUT`.
 
-A page for each package and module that imports without vLLM. A docstring or a name that pdoc cannot read is an error.
+A page for each package and module that imports without vLLM and Triton. A docstring or a name that pdoc cannot read is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import get_type_hints
 
 import pdoc
 
-LEFT_OUT = ("accept_head.__main__", "accept_head.inference.adapters.vllm")  # the second needs vLLM
+# The second needs vLLM, the third Triton.
+LEFT_OUT = ("accept_head.__main__", "accept_head.inference.adapters.vllm", "accept_head.inference.fused_kernels")
 
 
 def modules(name: str) -> Iterator[str]:

@@ -57,14 +57,18 @@ class AttentionKinds:
         keys = torch.arange(extent, device=positions.device)
         queries = positions[..., None]
         seen = keys <= queries
-        masks = {}
-        if self.full:
-            masks["full_attention"] = attention_mask_for(self.model, seen[:, None])
-        if self.window is not None:
-            near = keys > queries - self.window
-            masks["sliding_attention"] = attention_mask_for(self.model, (seen & near)[:, None])
-        # Models with one kind take a 4-D mask as it is; those with two take one of each, by these names.
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        full = attention_mask_for(self.model, seen[:, None]) if self.full else None
+        if self.window is None:
+            return self.named(full, None)
+        near = keys > queries - self.window
+        return self.named(full, attention_mask_for(self.model, (seen & near)[:, None]))
+
+    def named(self, full: Tensor | None, sliding: Tensor | None) -> Tensor | dict[str, Tensor]:
+        """What stands for the mask of each kind, as the model takes it: models with one kind take a 4-D tensor as it
+        is, those with two one of each, by these names."""
+        masks = {"full_attention": full if self.full else None, "sliding_attention": sliding if self.window else None}
+        there = {name: mask for name, mask in masks.items() if mask is not None}
+        return there if len(there) > 1 else next(iter(there.values()))
 
 
 def check_rotary(model: PreTrainedModel, max_length: int) -> None:

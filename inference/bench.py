@@ -23,12 +23,14 @@ from rich.console import Console
 from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, sha256, writable_file, write_json
+from accept_head.inference.attention_backends import Attention
 from accept_head.inference.bench_arrivals import Arrival, read_trace
 from accept_head.inference.bench_cells import Job, resolved
 from accept_head.inference.bench_figures import Clock
 from accept_head.inference.bench_plots import draw_plots
 from accept_head.inference.bench_tables import cell_table, trace_table
 from accept_head.inference.cache import Compile
+from accept_head.inference.chunks import Chunk
 from accept_head.inference.cost_file import forward_costs
 from accept_head.inference.generate_file import Kept
 from accept_head.inference.policies import make_policy
@@ -71,6 +73,8 @@ def bench(
     allow_lossy: bool = False,
     dtype: str = "auto",
     compile: Compile = "none",
+    attention: Attention = "auto",
+    chunk: Chunk = "auto",
     trust_remote_code: bool = False,
 ) -> None:
     """Measure policies side by side: tokens a second, time per output token, rates, gain over the best static length.
@@ -110,7 +114,12 @@ def bench(
         verifier: How candidates are tested when sampling: ratio, or match, under which all policies emit the same.
         allow_lossy: Let policies run whose sampled output is not distributed as the target's.
         dtype: float32, bfloat16, float16, or auto.
-        compile: torch.compile for the forwards: none, default or max-autotune (minutes, once).
+        compile: How forwards are run: none, as they come; graphs, as CUDA graphs, together with the steps between them;
+            or by torch.compile, default or max-autotune (minutes, once).
+        attention: What computes it: sdpa, flash (the package flash-attn), varlen (of torch itself), or auto: the first
+            of flash and varlen that is there and serves the model, else sdpa.
+        chunk: Tokens that are drafted before the host asks whether any row goes on; auto is 1 on a CPU, and on a GPU
+            what costs the least.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     given = dict(locals())
@@ -146,6 +155,8 @@ def bench(
         verifier=verifier,
         allow_lossy=allow_lossy,
         compile=compile,
+        attention=attention,
+        chunk=chunk,
     )
     if clock == "cpu" and pair.target.device.type != "cpu":
         raise InputError(f"clock is cpu, but the models are on {pair.target.device}: its work would not be counted")
@@ -262,6 +273,8 @@ def _header(job: Job, given: Mapping[str, Any], traces: Mapping[str, Sequence[Ar
             "verifier",
             "allow_lossy",
             "compile",
+            "attention",
+            "chunk",
         ),
         *("trace_requests", "trace_start", "time_scale", "load"),
     )

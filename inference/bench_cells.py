@@ -11,6 +11,7 @@ import numpy as np
 from rich.progress import track
 
 from accept_head.cost import ForwardCosts
+from accept_head.inference.attention_backends import Attention
 from accept_head.inference.bench_arrivals import Arrival
 from accept_head.inference.bench_figures import (
     TWIN,
@@ -35,6 +36,7 @@ from accept_head.inference.bench_measure import (
 )
 from accept_head.inference.bench_replay import latency_noise, replay_all, replay_rows, time_scale_for, trace_requests
 from accept_head.inference.cache import Compile
+from accept_head.inference.chunks import Chunk
 from accept_head.inference.generation import make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy, make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
@@ -70,6 +72,8 @@ class Job:
     verifier: Verifier
     allow_lossy: bool
     compile: Compile
+    attention: Attention
+    chunk: Chunk
 
     @property
     def statics(self) -> list[str]:
@@ -147,6 +151,8 @@ class Job:
             batch_size=batch,
             greedy=sampling.greedy,
             compile=self.compile,
+            attention=self.attention,
+            chunk=self.chunk,
         )
         stage = Stage(decoder, self.pair, sampling, verifier=self.verifier, lossy=self.allow_lossy)
         speeds = warm_up(stage, arms, requests)

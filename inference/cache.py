@@ -7,7 +7,7 @@ Rolling back is therefore: start the next write earlier. Feeding a token again a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,9 +18,11 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from accept_head.inference.attention import AttentionKinds, check_rotary
+from accept_head.inference.attention_backends import Attended, Attention, choose
+from accept_head.inference.graphs import GraphBackend, Graphs, check_one_device, graph_backend
 from accept_head.pair import Forward, base_model, context_tokens
 
-Compile = Literal["none", "default", "max-autotune"]
+Compile = Literal["none", "default", "max-autotune", "graphs"]
 
 # Most tokens of one forward that only fills the cache: bounds the memory of long prompts, and is wide enough.
 FILL_TOKENS = 2048
@@ -28,19 +30,23 @@ FILL_TOKENS = 2048
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 # Its caches come in multiples of so many tokens: decoders for prompts of other lengths then share the graphs.
 CAPACITY_STEP = 64
-MOST_GRAPHS = 1024  # of one process
+MOST_COMPILED = 1024  # of one process
+# A captured forward looks at the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times so many.
+LEAST_EXTENT = 128
 
 
 @dataclass
 class Place:
     """Where the next forward writes; one for all layers of a model.
 
-    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use.
+    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use. whole:
+    does attention get all there is, of all rows, because its kernel picks what it may see?
     """
 
     slots: Tensor
     rows: Tensor | None = None
     extent: int = 0
+    whole: bool = False
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -59,7 +65,7 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`."""
+        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`, or `whole`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -68,10 +74,13 @@ class RaggedLayer(CacheLayerMixin):
             index = slots[:, None, :, None]
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
             self.values.scatter_(2, index.expand(value_states.shape), value_states)
-            return self.keys[:, :, : self.place.extent], self.values[:, :, : self.place.extent]
+            extent = self.capacity if self.place.whole else self.place.extent
+            return self.keys[:, :, :extent], self.values[:, :, :extent]
         rows = self.place.rows.to(key_states.device)
         self.keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
         self.values[rows[:, None], :, slots] = value_states.transpose(1, 2)
+        if self.place.whole:
+            return self.keys, self.values
         return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
 
     def select(self, rows: Tensor) -> None:
@@ -94,9 +103,11 @@ class RaggedLayer(CacheLayerMixin):
 class CachedModel:
     """A model with a ragged cache for a batch of rows. Positions are the caller's business; there is no hidden state.
 
-    compile: `none`: each forward has the width it needs and looks at the slots in use. Otherwise torch.compile, over
-    static shapes: all slots, and widths from a short list; `default` is inductor's, `max-autotune` also tunes kernels
-    (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
+    compile: `none`: each forward has the width it needs and looks at the slots in use. Otherwise shapes are static,
+    with widths from a short list. `graphs`: the model's own kernels, captured as a CUDA graph for each width and extent
+    when it is first met (see `graphs.py`); the cache stays where it is. `default`, `max-autotune`: torch.compile, over
+    all slots; the latter also tunes kernels (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
+    graphs: what captures, CUDA when left out.
 
     Raises InputError through `AttentionKinds` for a model whose layers this cache cannot serve.
     """
@@ -109,42 +120,80 @@ class CachedModel:
         *,
         with_hidden: bool = False,
         compile: Compile = "none",
+        attention: Attention = "sdpa",
+        graphs: GraphBackend | None = None,
     ):
-        """max_length: longest row, in tokens. with_hidden: also return the last hidden state."""
+        """max_length: longest row, in tokens. with_hidden: also return the last hidden state. attention: see
+        attention_backends; `check_served` proves that what it chooses is right."""
         self.model = model
         self.static = compile != "none"
-        if self.static:
+        self.graphs = Graphs(graphs or graph_backend(model.device)) if compile == "graphs" else None
+        if self.graphs is not None:
+            check_one_device(model)
+        compiles = self.static and self.graphs is None
+        if compiles:
             max_length = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, context_tokens(model))
         self.max_length = max_length
         self.kinds = AttentionKinds.of(model)
         check_rotary(model, max_length)
         self.place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
         # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
-        self.layers = [RaggedLayer(batch, max_length + 1, self.place) for _ in range(self.kinds.layers)]
+        self.slots = max_length + 1
+        backend = choose(model, attention, traced=compile in ("default", "max-autotune"))
+        self.attended = Attended(model, backend) if backend else None
+        if backend:  # graphs of static widths must not depend on how near a row is to its end
+            self.slots = backend.slots(self.slots + (WIDTHS[-1] if self.static else 0))
+        self.layers = [RaggedLayer(batch, self.slots, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
         self.hidden = _hidden_of(model) if with_hidden else None
-        self._run = _compiled(self._call, compile, model.device) if self.static else self._call
+        self._run = _compiled(self._call, compile, model.device) if compiles else self._call
+        self._base: Callable[..., Any] = base_model(model)
+        if self.attended:
+            self._run, self._base = (self.attended.around(run, self._whole) for run in (self._run, self._base))
 
-    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Forward:
+    def padded(self, width: int) -> int:
+        """The width of the forward that so many tokens take."""
+        return next((w for w in WIDTHS if w >= width), width) if self.static else width
+
+    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int, *, lend: bool = False) -> Forward:
         """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
 
         longest_start: the largest of `starts`, which the caller knows: no host sync is needed to look at no more slots
-        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`.
+        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. lend: with
+        graphs, they may be the graph's own, which the next forward of this width writes over.
         """
         width = input_ids.shape[1]
-        if self.static:
-            padded = next((w for w in WIDTHS if w >= width), width)
+        if (padded := self.padded(width)) > width:
             input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
-        positions = self._write_at(starts, input_ids.shape[1], longest_start)
-        masks = self.kinds.masks(positions, self.place.extent)
-        logits, hidden = self._run(input_ids, positions, masks)
+        reach = (self.max_length if self.static else longest_start) + padded
+        given = input_ids, starts, self._extent(longest_start + width), reach
+        if self.graphs is None or not self.layers[0].is_initialized:  # memory of the cache is no part of a graph
+            logits, hidden = self._forward(*given)
+        else:
+            logits, hidden = self.graphs("forward", self._forward, *given, copy=True)
+            if not lend:
+                logits, hidden = logits.clone(), hidden.clone()
         return Forward(logits[:, :width], hidden[:, :width])
+
+    def _forward(self, input_ids: Tensor, starts: Tensor, extent: int, reach: int) -> tuple[Tensor, Tensor]:
+        positions = self._write_at(starts, input_ids.shape[1], extent, reach)
+        return self._run(input_ids, positions, self._masks(positions))
+
+    def _extent(self, slots: int) -> int:
+        """How many slots a forward looks at that needs the first so many."""
+        if self.graphs is None or self.attended:
+            return self.max_length if self.static else min(slots, self.max_length)
+        extent = LEAST_EXTENT
+        while extent < slots:
+            extent = extent * 3 // 2 if extent * 3 // 2 >= slots else 2 * extent
+        return min(extent, self.max_length)
 
     def feed(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Tensor:
         """As `forward`, without the logits → hidden states (batch, new, hidden)."""
-        positions = self._write_at(starts, input_ids.shape[1], longest_start)
-        masks = self.kinds.masks(positions, self.place.extent)
-        return base_model(self.model)(**self._inputs(input_ids, positions, masks))[0]
+        reach = (self.max_length if self.static else longest_start) + input_ids.shape[1]
+        extent = self._extent(longest_start + input_ids.shape[1])
+        positions = self._write_at(starts, input_ids.shape[1], extent, reach)
+        return self._base(**self._inputs(input_ids, positions, self._masks(positions)))[0]
 
     def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
@@ -163,18 +212,31 @@ class CachedModel:
     def _fill(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> None:
         """group: (rows, 3), row, start and end of each."""
         rows, starts = group[:, 0], group[:, 1]
-        positions = self._write_at(starts, width, longest_start, rows)
+        reach = longest_start + width
+        positions = self._write_at(starts, width, min(reach, self.max_length), reach, rows)
         ids = tokens[rows].gather(1, positions.clamp(max=tokens.shape[1] - 1))
-        base_model(self.model)(**self._inputs(ids, positions, self.kinds.masks(positions, self.place.extent)))
+        self._base(**self._inputs(ids, positions, self._masks(positions)))
 
-    def _write_at(self, starts: Tensor, width: int, longest_start: int, rows: Tensor | None = None) -> Tensor:
-        """Point the cache at the next tokens; returns their positions (rows, width)."""
+    def _write_at(self, starts: Tensor, width: int, extent: int, reach: int, rows: Tensor | None = None) -> Tensor:
+        """Point the cache at the next tokens; returns their positions (rows, width). reach: slots that they may take
+        up, padding included."""
         positions = starts[:, None] + torch.arange(width, device=starts.device)
-        whole = self.static and rows is None
-        self.place.extent = self.max_length if whole else min(longest_start + width, self.max_length)
+        self.place.extent = extent
         self.place.slots = positions.clamp(max=self.max_length)
         self.place.rows = rows
+        # A kernel that is told a row's keys has to find as many: not so for the padding of a forward near the end.
+        self.place.whole = self.attended is not None and reach <= self.slots
         return positions
+
+    def _whole(self) -> bool:
+        return self.place.whole
+
+    def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """What the model takes as its attention mask."""
+        if self.attended is None or not self.place.whole:
+            return self.kinds.masks(positions, self.place.extent)
+        plan = self.attended.plan(positions, self.place.rows, self.slots)
+        return self.kinds.named(plan, plan)
 
     def _call(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
         inputs = self._inputs(input_ids, positions, masks)
@@ -201,6 +263,7 @@ class CachedModel:
         """Row i becomes what row rows[i] was; the batch may shrink."""
         for layer in self.layers:
             layer.select(rows)
+        self._moved()
 
     def copy(self, rows: Tensor) -> CachedModel:
         """Another cache of the same model, in which row i is a copy of row rows[i]: each row may stand many times."""
@@ -216,6 +279,12 @@ class CachedModel:
         for layer in self.layers:
             if layer.batch != batch:
                 layer.batch, layer.is_initialized = batch, False
+                self._moved()
+
+    def _moved(self) -> None:
+        """Keys and values are elsewhere now."""
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @property
     def bytes(self) -> int:
@@ -252,8 +321,8 @@ def _compiled(call: Any, mode: Compile, device: torch.device) -> Any:
     import torch._inductor.config as inductor
 
     # All decoders compile the same function: once for each model, batch, capacity and width.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_GRAPHS)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_GRAPHS)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_COMPILED)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_COMPILED)
     tuned = mode == "max-autotune"
     if not tuned or device.type != "cpu":
         return torch.compile(call, dynamic=False, fullgraph=True, mode=mode if tuned else None)

@@ -10,14 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.head_use import Checkpoint, check_use
+from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import CachedModel, Compile
-from accept_head.inference.drafted import Drafted
+from accept_head.inference.chunks import Chunk, Chunks
+from accept_head.inference.drafted import Drafted, Drawn, Going
+from accept_head.inference.feeding import Feeding
+from accept_head.inference.graphs import GraphBackend, graph_backend
 from accept_head.inference.memory import MemoryPlan
 from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, Verifier, check_lossless, checked
 from accept_head.inference.processing import Processing
@@ -33,15 +38,29 @@ from accept_head.sampling import draw
 DRAFT, ACCEPT, REDRAW, MATCH = range(4)  # what a random number is for
 
 
-class Decoder:
-    """Two cached models that decode as many rows, of as many tokens, as the memory was planned for."""
+class Decoder(Feeding):
+    """Two cached models that decode as many rows, of as many tokens, as the memory was planned for.
+
+    With compile="graphs" forwards are CUDA graphs, and so are the steps between them where policy and processing are
+    functions of tensors alone: `self.call(name, function, …)` is then a replay, else a plain call. graphs: what
+    captures, CUDA when left out."""
 
     def __init__(
-        self, target: PreTrainedModel, draft: PreTrainedModel, memory: MemoryPlan, *, compile: Compile = "none"
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        memory: MemoryPlan,
+        *,
+        compile: Compile = "none",
+        attention: Attention = "auto",
+        chunk: Chunk = "auto",
+        graphs: GraphBackend | None = None,
     ):
-        self.memory, self.batch, self.max_length = memory, memory.batch, memory.max_length
-        self.target = CachedModel(target, self.batch, self.max_length, compile=compile)
-        self.draft = CachedModel(draft, self.batch, self.max_length, with_hidden=True, compile=compile)
+        self.memory, self.batch, self.max_length, self.chunk = memory, memory.batch, memory.max_length, chunk
+        self.backend = graphs or graph_backend(target.device) if compile == "graphs" else None
+        options: Any = {"compile": compile, "attention": attention, "graphs": self.backend}
+        self.target = CachedModel(target, self.batch, self.max_length, **options)
+        self.draft = CachedModel(draft, self.batch, self.max_length, with_hidden=True, **options)
 
     @torch.no_grad()
     def run(
@@ -67,6 +86,8 @@ class Decoder:
         for model in (self.target, self.draft):
             model.restore(self.batch)
         policy.start(self.batch, device)
+        self._capture_steps()
+        self.chunks = Chunks.of(self.chunk, policy, self.draft, self.batch)
         waiting = Waiting(requests)
         while self.rows.live_rows or not waiting.done:
             self._admit(waiting)
@@ -76,7 +97,9 @@ class Decoder:
             begin = time.perf_counter()
             drafted = self._draft()
             verified, logits, scores = self._verify(drafted)
-            outcome = self.rows.accept(drafted, verified, stopping)
+            outcome = self.call(
+                "accept", self.rows.accept, drafted.counts, verified, stopping, mutates=self.rows.tensors
+            )
             if Signal.DIVERGENCE in policy.needs:
                 outcome = replace(outcome, divergence=drafted.divergence(scores, processing.sampling.temperature))
             if watch:
@@ -89,113 +112,104 @@ class Decoder:
     def _draft(self) -> Drafted:
         """Let each live row draft until its policy, its budget or a drawn end token says stop.
 
-        Host syncs: one for the round's largest budget, and, only if the policy can stop early, one a drafted token:
-        whether any row goes on decides whether there is another forward, and only the host can launch one.
+        Host syncs: one for the round's largest budget, if the policy may choose it; and, only if the policy can stop
+        early, one a chunk of drafted tokens: whether any row goes on decides whether there is another forward, and
+        only the host can launch one.
         """
-        rows, policy, processing = self.rows, self.policy, self.processing
-        # A round emits one token more than it accepts: the last token of a response needs no draft.
-        budget = checked(policy, "start_round", policy.start_round(rows.live), len(rows.live))
-        budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * rows.live
-        most = int(budget.max())
-        drafted = Drafted(lengths=torch.zeros_like(budget), submitted=torch.zeros_like(budget))
+        rows, policy = self.rows, self.policy
+        going = self.call("begin", self._begin, state=policy, renews=True)
+        known = getattr(policy.start_round, "constant", False)
+        most = rows.room(policy.max_draft_tokens) if known else int(going.budget.max())
+        drafted = Drafted(going.lengths, going.lengths, going.in_vain)
         if most == 0:
             return drafted
-        self.uniforms = self._uniforms(most)
-        look_ahead = Signal.DRAWN_HIDDEN in policy.needs
-        active, in_vain = budget > 0, torch.zeros_like(budget)
+        looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         fed = self._feed_unfed()
         for depth in range(1, most + 1):
-            scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
-            q = None if processing.greedy else processing.probabilities(scores)
-            signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
-            if policy.peeks:
-                step = DraftStep.of(policy.needs, depth, None, active, signal_q, fed, None)
-                declined = active & ~checked(policy, "draw_next", policy.draw_next(step), len(active))
-                active, in_vain = active & ~declined, in_vain + declined
-                if not active.any():
-                    break
-            ids = scores.argmax(-1) if q is None else draw(q, self.uniforms[:, DRAFT, depth - 1])
-            rows.write_draft(depth, ids)
-            drafted.append(ids, q, active, scores if Signal.DIVERGENCE in policy.needs else None)
+            peeked = policy if policy.peeks else None
+            drawn, going = self.call(f"draw {depth}", self._draw, depth, fed, going, state=peeked)
+            drafted.append(drawn)
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
-            ahead = self._feed(ids, depth) if look_ahead and depth < most else None
-            # What is drawn is kept, so not drafting beyond an end token changes no distribution.
-            drew = active = active & ~self.stopping.is_end(ids) & (drafted.lengths < budget)
+            ahead = self._feed(drawn.ids, depth) if looks_ahead and depth < most else None
             if policy.stops_early:
-                step = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, ahead)
-                active = active & checked(policy, "keep_drafting", policy.keep_drafting(step), len(active))
-            if ahead:
-                in_vain += drew & ~active
-            if depth == most or (policy.stops_early and not active.any()):
+                state = ahead.hidden[:, 0] if ahead else None
+                going = self.call(f"judge {depth}", self._judge, drawn.step, state, going, state=policy)
+            if self.chunks.over(drafted, going, depth, most):
                 break
-            fed = ahead or self._feed(ids, depth)
-        rows.draft_forwards += drafted.lengths + in_vain
+            fed = ahead or self._feed(drawn.ids, depth)
+        drafted.stop(going)
+        if drafted.wasted:
+            rows.wasted += drafted.wasted * rows.live
         if policy.trims:
-            drafted.trim(checked(policy, "trim", policy.trim(drafted.lengths), len(active)))
+            drafted.trim(checked(policy, "trim", policy.trim(drafted.lengths), len(drafted.lengths)))
         return drafted
+
+    def _begin(self) -> Going:
+        """Budgets, and this round's random numbers."""
+        rows, policy = self.rows, self.policy
+        live = rows.live.clone()
+        # A round emits one token more than it accepts: the last token of a response needs no draft.
+        budget = checked(policy, "start_round", policy.start_round(live), len(live))
+        budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * live
+        if not self.processing.greedy:
+            self.rows.uniforms.copy_(self._uniforms(self.rows.uniforms.shape[-1]))
+        return Going(budget, budget > 0, torch.zeros_like(budget), torch.zeros_like(budget))
+
+    def _draw(self, depth: int, fed: Forward, going: Going) -> tuple[Drawn, Going]:
+        """Draw the token at `depth` of every row; rows that have stopped draw one that nobody counts."""
+        rows, policy, processing = self.rows, self.policy, self.processing
+        scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
+        q = None if processing.greedy else processing.probabilities(scores)
+        signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
+        budget, active, lengths, in_vain = going
+        if policy.peeks:
+            step = DraftStep.of(policy.needs, depth, None, active, signal_q, fed, None)
+            declined = active & ~checked(policy, "draw_next", policy.draw_next(step), len(active))
+            active, in_vain = active & ~declined, in_vain + declined
+        ids = scores.argmax(-1) if q is None else draw(q, rows.uniforms[:, DRAFT, depth - 1])
+        rows.write_draft(depth, ids)
+        lengths = lengths + active
+        # What is drawn is kept, so not drafting beyond an end token changes no distribution.
+        active = active & ~self.stopping.is_end(ids) & (lengths < budget)
+        asked = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, None) if policy.stops_early else None
+        shown = scores if Signal.DIVERGENCE in policy.needs else None
+        return Drawn(ids, q, shown, asked), Going(budget, active, lengths, in_vain)
+
+    def _judge(self, step: DraftStep, drawn_hidden: Tensor | None, going: Going) -> Going:
+        """Ask the policy which rows go on. drawn_hidden: (batch, hidden), if it was fed the drawn token."""
+        step = replace(step, drawn_hidden=drawn_hidden)
+        keep = checked(self.policy, "keep_drafting", self.policy.keep_drafting(step), len(step.active))
+        active = step.active & keep
+        in_vain = going.in_vain if drawn_hidden is None else going.in_vain + (step.active & ~active)
+        return going._replace(active=active, in_vain=in_vain)
 
     def _verify(self, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
         """One target forward on the last token and the draft, then the test of each candidate."""
-        rows, k, submitted = self.rows, drafted.slots, drafted.submitted
-        window = rows.window(rows.lengths - 1, k + 1)
-        logits = self.target.forward(window, rows.lengths - 1, rows.longest - 1).logits
+        rows, k = self.rows, drafted.slots
+        starts, window = self.call("target window", rows.last, 1, self.target.padded(k + 1))
+        logits = self.target.forward(window, starts, rows.longest - 1, lend=self.lends).logits[:, : k + 1]
         scores = self.processing.scores(logits, rows)  # (batch, k + 1, vocab)
+        verified = self.call("test", self._test, scores, window, drafted.submitted, drafted.probabilities[:k])
+        return verified, logits, scores
+
+    def _test(self, scores: Tensor, window: Tensor, submitted: Tensor, drawn_from: list[Tensor]) -> Verified:
+        """What becomes of the candidates, which stand in the window behind its first token. drawn_from: q of each slot,
+        when sampling."""
+        rows, k = self.rows, scores.shape[1] - 1
+        candidates = window[:, 1 : k + 1]
         if self.processing.greedy:
-            return verify_greedy(scores.argmax(-1), window[:, 1:], submitted), logits, scores
+            return verify_greedy(scores.argmax(-1), candidates, submitted)
         p = self.processing.probabilities(scores)
         if self.verifier == "match":
             # Numbers belong to the token's place in its text: whatever the policy, the row emits the same tokens.
             places = rows.lengths[:, None] + torch.arange(k + 1, device=p.device)
-            u = uniforms(self.seed, rows.keys[:, None], places, 0, MATCH)
-            return verify_match(p, window[:, 1:], submitted, u), logits, scores
-        q = torch.stack(drafted.probabilities[:k], dim=1) if k else p[:, :0]
-        u = self.uniforms if k else self._uniforms(1)
-        return verify(p, q, window[:, 1:], submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0]), logits, scores
-
-    def _feed_unfed(self) -> Forward:
-        """Feed the draft what it has not seen, the last token and an accepted one that it drew but was not fed → logits
-        and hidden state at the last token, (batch, 1, …) each."""
-        rows = self.rows
-        if rows.unfed > 2:  # rounds without drafting leave more
-            live = rows.live_rows
-            ends = [rows.host_lengths[row] - 1 for row in live]
-            self.draft.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
-            rows.mark_fed(live)
-        width = rows.unfed
-        starts = (rows.lengths - width).clamp(min=0)
-        output = self.draft.forward(rows.window(starts, width), starts, max(0, rows.longest - width))
-        row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
-        return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
-
-    def _feed(self, token_ids: Tensor, depth: int) -> Forward:
-        """Feed (batch,) tokens drawn at `depth` → the same at them."""
-        return self.draft.forward(token_ids[:, None], self.rows.lengths + depth - 1, self.rows.longest + depth - 1)
+            return verify_match(p, candidates, submitted, uniforms(self.seed, rows.keys[:, None], places, 0, MATCH))
+        q = torch.stack(drawn_from, dim=1) if k else p[:, :0]
+        u = rows.uniforms
+        return verify(p, q, candidates, submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0])
 
     def _uniforms(self, slots: int) -> Tensor:
         """This round's random numbers, (batch, 3, slots)."""
         rows = self.rows
         slot, purpose = torch.arange(slots, device=rows.keys.device), torch.arange(3, device=rows.keys.device)
         return uniforms(self.seed, rows.keys[:, None, None], rows.rounds[:, None, None], slot, purpose[:, None])
-
-    def _admit(self, waiting: Waiting) -> None:
-        """Give idle rows to waiting requests and feed both models their prompts, but for the last token."""
-        requests = waiting.take(self.rows.requests.count(None))
-        if not requests:
-            return self._compact() if waiting.done else None
-        taken = self.rows.admit(requests)
-        ends = [len(request.prompt) - 1 for request in requests]
-        self.target.fill(self.rows.tokens, taken, [0] * len(taken), ends)
-        if self.policy.max_draft_tokens:
-            self.draft.fill(self.rows.tokens, taken, [0] * len(taken), ends)
-            self.rows.mark_fed(taken)
-        index = torch.tensor(taken, device=self.rows.keys.device)
-        self.policy.admit(index, self.rows.lengths[index])
-
-    def _compact(self) -> None:
-        """Drop idle rows, which nobody will want, when they are a quarter of the batch. Compiled shapes stay."""
-        live = self.rows.live_rows
-        if live and not self.target.static and 4 * len(live) <= 3 * len(self.rows.requests):
-            index = torch.tensor(live, device=self.rows.keys.device)
-            for part in (self.target, self.draft, self.policy):
-                part.select(index)
-            self.rows.select(index, live)

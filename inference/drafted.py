@@ -1,19 +1,42 @@
-"""What one round proposes: the drafted tokens of all rows, slot by slot."""
+"""What one round proposes: the drafted tokens of all rows, slot by slot; and how far they are."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accept_head.acceptance import divergence
+from accept_head.inference.policy import DraftStep
+
+
+class Going(NamedTuple):
+    """How far the rows of a round are, (batch,) each. budget: most tokens that a row may draft; active: bool, whether
+    it goes on; lengths: tokens it drew; in_vain: draft forwards that it took part in beyond one a drawn token."""
+
+    budget: Tensor
+    active: Tensor
+    lengths: Tensor
+    in_vain: Tensor
+
+
+class Drawn(NamedTuple):
+    """One slot. ids: (batch,); q, scores: (batch, vocab), what they were drawn from, or None if nobody asks; step: what
+    the policy is shown of it, if it can stop early."""
+
+    ids: Tensor
+    q: Tensor | None
+    scores: Tensor | None
+    step: DraftStep | None
 
 
 @dataclass
 class Drafted:
     """One round's proposals. lengths: (batch,) tokens each row drew; submitted: (batch,) how many of them are verified;
-    slots: the most that any row submits.
+    slots: the most that any row submits. in_vain: as in Going; wasted: draft forwards of a chunk after all rows had
+    stopped.
 
     Slot by slot, ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when greedy; scores: the same
     shape, what q is made of, or empty if nobody asks.
@@ -21,17 +44,34 @@ class Drafted:
 
     lengths: Tensor
     submitted: Tensor
+    in_vain: Tensor
     slots: int = 0
+    wasted: int = 0
     ids: list[Tensor] = field(default_factory=list)
     probabilities: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
 
-    def append(self, ids: Tensor, q: Tensor | None, active: Tensor, scores: Tensor | None = None) -> None:
-        self.ids.append(ids)
-        self.probabilities += [] if q is None else [q]
-        self.scores += [] if scores is None else [scores]
-        self.submitted = self.lengths = self.lengths + active
+    def append(self, drawn: Drawn) -> None:
+        self.ids.append(drawn.ids)
+        self.probabilities += [] if drawn.q is None else [drawn.q]
+        self.scores += [] if drawn.scores is None else [drawn.scores]
         self.slots = len(self.ids)
+
+    def cut(self, slots: int, wasted: int) -> None:
+        """Only the first `slots` have a token of some row; so many draft forwards were for nothing."""
+        self.slots, self.wasted = slots, wasted
+        for part in (self.ids, self.probabilities, self.scores):
+            del part[slots:]
+
+    def stop(self, going: Going) -> None:
+        """Nobody drafts any more."""
+        self.submitted = self.lengths = going.lengths
+        self.in_vain = going.in_vain
+
+    @property
+    def counts(self) -> Drafted:
+        """The same without what its tokens were drawn from, and with one of them to say that there are any."""
+        return replace(self, wasted=0, ids=self.ids[:1], probabilities=[], scores=[])
 
     def trim(self, kept: Tensor) -> None:
         """Verify (batch,) tokens of each row only. The host has to know the width of the forward: a sync."""

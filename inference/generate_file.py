@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from accept_head.cost import DecodeCounts
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, sha256, writable_file, write_json
+from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import Compile
+from accept_head.inference.chunks import Chunk
 from accept_head.inference.generation import content_ids, make_decoder
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policies.content import content_hash
@@ -53,6 +55,8 @@ def generate_file(
     allow_lossy: bool = False,
     dtype: str = "auto",
     compile: Compile = "none",
+    attention: Attention = "auto",
+    chunk: Chunk = "auto",
     stream: bool | None = None,
     trust_remote_code: bool = False,
 ) -> None:
@@ -79,7 +83,12 @@ def generate_file(
             drawn from the target is the same.
         allow_lossy: Let a policy run whose sampled output is not distributed as the target's.
         dtype: float32, bfloat16, float16, or auto.
-        compile: torch.compile for the forwards: none, default or max-autotune (minutes, once).
+        compile: How forwards are run: none, as they come; graphs, as CUDA graphs, together with the steps between them;
+            or by torch.compile, default or max-autotune (minutes, once).
+        attention: What computes it: sdpa, flash (the package flash-attn), varlen (of torch itself), or auto: the first
+            of flash and varlen that is there and serves the model, else sdpa.
+        chunk: Tokens that are drafted before the host asks whether any row goes on; auto is 1 on a CPU, and on a GPU
+            what costs the least.
         stream: Show responses as they come (with batch_size 1) or progress; only on a terminal when left out.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
@@ -121,7 +130,15 @@ def generate_file(
     begin, memory = time.perf_counter(), None
     if requests:
         decoder = make_decoder(
-            pair.target, pair.draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy, compile=compile
+            pair.target,
+            pair.draft,
+            requests,
+            chosen,
+            batch_size=batch_size,
+            greedy=sampling.greedy,
+            compile=compile,
+            attention=attention,
+            chunk=chunk,
         )
         print(memory := str(decoder.memory))
         shown = Terminal(pair.tokenizer, len(requests), one_row=decoder.batch == 1, wanted=stream)
@@ -204,7 +221,7 @@ def _record(prompt: Prompt, done: Finished, tokenizer: PreTrainedTokenizerBase) 
 
 def _rates(records: Any) -> dict[str, Any]:
     fields = DecodeStats.__dataclass_fields__
-    stats = [DecodeStats(**{name: record[name] for name in fields}) for record in records]
+    stats = [DecodeStats(**{name: record[name] for name in fields if name in record}) for record in records]
     total = DecodeCounts.total(row.counts for row in stats)
     return {
         "responses": len(stats),
@@ -212,6 +229,7 @@ def _rates(records: Any) -> dict[str, Any]:
         "drafted": sum(row.drafted for row in stats),
         "submitted": sum(row.submitted for row in stats),
         "accepted": sum(row.accepted for row in stats),
+        "wasted": sum(row.wasted for row in stats),
         "discard_rate": total.discard_rate,
         "verification_rate": total.verification_rate,
         "block_efficiency": total.block_efficiency,

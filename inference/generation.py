@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from accept_head.errors import InputError
+from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import Compile
+from accept_head.inference.chunks import Chunk, check_chunk
 from accept_head.inference.decode import Decoder
 from accept_head.inference.memory import plan_memory
 from accept_head.inference.policies import make_policy
@@ -56,6 +58,8 @@ def generate(
     verifier: Verifier = "ratio",
     allow_lossy: bool = False,
     compile: Compile = "none",
+    attention: Attention = "auto",
+    chunk: Chunk = "auto",
     watch: Callable[[Round], None] | None = None,
 ) -> Generated:
     """Decode prompts speculatively; each response is distributed as the target's own, and greedy ones equal it.
@@ -63,7 +67,10 @@ def generate(
     input_ids: a list of prompts (token ids) of any lengths, or (batch, seq) with an attention_mask that is 0 at
     padding. policy: a DraftPolicy or its SPEC (`fixed:4`, `head:PATH:0.5`, …). batch_size: rows decoded together;
     further prompts take the place of finished ones; all at once when left out. end_token_ids: the target's own when
-    left out. stop_strings: need `tokenizer`. compile: see CachedModel. watch: called after every round.
+    left out. stop_strings: need `tokenizer`. compile: see CachedModel. attention: `sdpa`, `flash`, `varlen`, or `auto`,
+    the fastest that is there and serves the models (see attention_backends). chunk: tokens that are drafted
+    before the host asks whether any row goes on; `auto`: 1 on a CPU, and on a GPU what costs the least by measured
+    times. watch: called after every round.
 
     seed, row_ids: a row's random numbers depend on the seed and on its id, and on nothing around it. Without row_ids
     the id is made of the prompt itself (and of how many equal ones came before), so that a prompt gives the same
@@ -91,7 +98,15 @@ def generate(
     stop_strings = [stop_strings] if isinstance(stop_strings, str) else stop_strings
     criteria = [*stop_strings_criteria(stop_strings, tokenizer), *stopping_criteria]
     decoder = make_decoder(
-        target, draft, requests, policy, batch_size=batch_size, greedy=sampling.greedy, compile=compile
+        target,
+        draft,
+        requests,
+        policy,
+        batch_size=batch_size,
+        greedy=sampling.greedy,
+        compile=compile,
+        attention=attention,
+        chunk=chunk,
     )
     tokens: list[list[int]] = [[] for _ in requests]
     stats: dict[int, DecodeStats] = {}
@@ -120,17 +135,20 @@ def make_decoder(
     batch_size: int | None,
     greedy: bool,
     compile: Compile = "none",
+    attention: Attention = "auto",
+    chunk: Chunk = "auto",
 ) -> Decoder:
     """A decoder that all requests fit into. Raises InputError when the models' context or the memory is too small."""
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
+    check_chunk(chunk)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected a positive integer")
     batch = min(batch_size or len(requests), len(requests))
     drafts = policy.max_draft_tokens > 0
     for model, role in ((target, "target"), (draft, "draft")):
         if role == "target" or drafts:
-            check_served(model)
+            check_served(model, attention)
             _check_context(model, role, requests)
     max_length = max(len(request.prompt) + request.max_new_tokens for request in requests)
     plan = plan_memory(
@@ -142,9 +160,11 @@ def make_decoder(
         vocab_size=min(output_size(target), output_size(draft)),
         greedy=greedy,
         longest_prompt=max(len(request.prompt) for request in requests),
+        attention=attention,
+        graphs=compile == "graphs",
     )
     plan.check_fits(target.device)
-    return Decoder(target, draft, plan, compile=compile)
+    return Decoder(target, draft, plan, compile=compile, attention=attention, chunk=chunk)
 
 
 def _check_context(model: PreTrainedModel, role: str, requests: Sequence[Request]) -> None:

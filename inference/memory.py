@@ -5,7 +5,8 @@ caches   rows × (longest row + 1) tokens × bytes a token, of both models
 logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
 
 Where they are larger, the activations of the forward that fills the cache with prompts stand in place of the logits:
-tokens at once × ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask).
+tokens at once × ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs the
+logits of each width that was met stay where they are, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
-from accept_head.inference.cache import FILL_TOKENS
+from accept_head.inference.attention_backends import Attention, choose
+from accept_head.inference.cache import FILL_TOKENS, WIDTHS
 from accept_head.inference.support import check_served
 
 # Alive at the same time in a round. Greedy: logits alone. Sampling, float32: logits, the filtered scores, p and what a
@@ -41,10 +43,16 @@ class MemoryPlan:
     logit_bytes: int
     greedy: bool
     fill: int = 0
+    slots: int = 0  # of a row's cache, where they are more than its tokens and one
+    graphs: bool = False
+
+    @property
+    def row_slots(self) -> int:
+        return max(self.slots, self.max_length + 1)
 
     @property
     def caches(self) -> int:
-        return self.batch * (self.max_length + 1) * self.cache_per_token
+        return self.batch * self.row_slots * self.cache_per_token
 
     @property
     def logits(self) -> int:
@@ -56,15 +64,24 @@ class MemoryPlan:
         return self.batch * self.vocab_size * (verified + drafted + DRAW_COPIES * DOUBLE)
 
     @property
+    def kept(self) -> int:
+        """Logits that captured forwards leave in place: a tensor for each width, of the draft 1 and 2."""
+        if not self.graphs:
+            return 0
+        widest = next((width for width in WIDTHS if width > self.max_draft_tokens), self.max_draft_tokens + 1)
+        slots = sum(width for width in {*WIDTHS, widest} if width <= widest) + 3
+        return self.batch * self.vocab_size * self.logit_bytes * slots
+
+    @property
     def total(self) -> int:
-        return self.weights + self.caches + max(self.logits, self.fill)
+        return self.weights + self.caches + max(self.logits, self.fill) + self.kept
 
     def __str__(self) -> str:
         return (
             f"memory {_size(self.total)} = weights {_size(self.weights)}"
-            f" + caches {_size(self.caches)} ({self.batch} rows x {self.max_length + 1} tokens x"
+            f" + caches {_size(self.caches)} ({self.batch} rows x {self.row_slots} tokens x"
             f" {_size(self.cache_per_token)})"
-            f"{self._transient}"
+            f"{self._transient}" + (f" + kept by graphs {_size(self.kept)}" if self.graphs else "")
         )
 
     @property
@@ -94,9 +111,13 @@ def plan_memory(
     vocab_size: int,
     greedy: bool,
     longest_prompt: int = 1,
+    attention: Attention = "auto",
+    graphs: bool = False,
 ) -> MemoryPlan:
     """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: tokens."""
-    served = [check_served(target), *([check_served(draft)] if max_draft_tokens else [])]
+    models = [target, *([draft] if max_draft_tokens else [])]
+    served = [check_served(model, attention) for model in models]
+    backends = [choose(model, attention) for model in models]
     return MemoryPlan(
         weights=weight_bytes([target, draft]),
         batch=batch,
@@ -107,6 +128,8 @@ def plan_memory(
         logit_bytes=target.dtype.itemsize,
         greedy=greedy,
         fill=_fill_bytes(target, min(FILL_TOKENS, batch * (longest_prompt - 1)), min(FILL_TOKENS, longest_prompt)),
+        slots=max(backend.slots(max_length + 1) if backend else 0 for backend in backends),
+        graphs=graphs,
     )
 
 

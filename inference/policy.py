@@ -7,14 +7,16 @@ decoding lossless. A policy that `trims` drops drawn tokens, and then says under
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once, usable
 from accept_head.pair import Forward
 from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
@@ -35,7 +37,8 @@ class Signal(Enum):
 # drawn from p is the same. Greedy decoding makes them one, and every policy lossless.
 Verifier = Literal["ratio", "match"]
 BOTH: frozenset[Verifier] = frozenset({"ratio", "match"})
-OF_Q = frozenset({Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB})  # read from the draft's distribution
+OF_Q_IN_ORDER = (Signal.LOGPROB, Signal.ENTROPY, Signal.MAX_PROB)  # read from the draft's distribution; as SIGNALS
+OF_Q = frozenset(OF_Q_IN_ORDER)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class DraftStep:
 
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth; None before it is drawn. active: (batch,)
     bool, rows still drafting; what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden);
+    signals: (batch, 3), those three together in the order of signals.SIGNALS, from a host that has them so.
     scored: (batch,), or (batch, 2) of a head that looks ahead, what the policy's own score of Y is, from a host that
     works it out together with the signals.
     drawn_hidden is None at the last token that the round can have, where nothing depends on it. logprob, entropy,
@@ -60,6 +64,7 @@ class DraftStep:
     entropy: Tensor | None = None
     max_prob: Tensor | None = None
     scored: Tensor | None = None
+    signals: Tensor | None = None
 
     @classmethod
     def of(
@@ -68,22 +73,41 @@ class DraftStep:
         depth: int,
         token_ids: Tensor | None,
         active: Tensor,
-        q: Tensor,
+        q: Tensor | Plain,
         fed: Forward,
         ahead: Forward | None,
     ) -> DraftStep:
         """What `needs` asks for, and no more. q: (batch, vocab), looked at only if a signal of it is needed. fed,
         ahead: the draft forwards on the token before Y and on Y itself, (batch, 1, …)."""
+        logprob, entropy, max_prob, signals = _of_q(needs & OF_Q, q, token_ids)
         return cls(
             depth=depth,
             token_ids=token_ids,
             active=active,
             fed_hidden=fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None,
             drawn_hidden=ahead.hidden[:, 0] if Signal.DRAWN_HIDDEN in needs and ahead is not None else None,
-            logprob=draft_logprob(q, token_ids) if Signal.LOGPROB in needs and token_ids is not None else None,
-            entropy=draft_entropy(q) if Signal.ENTROPY in needs else None,
-            max_prob=draft_max_prob(q) if Signal.MAX_PROB in needs else None,
+            logprob=logprob,
+            entropy=entropy,
+            max_prob=max_prob,
+            signals=signals,
         )
+
+
+def _of_q(needs: frozenset[Signal], q: Tensor | Plain, ids: Tensor | None) -> tuple[Tensor | None, ...]:
+    """LOGPROB, ENTROPY, MAX_PROB, those that are needed, and all together where they come so."""
+    if not needs:
+        return None, None, None, None
+    if isinstance(q, Plain) or (usable(q) and needs - {Signal.MAX_PROB}):  # a maximum alone is one operation
+        at_once = signals_at_once(q.logits, ids).signals if isinstance(q, Plain) else signals_of_q_at_once(q, ids)
+        known = needs if ids is not None else needs - {Signal.LOGPROB}
+        each = zip(OF_Q_IN_ORDER, at_once.unbind(-1), strict=True)
+        return *(value if signal in known else None for signal, value in each), at_once if ids is not None else None
+    return (
+        draft_logprob(q, ids) if Signal.LOGPROB in needs and ids is not None else None,
+        draft_entropy(q) if Signal.ENTROPY in needs else None,
+        draft_max_prob(q) if Signal.MAX_PROB in needs else None,
+        None,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +161,20 @@ class DraftPolicy(Protocol):
     # Beside them, β̂ of the token to be drawn after each; empty for policies that do not look ahead.
     predicted_next: list[Tensor]
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether it may be asked about tokens after all rows have stopped, which no row has: then nothing that it goes
+        by in later rounds, or in `trim`, depends on that. The host then need not ask after each token whether any row
+        goes on."""
+        ...
+
+    @property
+    def carries(self) -> tuple[str, ...] | None:
+        """The attributes that `start_round` makes anew and that `draw_next` and `keep_drafting` change, if these three
+        are functions of tensors alone: they wait for nothing, and whatever else they read stays as it is, and where it
+        is, from `start` on. They can then be captured in CUDA graphs. None: they are not."""
+        ...
+
     def start(self, batch: int, device: torch.device) -> None:
         """A batch of this many rows begins; nothing is known of any."""
         ...
@@ -172,6 +210,16 @@ class DraftPolicy(Protocol):
         ...
 
 
+Method = TypeVar("Method", bound=Callable[..., Tensor])
+
+
+def constant_budget(start_round: Method) -> Method:
+    """Says of a `start_round` that it always answers `max_draft_tokens`: the host then knows without asking how far a
+    round can go. One that overrides it says so itself, or is asked."""
+    start_round.constant = True  # type: ignore[attr-defined]
+    return start_round
+
+
 class RowPolicy:
     """A policy's defaults: nothing needed, no state that outlives a round, drafts up to `max_draft_tokens`."""
 
@@ -180,6 +228,8 @@ class RowPolicy:
     stops_early = True
     peeks = False
     trims = False
+    in_chunks = False
+    carries: tuple[str, ...] | None = None
     lossless: frozenset[Verifier] = BOTH
     predicted: list[Tensor] = []  # noqa: RUF012 - never filled: a rule that predicts begins each round with its own
     predicted_next: list[Tensor] = []  # noqa: RUF012 - nor this
@@ -194,6 +244,7 @@ class RowPolicy:
     def select(self, rows: Tensor) -> None:
         pass
 
+    @constant_budget
     def start_round(self, live: Tensor) -> Tensor:
         return torch.full_like(live, self.max_draft_tokens, dtype=torch.long)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from accept_head.errors import InputError
+from accept_head.inference.fused_signals import Plain, usable
 from accept_head.inference.rows import Rows
 from accept_head.sampling import Sampling
 
@@ -55,6 +56,11 @@ class Processing:
     def greedy(self) -> bool:
         return self.sampling.greedy
 
+    @property
+    def plain(self) -> bool:
+        """Whether scores are the logits themselves: nothing looks at the text before them."""
+        return self.repetition_penalty == 1 and not self.processors
+
     def scores(self, logits: Tensor, rows: Rows, offset: int = 0) -> Tensor:
         """Processed logits, but for the sampling settings. logits: (batch, slots, ≥ vocab), in which slot j of a row
         follows its first lengths + offset + j tokens → (batch, slots, vocab)."""
@@ -68,9 +74,11 @@ class Processing:
     def probabilities(self, scores: Tensor) -> Tensor:
         return self.sampling.probabilities(scores)
 
-    def signal_probabilities(self, scores: Tensor, q: Tensor | None) -> Tensor:
-        """What draft signals are read from: q, or, greedy, the plain softmax."""
-        return scores.float().softmax(-1) if q is None else self.sampling.signal_probabilities(scores, q)
+    def signal_probabilities(self, scores: Tensor, q: Tensor | None) -> Tensor | Plain:
+        """What draft signals are read from: q, or, greedy, the plain softmax, which need not be made for kernels."""
+        if q is None:
+            return Plain(scores) if usable(scores) else scores.float().softmax(-1)
+        return self.sampling.signal_probabilities(scores, q)
 
     def _penalise_repetition(self, scores: Tensor, rows: Rows, offset: int) -> Tensor:
         """Divide the positive scores of the tokens before each slot by the penalty, multiply the negative ones."""

@@ -45,6 +45,7 @@ from accept_head.inference.round_grid import (
     usable_prompts,
 )
 from accept_head.inference.stopping import Stopping
+from accept_head.inference.support import check_served
 from accept_head.pair import Pair, context_tokens, load_pair
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
@@ -286,7 +287,7 @@ def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tok
     usable = usable_prompts(pair, prompts, width)
     longest = max(len(prompt) for prompt in usable)
     device = pair.target.device
-    draft, target = (CachedModel(model, 1, longest + width) for model in (pair.draft, pair.target))
+    draft, target = (_as_decoding(model, 1, longest + width) for model in (pair.draft, pair.target))
     seconds: dict[str, list[float]] = {"t_draft": [], "t_target": [], "t_autoregressive": []}
     for step in range(WARM_UP + REPEATS):
         prompt = torch.tensor([usable[step % len(usable)]], device=device)
@@ -311,7 +312,7 @@ def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5) -> BatchForwardC
     contexts = [context for context in CONTEXTS if context <= room] or [max(1, room)]
     features, measured = [], []
     for batch in BATCHES:
-        cached = CachedModel(model, batch, max(contexts) + max(WIDTHS))
+        cached = _as_decoding(model, batch, max(contexts) + max(WIDTHS))
         ids = torch.ones(batch, max(contexts), dtype=torch.long, device=model.device)
         cached.fill(ids, range(batch), [0] * batch, [max(contexts)] * batch)
         for context in contexts:
@@ -321,6 +322,12 @@ def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5) -> BatchForwardC
                 measured.append(statistics.median(times))
     (alpha, beta, gamma), r_squared = _least_squares(np.array(features, dtype=float), np.array(measured))
     return BatchForwardCost(alpha=alpha, beta=beta, gamma=gamma, r_squared=r_squared)
+
+
+def _as_decoding(model: PreTrainedModel, batch: int, max_length: int) -> CachedModel:
+    """With the attention that decoding chooses."""
+    check_served(model, "auto")
+    return CachedModel(model, batch, max_length, attention="auto")
 
 
 def device_name(device: torch.device) -> str:

@@ -1,9 +1,12 @@
 """Online recalibration: keeps a head's acceptance probabilities right while serving, by what verification says.
 
-    logit P̂'(Y_d) = s·z + u·x + b_d    z: the logit of the head's P̂(Y_d accepted | those before it were), d: its depth
-                                       x: the draft signals of Y_d, normalised as in the head, if it reads any
+    logit P̂'(Y_d) = s·z + u·x + v·h + b_d    z: the logit of the head's P̂(Y_d accepted | those before it were), d: its
+                                             depth; x: the draft signals of Y_d, normalised as in the head, if it
+                                             reads any; h: the head's own last state of Y_d, scaled to length 1
 
-s = 1, u = 0, b = 0 is the head itself: what the prior says, and what is fallen back to where nothing is seen any more.
+v corrects the head's last layer: it says which tokens are accepted now that were not before, or the other way round.
+s = 1, u = v = 0, b = 0 is the head itself: what the prior says, and what is fallen back to where nothing is seen any
+more.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
-from accept_head.inference.estimator import arrowhead_slopes, newton_parts
+from accept_head.inference.newton_sums import NewtonSums
 from accept_head.inference.policy import VerifyOutcome
 
 # What is learnt from; float32 has no probability between this one's and 1.
@@ -25,47 +28,59 @@ MOST_SIGNAL, MOST_LOG_ODDS = 6.0, 16.0
 ANONYMOUS = 0  # the tenant of rows that nobody named
 
 
-class Round(NamedTuple):
-    """tokens: of each depth z, (batch,), and signals, (batch, signals). tenants, judged, accepted: (batch,) int."""
+class Token(NamedTuple):
+    """Of one depth z, (batch,), signals, (batch, signals), and state, (batch, state)."""
 
-    tokens: list[tuple[Tensor, Tensor | None]]
+    z: Tensor
+    signals: Tensor | None
+    state: Tensor | None
+
+
+class Round(NamedTuple):
+    """tokens: of each depth. tenants, judged, accepted: (batch,) int."""
+
+    tokens: list[Token]
     tenants: Tensor
     judged: Tensor
     accepted: Tensor
 
 
 class OnlineRecalibration:
-    """s, u and b of one head, and of each tenant's own rows. θ = (log s, u, b_1, …, b_k_max); 0 is the head itself.
+    """s, u, v, b of one head, and of each tenant's own rows. θ = (log s, u, v, b_1, …, b_k_max); 0 is the head itself.
 
     A tenant's θ_t. Every INTERVAL rounds one damped Newton (IRLS) step on the log-likelihood of the tokens of its rows
     that were judged: accepted ones are labelled 1, the first rejected one 0; what was drafted after it, or was not
     submitted, is censored. Each round's log-likelihood is kept as its second-order expansion at the θ_t of that round,
     which is sums over tokens, so that the step is at the optimum of all of them together:
 
-        (Σ_r g_r·XᵀWX + prior·1)·(s − 1, u, b) = Σ_r g_r·(XᵀWX·(s − 1, u, b)_r + Xᵀ(label − p))
+        (Σ_r g_r·XᵀWX + prior·1)·(s − 1, u, v, b) = Σ_r g_r·(XᵀWX·(s − 1, u, v, b)_r + Xᵀ(label − p))
 
-    with W = p·(1 − p) and g_r = 2^(−age of round r / half_life). No step is longer than STEP in any coordinate, and θ_t
-    stays in the box |log s| ≤ MOST_SLOPE, |u| ≤ MOST_WEIGHT, |b| ≤ MOST_INTERCEPT.
+    with W = p·(1 − p) and g_r = 2^(−age of round r / half_life). No step is longer than STEP in any coordinate, or, of
+    v, than FOLLOWS of the way; and θ_t stays where |log s| ≤ MOST_SLOPE, |u| ≤ MOST_WEIGHT in each coordinate, |b| ≤
+    MOST_INTERCEPT and v is no longer than MOST_STATE.
 
     Pooled θ, for the rows of all tenants. With n_t the labels of tenant t (each counts g_r) and w_t = min(n_t, VOTES),
 
-        θ  follows  Σ_t w_t·θ_t / max(Σ_t w_t, VOTES / tenant_share),   again in steps of at most STEP.
+        θ  follows  Σ_t w_t·θ_t / max(Σ_t w_t, VOTES / tenant_share),   again in such steps.
 
     **What one tenant can do.** Let θ° be the pooled θ if tenant a's rows had not been counted, all else equal. Then in
     every round, whatever a drafts and whatever its verdicts are,
 
         |log s − log s°| ≤ 2·tenant_share·MOST_SLOPE,  |u − u°| ≤ 2·tenant_share·MOST_WEIGHT,
-        |b_d − b°_d| ≤ 2·tenant_share·MOST_INTERCEPT.
+        |b_d − b°_d| ≤ 2·tenant_share·MOST_INTERCEPT,    ‖v − v°‖ ≤ 2·tenant_share·MOST_STATE,
 
-    Proof, for a coordinate whose box is ±B. No θ_t is a function of other tenants' rows: its weights and residuals are
-    taken at θ_t itself, not at the pooled θ, and ages are counted in rounds, not in rows. Let c = Σ_{t≠a} w_t·θ_t,
-    v = Σ_{t≠a} w_t, m = VOTES / tenant_share, and D° = max(v, m) ≤ D = max(v + w_a, m). Then |c| ≤ v·B ≤ D°·B,
-    D − D° ≤ w_a ≤ VOTES ≤ tenant_share·D, and
+    the last of which bounds what v does to any logit, as ‖h‖ = 1.
+
+    Proof, for a coordinate whose box is ±B; in the same words for v, with lengths in place of absolute values. No θ_t
+    is a function of other tenants' rows: its weights and residuals are taken at θ_t itself, not at the pooled θ, and
+    ages are counted in rounds, not in rows. Let c = Σ_{t≠a} w_t·θ_t, w = Σ_{t≠a} w_t, m = VOTES / tenant_share, and
+    D° = max(w, m) ≤ D = max(w + w_a, m). Then |c| ≤ w·B ≤ D°·B, D − D° ≤ w_a ≤ VOTES ≤ tenant_share·D, and
 
         |(c + w_a·θ_a)/D − c/D°| ≤ |c|·(D − D°)/(D·D°) + w_a·|θ_a|/D ≤ B·w_a/D + B·w_a/D ≤ 2·tenant_share·B.
 
     Following in bounded steps, θ ← max(θ − STEP, min(θ + STEP, target)), is monotone in θ and in the target, and shifts
-    with them: if both differ by at most ε, so does the result; by induction over the rounds the bound holds for θ. ∎
+    with them: if both differ by at most ε, so does the result; and so it does of v ← v + FOLLOWS·(target − v). By
+    induction over the rounds the bound holds for θ. ∎
     (All else equal: what the others' rows draft, and so learn, depends on θ, too; their θ_t stay in their boxes. And
     one tenant is one key: who can have many keys has many shares, and beyond TENANTS displaces others.)
     With per_tenant, rows are corrected by their own tenant's θ_t, and no tenant has any influence on another.
@@ -74,17 +89,19 @@ class OnlineRecalibration:
     Y_1..Y_d are likely enough, which is learnt from depths up to d alone; and b_d of a depth that is not reached any
     more falls back to 0 as its labels fade.
 
-    signals: means and deviations of those that x has. half_life: of what is remembered, in rounds of the batch. prior:
-    Fisher information of θ_t = 0, in each coordinate; a label at depth d tells p·(1 − p) ≤ 1/4 of b_d. tenant_share: in
-    (0, 1]; the share that one tenant can have in the pooled θ. 1, the default, trusts whoever is served: the only sense
-    where rows have no tenants. State is on the device and nothing here waits for it. What was learnt outlives `start`.
-    learning: set False to freeze it.
+    signals: means and deviations of those that x has. state: channels of h; 0, no v. half_life: of what is remembered,
+    in rounds of the batch. prior: Fisher information of θ_t = 0, in each coordinate; a label at depth d tells
+    p·(1 − p) ≤ 1/4 of b_d, and as much of all coordinates of v together. tenant_share: in (0, 1]; the share that one
+    tenant can have in the pooled θ. 1, the default, trusts whoever is served: the only sense where rows have no
+    tenants. State is on the device and nothing here waits for it. What was learnt outlives `start`. learning: set False
+    to freeze it.
 
     Raises InputError naming the field when one is out of range.
     """
 
     INTERVAL, STEP = 20, 0.25
-    MOST_SLOPE, MOST_WEIGHT, MOST_INTERCEPT = math.log(4), 3.0, 3.0
+    FOLLOWS = 0.25
+    MOST_SLOPE, MOST_WEIGHT, MOST_STATE, MOST_INTERCEPT = math.log(4), 3.0, 8.0, 3.0
     VOTES = 200.0
     TENANTS = 64  # remembered at once; one more takes the place of the one that was named longest ago
 
@@ -93,6 +110,7 @@ class OnlineRecalibration:
         k_max: int,
         *,
         signals: tuple[Sequence[float], Sequence[float]] = ((), ()),
+        state: int = 0,
         half_life: float = 1000.0,
         prior: float = 4.0,
         tenant_share: float = 1.0,
@@ -109,17 +127,21 @@ class OnlineRecalibration:
         self.half_life, self.prior, self.tenant_share, self.per_tenant = half_life, prior, tenant_share, per_tenant
         self.learning, self.rounds = True, 0
         self.normal = torch.tensor(signals, dtype=torch.float64)  # (2, signals) mean and deviation
-        self.shared = f = 1 + self.normal.shape[1]  # coordinates of θ that all depths share
-        box = [self.MOST_SLOPE] + [self.MOST_WEIGHT] * (f - 1) + [self.MOST_INTERCEPT] * k_max
+        self.state, self.signals = (
+            state,
+            1 + self.normal.shape[1],
+        )  # up to here θ has log s and u, up to `shared` what all depths share
+        self.shared = self.signals + state
+        box = [self.MOST_SLOPE] + [self.MOST_WEIGHT] * (self.signals - 1)
+        box += [self.MOST_STATE] * state + [self.MOST_INTERCEPT] * k_max
         self.box = torch.tensor(box, dtype=torch.float64)
-        self.own = torch.zeros(self.TENANTS, f + k_max, dtype=torch.float64)  # θ_t
-        self.pooled = torch.zeros(f + k_max, dtype=torch.float64)  # θ
-        # Of each tenant and depth: sums of newton_parts since the last step; and all that is remembered, in which the
-        # residuals are those of θ_t = 0: the right side of the equation above.
-        self.fresh, self.sums = torch.zeros(2, self.TENANTS, k_max, f * f + 2 * f + 3, dtype=torch.float64)
+        self.own = torch.zeros(1, len(box), dtype=torch.float64)  # θ_t of the tenants that there are
+        self.pooled = torch.zeros(len(box), dtype=torch.float64)  # θ
+        # Since the last step; and all that is remembered, with the right side of the equation above.
+        self.fresh, self.sums = (NewtonSums.zeros(1, k_max, self.shared, self.own) for _ in range(2))
         self.places: dict[str, int] = {}  # of tenants, the one named longest ago first
         self.tenants = torch.zeros(0, dtype=torch.long)  # (batch,) places
-        self.tokens: list[tuple[Tensor, Tensor | None]] = []  # z and signals of this round, a depth
+        self.tokens: list[Token] = []  # of this round, a depth
         self.pending: list[Round] = []  # not in `fresh` yet: single rounds are too small to be worth the operations
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -141,7 +163,9 @@ class OnlineRecalibration:
     def select(self, rows: Tensor) -> None:
         """From now on row i is what row rows[i], (m,) int, was."""
         self.tenants = self.tenants[rows]
-        self.tokens = [(z[rows], None if signals is None else signals[rows]) for z, signals in self.tokens]
+        self.tokens = [
+            Token(z[rows], *[None if each is None else each[rows] for each in others]) for z, *others in self.tokens
+        ]
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         """These rows, (n,) int, are of these tenants from now on; to be called after `admit`, which forgets them."""
@@ -150,13 +174,17 @@ class OnlineRecalibration:
 
     def _place(self, key: str) -> int:
         place = self.places.pop(key, None)
-        if place is None and len(self.places) < self.TENANTS - 1:
-            place = len(self.places) + 1
-        elif place is None:
+        if place is None:
             self._sum_up()
-            place = self.places.pop(next(iter(self.places)))
-            for state in (self.own, self.fresh, self.sums):
-                state[place] = 0
+            if len(self.places) < self.TENANTS - 1:
+                place = len(self.own)
+                self.own = torch.cat([self.own, torch.zeros_like(self.own[:1])])
+                self.fresh, self.sums = self.fresh.with_one_more(), self.sums.with_one_more()
+            else:
+                place = self.places.pop(next(iter(self.places)))
+                self.own[place] = 0
+                self.fresh.forget(place)
+                self.sums.forget(place)
         self.places[key] = place
         return place
 
@@ -168,26 +196,29 @@ class OnlineRecalibration:
             self._prepare()
 
     def _prepare(self) -> None:
-        """What `judge` needs: s, () or (batch,); the weights of signals as they come; and b a depth with them."""
+        """What `judge` needs: s, () or (batch,); the weights of signals as they come; v; and b a depth with them."""
         theta = (self.own[self.tenants] if self.per_tenant else self.pooled).float()
         mean, deviation = self.normal.float()
-        self.slope, self.weights = theta[..., 0].exp(), theta[..., 1 : self.shared] / deviation
+        self.slope, self.weights = theta[..., 0].exp(), theta[..., 1 : self.signals] / deviation
+        self.last_layer = theta[..., self.signals : self.shared]
         offset = (self.weights * mean).sum(-1, keepdim=True)
         self.intercepts = (theta[..., self.shared :] - offset).unbind(-1)
         self.plain = theta[..., self.shared :].unbind(-1)  # without signals
 
-    def judge(self, probability: Tensor, signals: Tensor | None = None) -> Tensor:
+    def judge(self, probability: Tensor, signals: Tensor | None = None, state: Tensor | None = None) -> Tensor:
         """P̂ → P̂' of the next depth's tokens, (batch,) each. Once a depth, in order. signals: (batch, signals), not
-        normalised."""
+        normalised. state: (batch, state), of length 1."""
         z = torch.logit(probability.float())
         corrected = torch.addcmul(self.intercepts[len(self.tokens)], self.slope, z)
-        if self.shared > 1:
-            assert signals is not None
-            signals = signals.float()
-            weighed = (signals * self.weights).sum(-1) if self.per_tenant else signals @ self.weights
-            corrected = corrected + weighed
-        self.tokens.append((z, signals))
+        for values, weights in ((signals, self.weights), (state, self.last_layer)):
+            if weights.shape[-1]:
+                assert values is not None
+                corrected = corrected + self._weighed(values.float(), weights)
+        self.tokens.append(Token(z, signals, state))
         return torch.sigmoid(corrected)
+
+    def _weighed(self, values: Tensor, weights: Tensor) -> Tensor:
+        return (values * weights).sum(-1) if self.per_tenant else values @ weights
 
     def look_ahead(self, probability: Tensor) -> Tensor:
         """β̂ → β̂' of the tokens after those judged last, (batch,) each: by s and b alone, as their signals are not
@@ -214,7 +245,7 @@ class OnlineRecalibration:
         rounds, self.pending = self.pending, []
         if not rounds:
             return
-        k_max, dtype = self.fresh.shape[1], self.fresh.dtype
+        dtype, k_max = self.own.dtype, len(self.box) - self.shared
         tokens = [token for each in rounds for token in each.tokens]
         # Of every token, (n,): its row's tenant, how many of the row's were judged and accepted, and its own depth.
         tenant, judged, accepted = (
@@ -222,73 +253,63 @@ class OnlineRecalibration:
             for name in ("tenants", "judged", "accepted")
         )
         places = torch.arange(k_max, device=tenant.device)
-        depth = torch.cat([places[d].expand(len(z)) for each in rounds for d, (z, _) in enumerate(each.tokens)])
-        x = torch.cat([z for z, _ in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
-        if self.shared > 1:
-            signals = torch.cat([values for _, values in tokens if values is not None]).to(dtype)
+        depth = torch.cat([places[d].expand(len(token.z)) for each in rounds for d, token in enumerate(each.tokens)])
+        x = torch.cat([token.z for token in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
+        if self.signals > 1:
+            signals = torch.cat([token.signals for token in tokens if token.signals is not None]).to(dtype)
             normal = ((signals - self.normal[0]) / self.normal[1]).clamp(-MOST_SIGNAL, MOST_SIGNAL)
             x = torch.cat([x, normal], dim=-1)
+        if self.state:
+            x = torch.cat(
+                [x, torch.cat([token.state for token in tokens if token.state is not None]).to(dtype)], dim=-1
+            )
         counts = depth < judged
         x = torch.where(counts[:, None], x, 0.0)  # what idle rows hold may be no number at all
         own = self.own[tenant]
         intercept = own.gather(1, self.shared + depth[:, None])[:, 0]
         p = torch.sigmoid(x[:, 0] + (x * self._moved(own)).sum(-1) + intercept)
-        parts = newton_parts(x, p, (depth < accepted).to(dtype), counts)
-        self.fresh.view(-1, parts.shape[1]).index_add_(0, tenant * k_max + depth, parts)
+        self.fresh.add(x, p, (depth < accepted).to(dtype), counts, tenant, depth)
 
     def _step(self) -> None:
         self._sum_up()
         remembered = 2 ** (-self.INTERVAL / self.half_life)
-        self.sums = remembered * self.sums + self._as_of_the_head(self.fresh)
-        self.fresh = torch.zeros_like(self.fresh)
+        self.sums.remember(remembered, self.fresh, self._moved(self.own), self.own[:, self.shared :])
+        self.fresh = NewtonSums.zeros(len(self.own), len(self.box) - self.shared, self.shared, self.own)
         self.own = self._towards(self.own, self._optimum())
-        votes = self.sums[..., -1].sum(-1).clamp(max=self.VOTES)
+        votes = self.sums.labels.clamp(max=self.VOTES)
         share = votes / votes.sum().clamp(min=self.VOTES / self.tenant_share)
         self.pooled = self._towards(self.pooled, share @ self.own)
         self._prepare()
 
-    def _as_of_the_head(self, sums: Tensor) -> Tensor:
-        """Sums whose residuals are those of θ_t, with residuals + XᵀWX·(s − 1, u, b) in their place."""
-        gram, cross, one, right_x, right, labels = self._split(sums)
-        slopes, intercepts = self._moved(self.own)[:, None], self.own[:, self.shared :]
-        right_x = right_x + (gram @ slopes[..., None])[..., 0] + cross * intercepts[..., None]
-        right = right + (cross * slopes).sum(-1) + one * intercepts
-        return torch.cat(
-            [gram.flatten(-2), cross, one[..., None], right_x, right[..., None], labels[..., None]], dim=-1
-        )
-
     def _optimum(self) -> Tensor:
-        """(tenants, …) the θ_t that the sums ask for; not a number where nothing is known, without a prior."""
-        gram, cross, one, right_x, right, _ = self._split(self.sums)
-        gram, one = gram.sum(1), one + self.prior
-        diagonal = torch.eye(self.shared, dtype=torch.bool, device=gram.device)
-        gram = torch.where(diagonal, gram + self.prior, gram)
-        slopes = arrowhead_slopes(gram, cross, one, right_x.sum(1), right)
-        intercepts = (right - (cross * slopes[:, None]).sum(-1)) / one
+        """(tenants, …) the θ_t that the sums ask for."""
+        slopes, intercepts = self.sums.optimum(self.prior)
         log_slope = (1 + slopes[:, :1]).clamp(min=math.exp(-self.MOST_SLOPE)).log()
         return torch.cat([log_slope, slopes[:, 1:], intercepts], dim=-1)
 
     def _moved(self, theta: Tensor) -> Tensor:
-        """(…, 1 + signals) s − 1 and u."""
+        """(…, shared) s − 1, u and v."""
         return torch.cat([theta[..., :1].exp() - 1, theta[..., 1 : self.shared]], dim=-1)
-
-    def _split(self, sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """newton_parts: (…, f, f), (…, f), (…), (…, f), (…), (…)."""
-        f = self.shared
-        gram, cross, one, right_x, right, labels = sums.split([f * f, f, 1, f, 1, 1], dim=-1)
-        return gram.unflatten(-1, (f, f)), cross, one[..., 0], right_x, right[..., 0], labels[..., 0]
 
     def _towards(self, theta: Tensor, target: Tensor) -> Tensor:
         moved = theta + (target - theta).clamp(-self.STEP, self.STEP).nan_to_num()
-        return moved.clamp(-self.box, self.box)
+        moved = moved.clamp(-self.box, self.box)
+        if self.state:
+            v, wanted = (each[..., self.signals : self.shared] for each in (theta, target))
+            wanted = wanted * (self.MOST_STATE / wanted.norm(dim=-1, keepdim=True)).clamp(max=1)
+            moved[..., self.signals : self.shared] = v + self.FOLLOWS * (wanted - v).nan_to_num()
+        return moved
 
     # --- to keep it --------------------------------------------------------------------------------------------------
 
     def learnt(self) -> DepthCalibration:
         """The pooled correction, as numbers that can be saved beside the head. Waits for the device. Raises InputError
-        when it is one of signals, too."""
+        when it is one of signals or of the head's state, too."""
         if self.shared > 1:
-            raise InputError("what was learnt of draft signals is not a calibration by depth: expected signals=false")
+            raise InputError(
+                "what was learnt of draft signals or of the head's state is not a calibration by depth: expected "
+                "signals=false and state=false"
+            )
         log_slope, *intercepts = self.pooled.tolist()
         slopes = [math.exp(log_slope)] * len(intercepts)
         return DepthCalibration(method="affine", slopes=tuple(slopes), intercepts=tuple(intercepts))

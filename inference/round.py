@@ -14,7 +14,8 @@ from accept_head.inference.verify import Verified
 
 @dataclass(frozen=True)
 class Round:
-    """What a watcher of the loop sees after each round."""
+    """What a watcher of the loop sees after each round. What it wants to keep it copies: with graphs, the next round is
+    written over it."""
 
     rows: Rows
     drafted: Drafted

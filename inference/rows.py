@@ -38,8 +38,9 @@ class Request:
 class DecodeStats:
     """What one response cost. drafted, submitted, accepted, discarded: tokens; submitted are those that were verified,
     all of the drafted unless the policy trims. rounds: target forwards. draft_forwards: those that this row took part
-    in, one a drafted token (more with a head read at lag 0). seconds: from admission to the end, so they overlap with
-    those of the rows around."""
+    in, one a drafted token (more with a head read at lag 0), which do not depend on how often the host asks. wasted:
+    those that the device ran besides, in this row's rounds, after all rows had stopped in the middle of a chunk.
+    seconds: from admission to the end, so they overlap with those of the rows around."""
 
     generated: int
     drafted: int
@@ -48,6 +49,7 @@ class DecodeStats:
     rounds: int
     draft_forwards: int
     seconds: float
+    wasted: int = 0
 
     @property
     def discarded(self) -> int:
@@ -74,8 +76,12 @@ class Finished(NamedTuple):
     stats: DecodeStats
 
 
+COUNTS = ("drafted", "submitted", "accepted", "rounds", "draft_forwards", "wasted")
+
+
 class Rows:
-    """Tokens so far, each row's length, and how much of a row the draft has been fed.
+    """Tokens so far, each row's length, and how much of a row the draft has been fed. A round changes its tensors in
+    place: where they lie is part of captured graphs.
 
     Between rounds the target has been fed all tokens of a row but the last, the draft the first `fed` of them.
     """
@@ -88,12 +94,19 @@ class Rows:
         zero = torch.zeros_like(self.lengths)
         self.max_lengths, self.fed, self.keys = zero.clone(), zero.clone(), zero.clone()
         self.rounds, self.drafted, self.submitted = (zero.clone() for _ in range(3))
-        self.accepted, self.draft_forwards = zero.clone(), zero.clone()
+        self.accepted, self.draft_forwards, self.wasted = (zero.clone() for _ in range(3))
         self.round_accepted = zero
+        # Of this round, by purpose and slot: a row's next token is drawn with one, even if there is no draft.
+        self.uniforms = torch.zeros(batch, 3, max(1, spare - 1), dtype=torch.float64, device=device)
         self.live = torch.zeros_like(self.lengths, dtype=torch.bool)
         self.requests: list[Request | None] = [None] * batch
         self.started = [0.0] * batch
         self.host_lengths, self.host_fed = [1] * batch, [0] * batch
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that a round changes, and what it reads."""
+        return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
     @property
     def live_rows(self) -> list[int]:
@@ -108,6 +121,15 @@ class Rows:
     def unfed(self) -> int:
         """Most tokens of a live row that the draft has not been fed."""
         return max(self.host_lengths[row] - self.host_fed[row] for row in self.live_rows)
+
+    def room(self, most: int) -> int:
+        """Of up to `most` tokens, so many can some live row draft: a round emits one more than it accepts, so that the
+        last token of a response needs no draft."""
+        left = 0
+        for length, request in zip(self.host_lengths, self.requests, strict=True):
+            if request is not None:
+                left = max(left, len(request.prompt) + request.max_new_tokens - length - 1)
+        return min(most, left)
 
     def context(self, row: int, length: int) -> Tensor:
         """The first `length` tokens of a row as transformers would see them, left padding included."""
@@ -134,7 +156,7 @@ class Rows:
         new = torch.tensor(values, device=rows.device).unbind(-1)
         for tensor, value in zip((self.lengths, self.max_lengths, self.keys), new, strict=True):
             tensor[rows] = value
-        for tensor in (self.fed, self.rounds, self.drafted, self.submitted, self.accepted, self.draft_forwards):
+        for tensor in (self.fed, *(getattr(self, name) for name in COUNTS)):
             tensor[rows] = 0
         self.live[rows] = True
         return taken
@@ -150,6 +172,11 @@ class Rows:
         """Tokens (batch, width) of each row from its own start; what lies beyond a row's length is arbitrary."""
         index = starts[:, None] + torch.arange(width, device=starts.device)
         return self.tokens.gather(1, index.clamp(max=self.tokens.shape[1] - 1))
+
+    def last(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+        """(batch,) where the last so many tokens of each row begin, and what stands from there on, (batch, width)."""
+        starts = (self.lengths - tokens).clamp(min=0)
+        return starts, self.window(starts, width)
 
     def write_draft(self, depth: int, token_ids: Tensor) -> None:
         """Put (batch,) drafted tokens behind the accepted ones. Nobody counts them until they are accepted."""
@@ -168,21 +195,22 @@ class Rows:
         emitted = torch.where(ended, ends.int().argmax(-1) + 1, emitted)
         accepted = torch.minimum(verified.accepted, emitted) * self.live
         if drafted.ids:  # the draft has been fed everything up to the last token it drew
-            self.fed = self.lengths + torch.minimum(verified.accepted, drafted.lengths - 1)
-        self.lengths = self.lengths + emitted
+            self.fed.copy_(self.lengths + torch.minimum(verified.accepted, drafted.lengths - 1))
+        self.lengths += emitted
         self.rounds += self.live
         self.drafted += drafted.lengths
         self.submitted += drafted.submitted
         self.accepted += accepted
-        self.round_accepted = accepted
+        self.draft_forwards += drafted.lengths + drafted.in_vain
+        self.round_accepted.copy_(accepted)
         outcome = VerifyOutcome(
             drafted=drafted.lengths,
             submitted=drafted.submitted,
             accepted=accepted,
-            live=self.live,
+            live=self.live.clone(),
             lengths=self.lengths.clone(),
         )
-        self.live = self.live & ~ended & (self.lengths < self.max_lengths)
+        self.live &= ~ended & (self.lengths < self.max_lengths)
         return outcome
 
     def sync(self, stopping: Stopping) -> list[Finished]:
@@ -210,22 +238,15 @@ class Rows:
     def _take(self, done: list[int]) -> list[Finished]:
         index = torch.tensor(done, device=self.lengths.device)
         self.live[index] = False
-        counted = (self.drafted, self.submitted, self.accepted, self.rounds, self.draft_forwards)
-        counts = torch.stack(counted, dim=-1)[index].tolist()
+        counts = torch.stack([getattr(self, name) for name in COUNTS], dim=-1)[index].tolist()
         tokens, now = self.tokens[index].tolist(), time.perf_counter()
         finished = []
-        for row, ids, (drafted, submitted, accepted, rounds, forwards) in zip(done, tokens, counts, strict=True):
+        for row, ids, counted in zip(done, tokens, counts, strict=True):
             request = self.requests[row]
             assert request is not None
             generated = ids[len(request.prompt) : self.host_lengths[row]]
             stats = DecodeStats(
-                generated=len(generated),
-                drafted=drafted,
-                submitted=submitted,
-                accepted=accepted,
-                rounds=rounds,
-                draft_forwards=forwards,
-                seconds=now - self.started[row],
+                generated=len(generated), seconds=now - self.started[row], **dict(zip(COUNTS, counted, strict=True))
             )
             finished.append(Finished(request, generated, stats))
             self.requests[row] = None
@@ -235,9 +256,7 @@ class Rows:
 
     def select(self, rows: Tensor, host_rows: Sequence[int]) -> None:
         """Row i becomes what row rows[i] was; host_rows are the same numbers."""
-        for name in ("tokens", "lengths", "max_lengths", "fed", "keys", "live"):
-            setattr(self, name, getattr(self, name)[rows])
-        for name in ("rounds", "drafted", "submitted", "accepted", "draft_forwards"):
+        for name in ("tokens", "lengths", "max_lengths", "fed", "keys", "live", "uniforms", "round_accepted", *COUNTS):
             setattr(self, name, getattr(self, name)[rows])
         self.requests = [self.requests[row] for row in host_rows]
         self.started = [self.started[row] for row in host_rows]

@@ -28,7 +28,8 @@ class Stopping:
 
     def is_end(self, token_ids: Tensor) -> Tensor:
         """Which of (...) ids are end tokens."""
-        return torch.isin(token_ids, self.end_ids)
+        # Not torch.isin, for which a GPU's host waits where there are many of them.
+        return (token_ids[..., None] == self.end_ids).any(-1)
 
     def holds(self, context: Tensor) -> bool:
         """Does any criterion stop after these tokens, (length,)?"""

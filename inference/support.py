@@ -6,6 +6,7 @@ a padding mask), and measures what a token costs in cache.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
+from accept_head.inference.attention_backends import Attention, choose, decline
 from accept_head.inference.cache import CachedModel
 from accept_head.pair import output_size
 
@@ -27,21 +29,29 @@ class Served:
     bytes_per_token: int
 
 
-_served: WeakKeyDictionary[PreTrainedModel, Served] = WeakKeyDictionary()
+_served: WeakKeyDictionary[PreTrainedModel, dict[Attention, Served]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def check_served(model: PreTrainedModel) -> Served:
-    """Raises InputError naming the model when its ragged forwards are not those of a plain forward."""
-    if model not in _served:
-        _served[model] = _prove(model)
-    return _served[model]
+def check_served(model: PreTrainedModel, attention: Attention = "sdpa") -> Served:
+    """Raises InputError naming the model when its ragged forwards are not those of a plain forward. Of the attention
+    `auto`, what fails is never chosen again for this model, and a warning says so."""
+    proofs = _served.setdefault(model, {})
+    while (chosen := backend.name if (backend := choose(model, attention)) else "sdpa") not in proofs:
+        try:
+            proofs[chosen] = _prove(model, chosen)
+        except InputError as error:
+            if attention != "auto" or backend is None:
+                raise
+            decline(backend, model, str(error))
+            logging.getLogger(__name__).warning("accept-head: not attention=%s: %s", backend.name, error)
+    return proofs[chosen]
 
 
-def _prove(model: PreTrainedModel) -> Served:
+def _prove(model: PreTrainedModel, attention: Attention) -> Served:
     rows, length = 2, 8
     ids = torch.arange(rows * length, device=model.device).view(rows, length) * 7919 % output_size(model)
-    cached = CachedModel(model, rows, length)
+    cached = CachedModel(model, rows, length, attention=attention)
     starts = torch.tensor([2, 5], device=model.device)
     name = f"{type(model).__name__} ({model.config.model_type})"
     try:
@@ -56,4 +66,4 @@ def _prove(model: PreTrainedModel) -> Served:
     expected = plain.gather(1, index[..., None].expand(-1, -1, plain.shape[-1]))
     if not (ragged - expected).abs().max() <= TOLERANCE * plain.std():
         raise InputError(f"{name} gives other logits with a ragged cache than without; it is not supported")
-    return Served(cached.bytes // (rows * (length + 1)))
+    return Served(cached.bytes // (rows * cached.slots))

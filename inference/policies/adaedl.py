@@ -27,6 +27,7 @@ class AdaEdlPolicy(RowPolicy):
     needs = frozenset({Signal.ENTROPY})
     scores: Literal["prefix", "proposal"] = "prefix"
     peeks = True
+    in_chunks = True
     grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     GAMMA, BETA_RATE, BETA_LEVEL, STEP, WANTED = 0.2, 0.5, 0.9, 0.01, 0.9
 

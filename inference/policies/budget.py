@@ -94,6 +94,10 @@ class BudgetPolicy(RowPolicy):
         self.lossless: frozenset[Verifier] = frozenset({"match"}) if retrospective else BOTH
         self.estimator = AcceptanceEstimator(k_max)
 
+    @property
+    def in_chunks(self) -> bool:  # type: ignore[override]
+        return not self.retrospective  # which charges every step that it was asked about
+
     def start(self, batch: int, device: torch.device) -> None:
         self.estimator.start(device)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)

@@ -10,6 +10,7 @@ class FixedPolicy(RowPolicy):
     """K draft tokens a round (Leviathan et al. 2023, Chen et al. 2023)."""
 
     stops_early = False
+    carries = ()
 
     def __init__(self, k: int):
         if k < 0:

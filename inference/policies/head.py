@@ -12,8 +12,9 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.head_use import HeadOrigin
+from accept_head.inference.fused_head import fused_scorer
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.policy import OF_Q, DraftStep, Signal
+from accept_head.inference.policy import OF_Q, DraftStep, Signal, constant_budget
 
 Rule = Literal["product", "gain"]
 
@@ -53,6 +54,7 @@ class HeadPolicy(ThresholdPolicy):
 
     scores: Literal["prefix", "proposal"] = "proposal"
     predicts = True
+    carries: tuple[str, ...] | None = (*(ThresholdPolicy.carries or ()), "earlier")
     origin: HeadOrigin | None = None  # what the head was trained for, when it came from a folder
 
     def __init__(
@@ -70,7 +72,7 @@ class HeadPolicy(ThresholdPolicy):
         super().__init__("head", threshold, k_min, k_max)
         self.statistic = checked_rule(rule, head.config)
         # Refuses a head that does not predict it.
-        self.probability = head.scorer("both" if self.statistic == "gain" else "token")
+        self.probability = fused_scorer(head, "both" if self.statistic == "gain" else "token")
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
             raise InputError(
@@ -83,6 +85,11 @@ class HeadPolicy(ThresholdPolicy):
         # With a lag, the state at the token before is the one that this token was drawn from.
         self.needs = signals | {Signal.DRAWN_HIDDEN if self.lag == 0 and not before else Signal.FED_HIDDEN}
         self.earlier: DraftStep | None = None
+
+    @constant_budget
+    def start_round(self, live: Tensor) -> Tensor:
+        self.earlier = None
+        return super().start_round(live)
 
     @staticmethod
     def level_of(threshold: float) -> float:
@@ -108,5 +115,7 @@ class HeadPolicy(ThresholdPolicy):
         """(..., 3) in the order of signals.SIGNALS, if the head reads any."""
         if not self.head.config.signals:
             return None
+        if step.signals is not None:
+            return step.signals
         assert step.logprob is not None and step.entropy is not None and step.max_prob is not None
         return torch.stack([step.logprob, step.entropy, step.max_prob], dim=-1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome, constant_budget
 
 
 class HfConfidencePolicy(RowPolicy):
@@ -25,6 +25,7 @@ class HfConfidencePolicy(RowPolicy):
     call). window: only the newest so many samples count; transformers, which has those of one request, keeps all.
     """
 
+    in_chunks = True
     needs = frozenset({Signal.LOGPROB})
     scores: Literal["prefix", "proposal"] = "proposal"
     grid = (0.2, 0.4, 0.6)  # to start from
@@ -41,6 +42,7 @@ class HfConfidencePolicy(RowPolicy):
         self.probabilities, self.matches = np.empty(0), np.empty(0)  # of judged tokens, the newest last
         self.drawn: list[Tensor] = []  # q(Y_1), q(Y_2), … of this round, (batch,) each
 
+    @constant_budget
     def start_round(self, live: Tensor) -> Tensor:
         self.drawn = []
         return super().start_round(live)

@@ -34,6 +34,7 @@ class MeanMaxProbPolicy(RowPolicy):
     """Stop all rows ⇔ the mean of max q over the rows still drafting < threshold (vLLM's Dynamic Speculation Length
     RFC, there 0.4 to 0.6). Global by design: what a row drafts depends on the rows around it."""
 
+    in_chunks = True
     needs = frozenset({Signal.MAX_PROB})
     scores: Literal["prefix", "proposal"] = "prefix"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.inference.estimator import AcceptanceEstimator
 from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome, constant_budget
 
 
 class OnlineLogisticPolicy(RowPolicy):
@@ -24,6 +24,7 @@ class OnlineLogisticPolicy(RowPolicy):
     engine. Rows have no state.
     """
 
+    in_chunks = True
     needs = frozenset({Signal.MAX_PROB})
     scores: Literal["prefix", "proposal"] = "prefix"
     grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -38,6 +39,7 @@ class OnlineLogisticPolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         self.estimator.start(device)
 
+    @constant_budget
     def start_round(self, live: Tensor) -> Tensor:
         self.estimator.start_round()
         self.survival = torch.ones(live.shape, device=live.device)

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead
+from accept_head.head import AcceptanceHead, Predicts
 from accept_head.inference.policies.head import HeadPolicy, Rule
-from accept_head.inference.policy import DraftStep, VerifyOutcome
+from accept_head.inference.policy import DraftStep, VerifyOutcome, constant_budget
 from accept_head.inference.recalibration import OnlineRecalibration
 from accept_head.signals import SIGNALS
+
+MOST_CHANNELS = 256  # of the head's state that are learnt from: a fit takes their cube
+
+
+def unit_state(head: AcceptanceHead) -> Callable[[Tensor], Tensor]:
+    """The head's last state, (n, channels) → (n, at most MOST_CHANNELS), scaled to length 1. Of a wider head it is a
+    random projection, always the same one, which keeps lengths and angles on average."""
+    channels, device = head.config.channels, head.output.weight.device
+    projection = None
+    if channels > MOST_CHANNELS:
+        drawn = torch.randn(channels, MOST_CHANNELS, generator=torch.Generator().manual_seed(0))
+        projection = torch.linalg.qr(drawn).Q.to(device, head.output.weight.dtype)
+
+    def unit(x: Tensor) -> Tensor:
+        if projection is not None:
+            x = x @ projection
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=1e-6)
+
+    return unit
 
 
 class RecalibratedHeadPolicy(HeadPolicy):
     """A head's rule on P̂', not P̂: after the maps of `calibration`, by depth, and then, if `online`, what
     OnlineRecalibration learns while it decodes: a slope, intercepts and, with `signals`, weights of the draft signals
-    that the head reads. half_life, prior, tenant_share, per_tenant: its own.
+    that the head reads, and, with `state`, a correction of its last layer. half_life, prior, tenant_share, per_tenant:
+    its own.
     β̂ of the rule `gain` is corrected as P̂ of the depth that it speaks of. `predicted` is what is decided on, P̂'.
 
     recalibration.learning = False freezes what was learnt; recalibration.learnt().save(folder) keeps it, to be used as
@@ -29,6 +49,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
     """
 
     by_depth = True
+    carries: tuple[str, ...] | None = None  # what it has learnt changes
 
     def __init__(
         self,
@@ -42,6 +63,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         calibration: DepthCalibration | bool = False,
         online: bool = False,
         signals: bool = True,
+        state: bool = True,
         half_life: float = 1000.0,
         prior: float = 4.0,
         tenant_share: float = 1.0,
@@ -51,13 +73,19 @@ class RecalibratedHeadPolicy(HeadPolicy):
             raise InputError("head calibration is true, expected a DepthCalibration; a SPEC reads calibration.json")
         super().__init__(head, threshold, k_min=k_min, k_max=k_max, lag=lag, rule=rule)
         self.calibration = calibration or None
-        self.learns = (online, signals, half_life, prior, tenant_share, per_tenant)
+        self.learns = (online, signals, state, half_life, prior, tenant_share, per_tenant)
         learns_signals = signals and bool(head.config.signals)
         self.seen: Tensor | None = None  # signals of the token judged last
+        self.state: Tensor | None = None  # and the head's own last state of it
+        learns_state = online and state
+        if learns_state:
+            predicts: Predicts = "both" if self.statistic == "gain" else "token"
+            self.probability = head.scorer(predicts, beside=unit_state(head))
         self.recalibration = (
             OnlineRecalibration(
                 k_max,
                 signals=(head.config.signal_mean, head.config.signal_std) if learns_signals else ((), ()),
+                state=min(head.config.channels, MOST_CHANNELS) if learns_state else 0,
                 half_life=half_life,
                 prior=prior,
                 tenant_share=tenant_share,
@@ -67,6 +95,12 @@ class RecalibratedHeadPolicy(HeadPolicy):
             else None
         )
 
+    @property
+    def in_chunks(self) -> bool:  # type: ignore[override]
+        """Not if it learns with a lag: it would be shown the state at the last token of a round, too, and learn from a
+        token that it does not judge otherwise."""
+        return self.recalibration is None or self.lag == 0
+
     def _signals_of(self, step: DraftStep) -> Tensor | None:
         self.seen = super()._signals_of(step)
         return self.seen
@@ -74,7 +108,12 @@ class RecalibratedHeadPolicy(HeadPolicy):
     def score(self, step: DraftStep) -> Tensor:
         if step.scored is not None:  # they were not asked for
             self._signals_of(step)
-        return super().score(step)
+        score = super().score(step)
+        if self.recalibration is None or not self.recalibration.state:
+            return score
+        predictions = 2 if self.predicts_next else 1
+        self.state = score[..., predictions:]
+        return score[..., :predictions] if self.predicts_next else score[..., 0]
 
     def _add(self, score: Tensor) -> None:
         depth = len(self.predicted) + 1
@@ -82,7 +121,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         if self.calibration is not None:
             token, *following = (self.calibration(depth + i, p) for i, p in enumerate((token, *following)))
         if self.recalibration is not None:
-            token = self.recalibration.judge(token, self._own_signals())
+            token = self.recalibration.judge(token, self._own_signals(), self.state)
             following = [self.recalibration.look_ahead(p) for p in following]
         super()._add(torch.stack([token, *following], dim=-1) if following else token)
 
@@ -117,6 +156,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
+    @constant_budget
     def start_round(self, live: Tensor) -> Tensor:
         if self.recalibration is not None:
             self.recalibration.start_round()

@@ -217,7 +217,7 @@ def _head_policy(head: AcceptanceHead, threshold: float, options: Options, folde
         options["calibration"] = DepthCalibration.load(folder)
     if not (options.get("online") or options.get("calibration")):
         if of_online := [
-            name for name in options if name in ("signals", "half_life", "prior", "tenant_share", "per_tenant")
+            name for name in options if name in ("signals", "state", "half_life", "prior", "tenant_share", "per_tenant")
         ]:
             raise InputError(f"policy head: option {of_online[0]} is of online=true")
         plain = {key: value for key, value in options.items() if key not in ("online", "calibration")}

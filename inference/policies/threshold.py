@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accept_head.inference.policies.bounds import check_bounds
-from accept_head.inference.policy import DraftStep, RowPolicy, Signal
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, constant_budget
 
 
 class ThresholdPolicy(RowPolicy):
@@ -28,6 +28,8 @@ class ThresholdPolicy(RowPolicy):
     """
 
     stops_early = True
+    in_chunks = True
+    carries: tuple[str, ...] | None = ("running", "survival", "predicted", "predicted_next")
     statistic: Literal["product", "minimum", "gain"] = "minimum"
     grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # thresholds to tune over
     lag = 0
@@ -64,6 +66,7 @@ class ThresholdPolicy(RowPolicy):
         """The token that can be judged now, with all that `score` reads; None if there is none."""
         return step
 
+    @constant_budget
     def start_round(self, live: Tensor) -> Tensor:
         self.survival, self.running = self.begin(live.shape, live.device)
         if self.predicts:

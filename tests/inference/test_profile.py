@@ -41,9 +41,9 @@ def clock(monkeypatch):
     clock = SimpleNamespace(now=100.0, cost=None)
     forward = CachedModel.forward
 
-    def timed(cached, input_ids, starts, longest_start):
+    def timed(cached, input_ids, starts, longest_start, **options):
         clock.now += clock.cost(cached.model, *input_ids.shape, int(longest_start))
-        return forward(cached, input_ids, starts, longest_start)
+        return forward(cached, input_ids, starts, longest_start, **options)
 
     monkeypatch.setattr(CachedModel, "forward", timed)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))

@@ -104,6 +104,16 @@ def two(model: type, config: type, *, noise: float = 0.04, **extra: Any) -> Mode
     return target, draft
 
 
+def one_layer_pair() -> Models:
+    """(target, draft), the smallest that attend to their context: where operations are recorded, or runs are many."""
+    target = tiny(LlamaForCausalLM, LlamaConfig, layers=1, num_key_value_heads=2)
+    draft = copy.deepcopy(target)
+    torch.manual_seed(1)
+    for weight in draft.parameters():
+        weight += 0.08 * weight.std() * torch.randn(weight.shape)
+    return target, draft
+
+
 def architectures() -> dict[str, Models]:
     return {
         "llama": two(LlamaForCausalLM, LlamaConfig, num_key_value_heads=2),

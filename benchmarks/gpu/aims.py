@@ -1,0 +1,144 @@
+"""The acceptance numbers of the GPU work, from the JSON files of the parts: aim, measured, holds.
+
+python benchmarks/gpu/aims.py [--out FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cells import REPOSITORY, is_measured
+from rich.table import Table
+
+from accept_head.console import make_console
+from accept_head.errors import InputError
+from accept_head.files import read_json, write_json
+
+Results = dict[str, dict[str, Any]]  # by part
+PARTS = ("overhead", "whole_flow", "head_sweep", "collect_speed", "greedy_divergence", "head_cost")
+OVERHEAD, ASSISTED, HEAD_COST, SWEEP = 1.05, 3.0, 0.01, 10.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "gpu")
+    report(parser.parse_args().out)
+
+
+def report(out: Path) -> list[dict[str, Any]]:
+    """Print the table and write aims.json."""
+    results = read_results(out)
+    rows = aims(results)
+    tiny = any(values.get("tiny") for values in results.values())
+    write_json(out / "aims.json", {"tiny": tiny, "aims": rows})
+    table = Table(
+        title="aims of issue 9" + (": --tiny, so these figures only show that they are computed" if tiny else "")
+    )
+    for column in ("aim", "measured", "holds", "of"):
+        table.add_column(column)
+    for row in rows:
+        measured = "not measured" if row["measured"] is None else f"{row['measured']:.4g}"
+        table.add_row(row["aim"], measured, {True: "yes", False: "NO", None: ""}[row["holds"]], row["of"])
+    make_console(unseen_width=150).print(table)
+    return rows
+
+
+def read_results(out: Path) -> Results:
+    results = {}
+    for part in PARTS:
+        try:
+            results[part] = read_json(out / f"{part}.json")
+        except InputError:  # it has not run
+            results[part] = {}
+    return results
+
+
+def aims(results: Results) -> list[dict[str, Any]]:
+    """One row an aim. measured: None where it was not measured; then nothing is said to hold."""
+    rules: list[tuple[str, Callable[[Results], tuple[float | None, str]], Callable[[float], bool]]] = [
+        (f"loop overhead <= {OVERHEAD} at batch 1, compile=graphs", _overhead, lambda x: x <= OVERHEAD),
+        (f">= {ASSISTED:g} x transformers' assisted tokens/s", _assisted, lambda x: x >= ASSISTED),
+        (f"head + signals <= {HEAD_COST:.0%} of the 1B draft forward", _head_cost, lambda x: x <= HEAD_COST),
+        ("head's gain over the best fixed K > 0, batch 1, T = 1", lambda r: _gain(r, 1.0), lambda x: x > 0),
+        ("head's gain over the best fixed K > 0, batch 1, T = 0", lambda r: _gain(r, 0.0), lambda x: x > 0),
+        ("recommended policy / autoregressive >= 1 at every batch size", _slowest, lambda x: x >= 1),
+        (f"20-head sweep >= {SWEEP:g} x 20 single runs", _sweep, lambda x: x >= SWEEP),
+    ]
+    rows = []
+    for aim, measure, holds in rules:
+        value, of = measure(results)
+        rows.append({"aim": aim, "measured": value, "holds": None if value is None else bool(holds(value)), "of": of})
+    return rows
+
+
+def cells_of(results: Results, part: str, start: str) -> list[dict[str, Any]]:
+    """The measured cells whose name begins so."""
+    cells = results.get(part, {}).get("cells", [])
+    return [cell for cell in cells if cell["cell"].startswith(start) and is_measured(cell)]
+
+
+def _overhead(results: Results) -> tuple[float | None, str]:
+    """The worst policy of the worst temperature, in the mode that is used unless something else is asked for."""
+    found = [cell for cell in cells_of(results, "overhead", "graphs") if cell["settings"]["batch"] == 1]
+    found = [cell for cell in found if cell["settings"]["chunk"] in (None, "auto")]
+    if not found:
+        return None, results.get("overhead", {}).get("fallback") or "no cell with graphs at batch 1"
+    worst = max((row["overhead"], row["policy"], cell["cell"]) for cell in found for row in cell["policies"])
+    return worst[0], f"the worst: {worst[1]}; {worst[2]}"
+
+
+def _assisted(results: Results) -> tuple[float | None, str]:
+    rows = [
+        (row["ratio"], row["policy"], cell["cell"])
+        for cell in cells_of(results, "whole_flow", "assisted")
+        for row in cell["policies"]
+    ]
+    return (min(rows)[0], f"the least: {min(rows)[1]}; {min(rows)[2]}") if rows else (None, "no cell")
+
+
+def _head_cost(results: Results) -> tuple[float | None, str]:
+    values = results.get("head_cost", {})
+    share = values.get("share_of_draft_forward")
+    of = str(values.get("of", "no head_cost.json"))
+    return (None if share is None else float(share)), of
+
+
+def _bench(results: Results) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
+    """Cells in which the recommended policy was decoded, with their rows by name."""
+    found = [
+        (cell, {row["name"]: row for row in cell["policies"]}) for cell in cells_of(results, "whole_flow", "bench")
+    ]
+    return [(cell, rows) for cell, rows in found if cell["recommended"] in rows]
+
+
+def _gain(results: Results, temperature: float) -> tuple[float | None, str]:
+    for cell, rows in _bench(results):
+        if cell["settings"]["batch"] == 1 and cell["settings"]["temperature"] == temperature:
+            row, plain = rows[cell["recommended"]], rows[cell["head"]]
+            low, high = row["ci95"]["gain_over_best_fixed"]
+            of = (
+                f"head with costs, 95 % {low:+.3f} to {high:+.3f}; without costs {plain['gain_over_best_fixed']:+.3f}; "
+            )
+            return row["gain_over_best_fixed"], of + f"noise floor {row['noise_floor']:.3f}; best {cell['best_static']}"
+    return None, "no cell"
+
+
+def _slowest(results: Results) -> tuple[float | None, str]:
+    rows = [(rows[cell["recommended"]]["speedup"], cell["cell"]) for cell, rows in _bench(results)]
+    if not rows:
+        return None, "no cell"
+    return min(rows)[0], f"the least of {len(rows)} cells: {min(rows)[1]}"
+
+
+def _sweep(results: Results) -> tuple[float | None, str]:
+    compared = (results.get("head_sweep", {}).get("compared") or {}).get("1B shape")
+    if not compared:
+        return None, "no cell"
+    return compared["sweep_over_singles"], f"1B shape; {compared['sweep_over_plain']:.1f} x the plain loop"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Which ways of running the loop this code has, so that a script can say which of them it could not measure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, get_args
+
+from accept_head.inference import policy
+from accept_head.inference.cache import Compile
+from accept_head.inference.decode import Decoder
+from accept_head.inference.generation import make_decoder
+from accept_head.pair import default_device
+
+# Says of a policy's `start_round` that the host need not ask for its answer.
+constant_budget: Callable[..., Any] = getattr(policy, "constant_budget", lambda start_round: start_round)
+
+Mode = tuple[str, Any]  # compile, chunk (None where there is no such thing)
+
+
+def modes() -> tuple[list[Mode], str | None]:
+    """(compile, chunk) of every way that can run here, the best first; and why others cannot, if so."""
+    plain = ("none", 1 if takes_chunk() else None)
+    if "graphs" not in get_args(Compile):
+        return [plain], "compile='graphs' is not in this code: measured with compile='none' only"
+    if default_device().type != "cuda":
+        return [plain], "compile='graphs' needs a CUDA device: measured with compile='none' only"
+    if not takes_chunk():
+        return [("graphs", None), plain], "chunk is not in this code: one sync a drafted token"
+    return [("graphs", "auto"), ("graphs", 1), plain], None
+
+
+_captured = 0
+
+
+def captures() -> int:
+    """Graphs that this process has captured so far."""
+    return _captured
+
+
+def _count_captures() -> None:
+    """Capturing is no part of a round that is decoded a second time, and takes longer than all of it."""
+    try:
+        from accept_head.inference.graphs import Graphs
+    except ImportError:
+        return
+    capture = Graphs._capture
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        global _captured
+        _captured += 1
+        return capture(*arguments, **options)
+
+    Graphs._capture = counted  # type: ignore[method-assign]
+
+
+_count_captures()
+
+
+def best_mode() -> Mode:
+    return modes()[0][0]
+
+
+def takes_chunk() -> bool:
+    return any("chunk" in inspect.signature(call).parameters for call in (Decoder.__init__, make_decoder))
+
+
+def decoder_options(mode: str, chunk: Any) -> dict[str, Any]:
+    """Keyword arguments of Decoder and make_decoder."""
+    return {"compile": mode} | ({} if chunk is None else {"chunk": chunk})
+
+
+def supported(call: Any, **options: Any) -> dict[str, Any]:
+    """Those of the options that this code's `call` takes."""
+    known = inspect.signature(call).parameters
+    return {name: value for name, value in options.items() if name in known and value is not None}

@@ -1,0 +1,220 @@
+"""Part (h). Question: what do the head and its signals add to a draft forward of a 1B model?
+
+    share = (seconds of forward + draw + signals + head − seconds of forward + draw) ÷ seconds of forward
+
+The draft has the shape of Llama 3.2 1B, random weights, bf16, a vocabulary of 128,256. Each of the three is captured as
+one CUDA graph, and they are replayed in turns: the difference has the caches as a forward leaves them, and not a head
+whose weights lie there from the last replay. Beside it: the same launched one by one (eager), and with torch's
+operations in place of the kernels of fused_signals and fused_head. The bytes say what no kernel can go below: a head
+that is read once for each forward costs at least its share of the bytes.
+
+python benchmarks/gpu/head_cost.py [--batches 1 8 32] [--temperatures 0 1] [--replays 100] [--tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from cells import Cell, is_measured, open_cells, part_parser
+from recorded_loop import random_head
+from shapes import LLAMA_32_1B, SMALL_DRAFT, build
+
+from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head.inference import fused_signals
+from accept_head.inference.attention_backends import choose
+from accept_head.inference.cache import CachedModel
+from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policy import OF_Q, DraftStep
+from accept_head.inference.processing import Processing
+from accept_head.inference.support import check_served
+from accept_head.pair import Forward, hidden_size, output_size
+from accept_head.sampling import draw
+
+CONTEXT_TOKENS = 512
+K_MAX = 8
+AIM = "default"  # the head that the aim is about, in graphs, with kernels: at its worst batch size and temperature
+Call = Callable[[], object]
+
+
+def main() -> int:
+    parser = part_parser(__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--replays", type=int, default=100, help="of each graph, in turns")
+    options = parser.parse_args()
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 if a cell could not be measured."""
+    cells, _ = open_cells("head_cost", options, context_tokens=CONTEXT_TOKENS, head_of_the_aim=AIM)
+    draft = build(SMALL_DRAFT if options.tiny else LLAMA_32_1B, dtype=torch.float32 if options.tiny else torch.bfloat16)
+    on_gpu = draft.device.type == "cuda"
+    kernels = fused_signals.usable(torch.empty(0, device=draft.device))
+    check_served(draft, "auto")
+    backend = choose(draft, "auto")
+    without = [] if on_gpu else ["no CUDA device: eager only"]
+    without += [] if kernels else ["no Triton on a GPU: torch's operations only"]
+    cells.write(attention=backend.name if backend else "sdpa", fallback="; ".join(without) or None)
+    measured = []
+    for temperature in options.temperatures:
+        for batch in options.batches:
+            for mode in ("graph", "eager") if on_gpu else ("eager",):
+                for way in ("kernels", "torch") if kernels else ("torch",):
+                    settings = {"batch": batch, "temperature": temperature, "mode": mode, "way": way}
+                    settings |= {"replays": options.replays, "attention": cells.settings["attention"]}
+                    name = f"{mode}, {way}, batch {batch}, temperature {temperature:g}"
+                    scene = Scene(draft, batch, Sampling(temperature=temperature), options.tiny)
+                    cell = cells.measure(name, settings, lambda s=settings, c=scene: measure(c, **_of(s)), needs=10)
+                    measured.append(cell)
+    cells.write(**summary([cell for cell in measured if is_measured(cell)]))
+    return cells.status
+
+
+def _of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings[name] for name in ("mode", "way", "replays")}
+
+
+def summary(cells: list[Cell]) -> dict[str, Any]:
+    """What `aims` reads: the worst batch size and temperature of what is used on a GPU. Nothing without one."""
+    used = [cell for cell in cells if (cell["settings"]["mode"], cell["settings"]["way"]) == ("graph", "kernels")]
+    if not used:
+        return {"share_of_draft_forward": None, "of": "not measured: it takes a GPU and Triton"}
+    share, name = max((cell["added"][AIM]["share"], cell["cell"]) for cell in used)
+    return {"share_of_draft_forward": share, "of": f"the worst: {name}; head {AIM}"}
+
+
+@dataclass(frozen=True)
+class Scene:
+    draft: Any
+    batch: int
+    sampling: Sampling
+    tiny: bool
+
+
+@torch.no_grad()
+def measure(scene: Scene, mode: str, way: str, replays: int) -> Cell:
+    """Seconds of a forward, and what is added to it by signals alone and by each head with what it reads."""
+    with _kernels(way == "kernels"):
+        heads = {name: HeadPolicy(head, 0.5, k_max=K_MAX) for name, head in make_heads(scene.draft).items()}
+        forward = _forward(scene)
+        processing = Processing(scene.sampling, output_size(scene.draft))
+        number = torch.full((scene.batch,), 0.5, device=scene.draft.device)
+
+        def drawn() -> tuple[Forward, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+            fed = forward()
+            scores = fed.logits[:, 0]
+            q = None if scene.sampling.greedy else processing.probabilities(scores)
+            return fed, scores, q, scores.argmax(-1) if q is None else draw(q, number)
+
+        def step(needs: frozenset[Any]) -> tuple[DraftStep, torch.Tensor]:
+            fed, scores, q, ids = drawn()
+            of = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
+            return DraftStep.of(needs, 1, ids, ids >= 0, of, fed, fed), ids
+
+        calls: dict[str, Call] = {"forward": forward, "drawn": drawn, "signals": lambda: step(OF_Q)}
+        for name, policy in heads.items():
+            calls[name] = lambda p=policy: p.score(step(p.reads)[0])
+        seconds = _in_turns({name: _made(call, mode) for name, call in calls.items()}, replays, scene.draft.device)
+    base = statistics.median(seconds["forward"])
+    added = {}
+    for name in ("signals", *heads):
+        differences = [one - other for one, other in zip(seconds[name], seconds["drawn"], strict=True)]
+        low, middle, high = statistics.quantiles(differences, n=4)
+        added[name] = {"seconds": middle, "quartiles": [low, high], "share": middle / base}
+    for name, policy in heads.items():
+        added[name]["bytes"] = head_bytes(policy.head, scene)
+        added[name]["share_of_bytes"] = added[name]["bytes"] / forward_bytes(scene)
+    return {
+        "forward_seconds": base,
+        "draw_seconds": statistics.median(seconds["drawn"]) - base,
+        "added": added,
+        "forward_bytes": forward_bytes(scene),
+        "default_share": added[AIM]["share"],
+    }
+
+
+def make_heads(draft: Any) -> dict[str, AcceptanceHead]:
+    """`default`: what `accept-head train` makes; `paper`: SpecDec++'s, three blocks as wide as the state."""
+    torch.manual_seed(0)
+    paper = AcceptanceHead(HeadConfig(hidden_size=hidden_size(draft), depth=3))
+    return {"default": random_head(draft), "paper": paper.to(draft.device).eval().requires_grad_(False)}
+
+
+def head_bytes(head: AcceptanceHead, scene: Scene) -> int:
+    """Of the weights, as a forward of this dtype reads them, and of the logits of a batch."""
+    weights = sum(parameter.numel() for parameter in head.parameters()) * scene.draft.dtype.itemsize
+    return weights + scene.batch * output_size(scene.draft) * scene.draft.dtype.itemsize
+
+
+def forward_bytes(scene: Scene) -> int:
+    """Of the draft's weights."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in scene.draft.parameters())
+
+
+def _forward(scene: Scene) -> Callable[[], Forward]:
+    length = 16 if scene.tiny else CONTEXT_TOKENS
+    cached = CachedModel(scene.draft, scene.batch, length + K_MAX, with_hidden=True, attention="auto")
+    ids = torch.randint(3, output_size(scene.draft), (scene.batch, length + 1), device=scene.draft.device)
+    cached.fill(ids, range(scene.batch), [0] * scene.batch, [length] * scene.batch)
+    starts = torch.full((scene.batch,), length, device=scene.draft.device)
+    new = ids[:, -1:].contiguous()
+    return lambda: cached.forward(new, starts, length)
+
+
+@contextmanager
+def _kernels(wanted: bool) -> Iterator[None]:
+    if wanted:
+        yield
+        return
+    with patch.object(fused_signals, "_triton", lambda: False):
+        yield
+
+
+def _made(call: Call, mode: str) -> Call:
+    """Warmed up; and, in graphs, its replay."""
+    for _ in range(3):
+        call()
+    if mode == "eager":
+        return call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _in_turns(calls: dict[str, Call], replays: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every call, in turns, so that a slower moment touches all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(replays + 5):
+        for name, call in calls.items():
+            timed = _seconds(call, device)
+            if turn >= 5:
+                seconds[name].append(timed)
+    return seconds
+
+
+def _seconds(call: Call, device: torch.device) -> float:
+    if device.type != "cuda":
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

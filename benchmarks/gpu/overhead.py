@@ -1,0 +1,283 @@
+"""Part (a). Question: how far is the decode loop from the time of its forwards alone, at the sizes that users run?
+
+    overhead = wall ÷ Σ forwards at their floor,  Σ = Σ_rounds [ N_draft·t_draft + t_target(width of the round) ]
+
+Target and draft of the shapes of Llama 3 8B and Llama 3.2 1B, random weights, bf16; what is accepted, and what the
+head says, is recorded of the embedded pair (recorded_rounds.py), so that lengths are realistic. A floor is the median
+of one forward alone over a cache that is half filled, replayed as a CUDA graph between two events; on a CPU, by the
+clock. Nothing that a forward does not do is in the floor: sampling, signals, head, policy, verification and
+bookkeeping all count as overhead.
+
+A policy decodes wave after wave of as many requests as there are rows, in one run. Wall is of rounds in which all rows
+are live, without the first of a wave, which has the prompts in it; without the first wave, a warm-up; and without
+rounds in which a graph was captured, which are counted beside it.
+
+python benchmarks/gpu/overhead.py [--batches 1 8 32 128] [--temperatures 0 1] [--tiny]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from cells import Cell, open_cells, part_parser
+from graph_modes import captures, decoder_options, modes
+from recorded_loop import RecordedDecoder, RecordedHead, random_head, recorded_requests
+from recorded_rounds import K_MAX, RECORDED, RecordedRounds
+from shapes import build_pair
+
+from accept_head import Sampling
+from accept_head.inference.cache import CachedModel
+from accept_head.inference.memory import plan_memory
+from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.processing import Processing
+from accept_head.inference.round import Round
+from accept_head.inference.round_grid import finish
+from accept_head.inference.rows import Request
+from accept_head.inference.stopping import Stopping
+from accept_head.pair import Pair
+
+PROMPT_TOKENS = 256
+BATCHES = (1, 8, 32, 128)
+POLICIES = ("none", "fixed:1", "fixed:4", f"fixed:{K_MAX}", "head")
+REPLAYS = 20  # of a floor
+WAVES = {1: 4, 8: 2}  # that count, of a policy; 1 for other sizes
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the cells share. record: on the device."""
+
+    pair: Pair
+    head: Any
+    record: RecordedRounds
+    sampling: Sampling
+    prompt_tokens: int
+    tiny: bool
+
+
+def main() -> int:
+    parser = part_parser(__doc__)
+    parser.add_argument("--batches", type=int, nargs="+", help="1 8 32 128 when left out")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    options = parser.parse_args()
+    return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 if a cell could not be measured."""
+    records = {0.0: RecordedRounds.load(RECORDED / "greedy.npz"), 1.0: RecordedRounds.load(RECORDED / "sampled.npz")}
+    usable, without = modes()
+    cells, _ = open_cells(
+        "overhead",
+        options,
+        acceptance="recorded: traces of the embedded pair (checkpoints/tiny) and its trained heads drive what is "
+        "accepted and what the head says; the models have random weights",
+        records={f"{temperature:g}": record.about for temperature, record in records.items()},
+        prompt_tokens=PROMPT_TOKENS,
+        fallback=without,
+    )
+    pair = build_pair(options.tiny)
+    head = random_head(pair.draft)
+    for batch in options.batches or ([1, 3] if options.tiny else BATCHES):
+        for temperature in options.temperatures:
+            record = records[float(bool(temperature))].to(pair.target.device)
+            sampling = Sampling(temperature=temperature, top_k=int(record.about["sampling"]["top_k"]))
+            scene = Scene(pair, head, record, sampling, 16 if options.tiny else PROMPT_TOKENS, options.tiny)
+            place = f"batch {batch}, temperature {temperature:g}"
+            floors = cells.measure(
+                f"floor, {place}", {"batch": batch}, lambda b=batch, s=scene: measure_floors(s, b), needs=20
+            )
+            # How often the host asks is compared at batch 1 only: minutes are few.
+            for mode, chunk in [each for each in usable if batch == 1 or each != ("graphs", 1)]:
+                name = f"{mode}{'' if chunk is None else f', chunk {chunk}'}, {place}"
+                settings = {"batch": batch, "temperature": temperature, "compile": mode, "chunk": chunk}
+                cells.measure(
+                    name,
+                    settings,
+                    lambda b=batch, m=mode, c=chunk, f=floors, s=scene: measure_loop(s, b, m, c, f["seconds"]),
+                    needs=45,
+                    after=[floors],
+                )
+                clear()
+    return cells.status
+
+
+@torch.no_grad()
+def measure_floors(scene: Scene, batch: int) -> Cell:
+    """Seconds of one forward alone: of the draft on one token a row, of the target on 1 to K_MAX + 1."""
+    length = scene.prompt_tokens + scene.record.tokens // 2
+    seconds, how = {}, set()
+    for role, model, widths in (("target", scene.pair.target, range(1, K_MAX + 2)), ("draft", scene.pair.draft, (1,))):
+        cached = CachedModel(model, batch, length + K_MAX + 1, with_hidden=role == "draft")
+        ids = torch.randint(3, scene.pair.vocab_size, (batch, length + K_MAX + 1), device=model.device)
+        cached.fill(ids, range(batch), [0] * batch, [length] * batch)
+        starts = torch.full((batch,), length, device=model.device)
+        for width in widths:
+            new = ids[:, :width].contiguous()
+            timed, way = floor_seconds(lambda n=new, c=cached, s=starts: c.forward(n, s, length), model.device)
+            seconds[f"{role} {width}"] = timed
+            how.add(way)
+        del cached
+    return {"seconds": seconds, "context_tokens": length, "timed": sorted(how)}
+
+
+def floor_seconds(forward: Callable[[], object], device: torch.device) -> tuple[float, str]:
+    """Median seconds of one forward, and how it was timed."""
+    for _ in range(3):
+        forward()
+    finish(device)
+    if device.type != "cuda":
+        times = []
+        for _ in range(REPLAYS):
+            begin = time.perf_counter()
+            forward()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times), "clock, no device to wait for"
+    call, way = forward, "CUDA graph"
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        call = graph.replay
+    except Exception as error:  # then with the launches in it, and said so
+        way = f"eager, CUDA events: {type(error).__name__}: {error}"
+        finish(device)
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        finish(device)
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times), way
+
+
+def measure_loop(scene: Scene, batch: int, mode: str, chunk: Any, floors: dict[str, float]) -> Cell:
+    """Every policy at this batch size, one after the other."""
+    decoder = make_recorded(scene, batch, mode, chunk)
+    waves = 1 + (1 if scene.tiny else WAVES.get(batch, 1))
+    policies = []
+    for name in POLICIES:
+        requests = [
+            recorded_requests(
+                scene.record,
+                batch,
+                prompt_tokens=scene.prompt_tokens,
+                vocab_size=scene.pair.vocab_size,
+                first=wave * batch,
+            )
+            for wave in range(waves)
+        ]
+        timed = decode(decoder, requests, make(name, decoder, scene), scene)
+        policies.append({"policy": name, **timed.summary(floors)})
+    return {"policies": policies, "worst_overhead": max(row["overhead"] for row in policies)}
+
+
+def make_recorded(scene: Scene, batch: int, mode: str, chunk: Any = None) -> RecordedDecoder:
+    pair = scene.pair
+    plan = plan_memory(
+        pair.target,
+        pair.draft,
+        batch=batch,
+        max_length=scene.prompt_tokens + scene.record.tokens,
+        max_draft_tokens=K_MAX,
+        vocab_size=pair.vocab_size,
+        greedy=scene.sampling.greedy,
+        longest_prompt=scene.prompt_tokens,
+    )
+    plan.check_fits(pair.target.device)
+    decoder = RecordedDecoder(pair.target, pair.draft, plan, **decoder_options(mode, chunk))
+    decoder.record, decoder.prompt_tokens = scene.record, scene.prompt_tokens
+    return decoder
+
+
+def make(name: str, decoder: RecordedDecoder, scene: Scene) -> DraftPolicy:
+    about = scene.record.about
+    if name == "head":
+        return RecordedHead(scene.head, about["threshold"], decoder, k_min=about["k_min"], k_max=about["k_max"])
+    return FixedPolicy(0 if name == "none" else int(name.partition(":")[2]))
+
+
+class Rounds:
+    """The rounds that count. wall: their seconds; drafts, widths: of each, the draft forwards that it needed and the
+    tokens a row that the target was given; tokens: that they emitted. captures: seconds of rounds that made graphs."""
+
+    def __init__(self, walls: list[float], counted: torch.Tensor, captures: list[float]):
+        """counted: (rounds, 3, rows) drafted, submitted and accepted tokens."""
+        self.wall, self.captures = sum(walls), captures
+        self.drafts = counted[:, 0].amax(-1).tolist()
+        self.widths = (counted[:, 1].amax(-1) + 1).tolist()
+        self.tokens = int((counted[:, 2] + 1).sum())
+
+    def summary(self, floors: dict[str, float]) -> dict[str, Any]:
+        drafting = sum(self.drafts) * floors["draft 1"]
+        verifying = sum(floors[f"target {width}"] for width in self.widths)
+        return {
+            "overhead": self.wall / (drafting + verifying),
+            "rounds": len(self.widths),
+            "draft_forwards": sum(self.drafts),
+            "tokens": self.tokens,
+            "wall_seconds": self.wall,
+            "forward_seconds": drafting + verifying,
+            "tokens_per_second": self.tokens / self.wall,
+            "overhead_ms_a_round": 1e3 * (self.wall - drafting - verifying) / len(self.widths),
+            "rounds_with_captures": len(self.captures),
+            "seconds_of_rounds_with_captures": sum(self.captures),
+        }
+
+
+def decode(decoder: RecordedDecoder, waves: list[list[Request]], policy: DraftPolicy, scene: Scene) -> Rounds:
+    """One run over all waves; each begins when the one before it is done."""
+    seen: list[tuple[int, int, float, torch.Tensor]] = []  # (wave, captures until then, clock, (3, rows) tokens)
+    batch = len(waves[0])
+
+    def arriving() -> Iterator[Request | None]:
+        for wave in waves:
+            yield from wave
+            while decoder.rows.live_rows:
+                yield None
+
+    def watch(round_: Round) -> None:
+        if None not in round_.rows.requests:
+            outcome = round_.outcome
+            tokens = torch.stack([outcome.drafted, outcome.submitted, outcome.accepted])
+            wave = round_.rows.requests[0].index // batch  # type: ignore[union-attr]
+            seen.append((wave, captures(), time.perf_counter(), tokens))
+
+    device = scene.pair.target.device
+    run = decoder.run(
+        arriving(),
+        policy=policy,
+        processing=Processing(scene.sampling, scene.pair.vocab_size),
+        stopping=Stopping([], [], device),
+        watch=watch,
+    )
+    for _ in run:
+        pass
+    walls, counted, capturing = [], [], []
+    for before, after in itertools.pairwise(seen):
+        if 0 < after[0] == before[0]:
+            captured = after[1] > before[1]
+            (capturing if captured else walls).append(after[2] - before[2])
+            counted += [] if captured else [after[3]]
+    return Rounds(walls, torch.stack(counted).cpu(), capturing)
+
+
+def clear() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""What the loop does around drafting and verification: rows are given to requests, and models fed what they have not
+seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accept_head.inference.cache import CachedModel
+from accept_head.inference.graphs import GraphBackend, Graphs, run_directly
+from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.processing import Processing
+from accept_head.inference.rows import Rows
+from accept_head.inference.waiting import Waiting
+from accept_head.pair import Forward
+
+
+class Feeding:
+    """A part of `Decoder`, which sets all this."""
+
+    target: CachedModel
+    draft: CachedModel
+    rows: Rows
+    policy: DraftPolicy
+    processing: Processing
+    backend: GraphBackend | None
+
+    def _capture_steps(self) -> None:
+        """Set `call`, how this run calls the steps between its forwards: as graphs, where they can be captured; and
+        `lends`, whether forwards may lend what they return, because the step that reads it copies what it keeps."""
+        self.lends = self.backend is not None and self.policy.carries is not None and self.processing.plain
+        self.call: Callable[..., Any] = run_directly
+        if self.lends:
+            assert self.backend is not None
+            graphs = Graphs(self.backend, also=[part for part in (self.target.graphs, self.draft.graphs) if part])
+            graphs.keep(*self.rows.tensors)
+            self.call = partial(graphs, optional=True)
+
+    def _admit(self, waiting: Waiting) -> None:
+        """Give idle rows to waiting requests and feed both models their prompts, but for the last token."""
+        requests = waiting.take(self.rows.requests.count(None))
+        if not requests:
+            return self._compact() if waiting.done else None
+        taken = self.rows.admit(requests)
+        ends = [len(request.prompt) - 1 for request in requests]
+        self.target.fill(self.rows.tokens, taken, [0] * len(taken), ends)
+        if self.policy.max_draft_tokens:
+            self.draft.fill(self.rows.tokens, taken, [0] * len(taken), ends)
+            self.rows.mark_fed(taken)
+        index = torch.tensor(taken, device=self.rows.keys.device)
+        self.policy.admit(index, self.rows.lengths[index])
+
+    def _compact(self) -> None:
+        """Drop idle rows, which nobody will want, when they are a quarter of the batch. Compiled shapes stay."""
+        live = self.rows.live_rows
+        if live and not self.target.static and 4 * len(live) <= 3 * len(self.rows.requests):
+            index = torch.tensor(live, device=self.rows.keys.device)
+            for part in (self.target, self.draft, self.policy):
+                part.select(index)
+            self.rows.select(index, live)
+
+    def _feed_unfed(self) -> Forward:
+        """Feed the draft what it has not seen, the last token and an accepted one that it drew but was not fed → logits
+        and hidden state at the last token, (batch, 1, …) each."""
+        rows = self.rows
+        if rows.unfed > 2:  # rounds without drafting leave more
+            live = rows.live_rows
+            ends = [rows.host_lengths[row] - 1 for row in live]
+            self.draft.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
+            rows.mark_fed(live)
+        width = rows.unfed
+        starts, window = self.call("draft window", rows.last, width, width)
+        output = self.draft.forward(window, starts, max(0, rows.longest - width), lend=self.lends)
+        if width == 1:
+            return output
+        row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
+        return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
+
+    def _feed(self, token_ids: Tensor, depth: int) -> Forward:
+        """Feed (batch,) tokens drawn at `depth` → the same at them."""
+        starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
+        return self.draft.forward(token_ids[:, None], starts, longest, lend=self.lends)

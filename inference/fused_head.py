@@ -1,0 +1,185 @@
+"""A head as depth + 1 kernels for the few rows of a decoding step, where Triton and a GPU are.
+
+At those sizes each of torch's operations, 17 of them for the default head, costs more to start than to do, and what is
+left is reading the weights once. Hence no product of matrices: sums of float32 products, over weights in bfloat16
+where the model's own are in half precision. What is the same for all tokens is folded into the weights, as in
+`AcceptanceHead.scorer`: the mean and deviation of signals, that of embeddings, and, where it is small enough, the
+projection of every token's embedding.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accept_head.head import TABLE_BYTES, AcceptanceHead, Predicts, Score
+from accept_head.inference.fused_signals import counters, power_of_two, usable
+from accept_head.signals import SIGNALS
+
+# More rows than these are better served by products of matrices.
+MOST_ROWS = 64
+ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # of a program
+FEW_CHANNELS = 512
+HALF = (torch.bfloat16, torch.float16)
+
+
+def fused_scorer(head: AcceptanceHead, prediction: Predicts = "token") -> Score:
+    """`head.scorer(prediction)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others."""
+    plain = head.scorer(prediction)  # refuses what the head does not predict
+    weight, embeddings = head.output.weight, head.embeddings if head.config.reads_embedding else None
+    together = embeddings is None or embeddings.device == weight.device
+    if not (usable(weight) and weight.dtype is torch.float32 and together):
+        return plain
+    fused = FusedHead(head, prediction, plain)
+    return fused if _agree(fused, plain) else plain
+
+
+def _agree(fused: FusedHead, plain: Score) -> bool:
+    """Tried once: kernels that this GPU cannot run, or gets wrong, are not used."""
+    config, device = fused.config, fused.head.output.weight.device
+    hidden = torch.linspace(-3, 3, 2 * config.hidden_size, device=device).sin().view(2, -1)
+    signals, ids = torch.full((2, len(SIGNALS)), 0.5, device=device), torch.zeros(2, dtype=torch.long, device=device)
+    try:
+        torch.testing.assert_close(fused(hidden, signals, ids), plain(hidden, signals, ids), rtol=1e-2, atol=1e-2)
+    except Exception as error:  # whatever it is, there is another way
+        reason = " ".join(str(error).split())[:160]
+        log = logging.getLogger(__name__)
+        log.warning("accept-head: no kernels for the head (%s: %s), hence slower", type(error).__name__, reason)
+        return False
+    fused.packed.clear()  # states in use may be of another dtype
+    return True
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), and shift
+    (channels,), of signals as they come, or None. table: (vocab, channels) if there is no `embedding` to multiply by,
+    else (vocab, hidden_size). weights: (channels, channels), and biases, a block. output: (predictions, channels)."""
+
+    state: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    table: Tensor | None
+    embedding: Tensor | None
+    weights: list[Tensor]
+    biases: list[Tensor]
+    output: Tensor
+    bias: Tensor
+
+
+class FusedHead:
+    """See `fused_scorer`."""
+
+    def __init__(self, head: AcceptanceHead, prediction: Predicts, plain: Score):
+        self.head, self.plain, self.config = head, plain, head.config
+        self.places = [0, 1] if prediction == "both" else [head.index_of(prediction)]
+        self.packed: dict[torch.dtype, Packed] = {}
+
+    def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
+        """hidden: (..., hidden_size); signals: (..., 3); token_ids: (...) → (...), or (..., 2) of both."""
+        rows = hidden.numel() // self.config.hidden_size
+        given = (signals is not None or not self.config.signals) and (
+            token_ids is not None or not self.config.reads_embedding
+        )
+        if not given or not 0 < rows <= MOST_ROWS or not usable(hidden) or hidden.dtype is torch.float64:
+            return self.plain(hidden, signals, token_ids)
+        dtype = torch.bfloat16 if hidden.dtype in HALF else torch.float32
+        if dtype not in self.packed:
+            self.packed[dtype] = pack(self.head, self.places, dtype)
+        scores = _run(self.packed[dtype], hidden.reshape(rows, -1), signals, token_ids)
+        return scores.view((*hidden.shape[:-1], *([2] if len(self.places) > 1 else [])))
+
+
+@torch.no_grad()
+def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
+    """The weights as they are now, where the head is."""
+    config = head.config
+    state = head.state_input.weight.to(dtype).contiguous() if config.width is not None else None
+    scale = shift = table = embedding = None
+    if config.signals:
+        by = head.signal_input.weight / head.signal_std
+        scale = torch.zeros(len(SIGNALS), config.channels, dtype=torch.float32, device=by.device)
+        scale[head.signal_places] = by.t()
+        shift = -(by @ head.signal_mean)
+    if config.reads_embedding:
+        embeddings = head._embeddings()
+        folded = head.embedding_input.weight / (config.embedding_std or 1.0)
+        if len(embeddings) * len(folded) * dtype.itemsize <= TABLE_BYTES:
+            table = torch.cat([part.to(folded.dtype) @ folded.t() for part in embeddings.split(1 << 14)]).to(dtype)
+        else:
+            table, embedding = embeddings, folded.to(dtype).contiguous()
+    return Packed(
+        state,
+        scale,
+        shift,
+        table,
+        embedding,
+        [block.linear.weight.to(dtype).contiguous() for block in head._blocks()],
+        [block.linear.bias.detach() for block in head._blocks()],
+        head.output.weight[places].to(dtype).contiguous(),
+        head.output.bias[places].clone(),
+    )
+
+
+def _run(packed: Packed, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
+    """hidden: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32."""
+    from accept_head.inference import fused_kernels as kernels
+
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    (rows, size), (outputs, channels) = hidden.shape, packed.output.shape
+    shape = _shape(rows, channels)
+    grid = (-(-channels // shape["CHANNELS"]), -(-rows // shape["ROWS"]))
+    x, y = torch.empty(2, rows, channels, dtype=torch.float32, device=hidden.device)
+    scores = torch.empty(rows, outputs, dtype=torch.float32, device=hidden.device)
+    unused = hidden  # a pointer is needed
+
+    def pointer(tensor: Tensor | None, wanted: object) -> Tensor:
+        return unused if tensor is None or wanted is None else tensor
+
+    with torch.cuda.device_of(hidden):
+        kernels.head_input[grid](
+            hidden,
+            pointer(packed.state, True),
+            pointer(signals.reshape(rows, -1).contiguous() if signals is not None else None, packed.scale),
+            pointer(packed.scale, True),
+            pointer(packed.shift, True),
+            pointer(token_ids.reshape(-1).contiguous() if token_ids is not None else None, packed.table),
+            pointer(packed.table, True),
+            pointer(packed.embedding, True),
+            x,
+            rows,
+            size,
+            channels,
+            hidden.stride(0),
+            packed.table.stride(0) if packed.table is not None else 0,
+            STATE=packed.state is not None,
+            SIGNALS=packed.scale is not None,
+            TABLE=packed.table is not None and packed.embedding is None,
+            EMBEDDING=packed.embedding is not None,
+            **shape,
+        )
+        blocks = list(zip(packed.weights, packed.biases, strict=True))
+        last = blocks.pop() if blocks else None
+        for weight, bias in blocks:
+            kernels.head_block[grid](x, weight, bias, y, rows, channels, **shape)
+            x, y = y, x
+        if last is None:
+            block = power_of_two(channels)
+            kernels.head_output[(rows,)](x, packed.output, packed.bias, scores, channels, OUTPUTS=outputs, BLOCK=block)
+        else:
+            parts = torch.empty(outputs, rows, grid[0], dtype=torch.float32, device=hidden.device)
+            kernels.head_last[grid](
+                x, *last, packed.output, packed.bias, parts, counters(hidden.device, grid[1]), scores, rows, channels,
+                OUTPUTS=outputs, TILES=power_of_two(grid[0]), **shape,
+            )  # fmt: skip
+    return scores
+
+
+def _shape(rows: int, channels: int) -> dict[str, int]:
+    """What one program works out: enough of them to fill a GPU, each with as many products as fit in its registers."""
+    at_once = min(power_of_two(rows), ROWS_AT_ONCE)
+    columns = 4 if channels <= FEW_CHANNELS else 8
+    return {"ROWS": at_once, "CHANNELS": columns, "BLOCK": PRODUCTS_AT_ONCE // (at_once * columns)}

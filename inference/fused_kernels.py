@@ -1,0 +1,305 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def"
+"""Triton kernels of the draft's signals and of the head. Imported only where Triton is; `fused_signals` and
+`fused_head` say what they compute.
+
+All sums are float32. A row of logits is split among programs, as one row alone has to keep a whole GPU busy: each
+reads its part once and leaves an online softmax's statistics of it. Whichever program of a row ends last adds up what
+all of them left, in the order of the parts: one launch instead of two, and a result that does not depend on who was
+last. It is told by a counter, `done`, which it sets back to zero: two launches on one counter must not overlap.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LEAST_LOG = tl.constexpr(-87.33654475055310)  # signals.LEAST_LOG: log of the smallest normal float32
+TINY = tl.constexpr(1.1754943508222875e-38)
+
+
+@triton.jit
+def logits_signals(
+    logits,
+    temperature,
+    drawn,
+    tops,
+    totals,
+    moments,
+    places,
+    done,
+    signals,
+    lse,
+    largest,
+    vocab,
+    row_stride,
+    PER_ROW: tl.constexpr,
+    GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """log q(Y), the entropy and max q, (rows, 3); the log-sum-exp of logits / T, (rows,); and the first most likely
+    token, (rows,) int64.
+
+    Grid (rows, splits). logits: (rows, vocab), −inf allowed. temperature: (rows,) if PER_ROW, else not looked at, and
+    1. drawn: (rows,) Y; if GREEDY, not looked at: Y is the most likely token. Of each part, with z = (x − top) / T:
+    tops, totals Σ exp z, moments Σ z·exp z, (rows, splits) float32, and places of the tops, (rows, splits) int32.
+    done: (rows,) int32, 0. SPLITS: a power of two, at least `splits`.
+    """
+    row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab
+    x = tl.load(logits + row.to(tl.int64) * row_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    cold = 1.0 / tl.load(temperature + row) if PER_ROW else 1.0
+    top = tl.max(x, 0)
+    there = x > float("-inf")
+    z = tl.where(there, (x - tl.where(top > float("-inf"), top, 0.0)) * cold, 0.0)
+    share = tl.where(there, tl.exp(z), 0.0)
+    to = row * splits + split
+    tl.store(tops + to, top)
+    tl.store(totals + to, tl.sum(share, 0))
+    tl.store(moments + to, tl.sum(share * z, 0))
+    tl.store(places + to, tl.min(tl.where(inside & (x == top), token, vocab), 0))
+    if _is_last(done + row, splits):
+        part = tl.arange(0, SPLITS)
+        used = part < splits
+        at = row * splits + part
+        part_top = tl.load(tops + at, mask=used, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(totals + at, mask=used, other=0.0, cache_modifier=".cg")
+        moment = tl.load(moments + at, mask=used, other=0.0, cache_modifier=".cg")
+        place = tl.load(places + at, mask=used, other=2147483647, cache_modifier=".cg")
+        best = tl.max(part_top, 0)
+        seen = part_top > float("-inf")
+        shift = tl.where(seen, (part_top - best) * cold, 0.0)
+        weight = tl.where(seen, tl.exp(shift), 0.0)
+        whole = tl.sum(weight * total, 0)
+        log_whole = tl.log(whole)
+        if GREEDY:
+            logprob = -log_whole
+        else:
+            y = tl.load(logits + row.to(tl.int64) * row_stride + tl.load(drawn + row)).to(tl.float32)
+            logprob = tl.maximum((y - best) * cold - log_whole, LEAST_LOG)
+        tl.store(signals + row * 3, logprob)
+        tl.store(signals + row * 3 + 1, log_whole - tl.sum(weight * (moment + shift * total), 0) / whole)
+        tl.store(signals + row * 3 + 2, 1.0 / whole)
+        tl.store(lse + row, best * cold + log_whole)
+        tl.store(largest + row, tl.min(tl.where(used & (part_top == best), place, 2147483647), 0).to(tl.int64))
+
+
+@triton.jit
+def q_signals(
+    q,
+    drawn,
+    tops,
+    moments,
+    done,
+    signals,
+    vocab,
+    row_stride,
+    DRAWN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """log q(Y), if DRAWN, the entropy and max q, (rows, 3).
+
+    Grid (rows, splits). q: (rows, vocab) probabilities. Of each part: tops, and moments Σ q·log q, (rows, splits)
+    float32. The others as in `logits_signals`.
+    """
+    row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    p = tl.load(q + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=0.0).to(tl.float32)
+    to = row * splits + split
+    tl.store(tops + to, tl.max(p, 0))
+    tl.store(moments + to, tl.sum(p * tl.log(tl.maximum(p, TINY)), 0))
+    if _is_last(done + row, splits):
+        part = tl.arange(0, SPLITS)
+        used = part < splits
+        at = row * splits + part
+        top = tl.load(tops + at, mask=used, other=0.0, cache_modifier=".cg")
+        moment = tl.load(moments + at, mask=used, other=0.0, cache_modifier=".cg")
+        if DRAWN:
+            y = tl.load(q + row.to(tl.int64) * row_stride + tl.load(drawn + row)).to(tl.float32)
+            tl.store(signals + row * 3, tl.log(tl.maximum(y, TINY)))
+        tl.store(signals + row * 3 + 1, -tl.sum(moment, 0))
+        tl.store(signals + row * 3 + 2, tl.max(top, 0))
+
+
+@triton.jit
+def head_input(
+    hidden,
+    state,
+    signals,
+    scale,
+    shift,
+    ids,
+    table,
+    embedding,
+    x,
+    rows,
+    hidden_size,
+    channels,
+    hidden_stride,
+    table_stride,
+    STATE: tl.constexpr,
+    SIGNALS: tl.constexpr,
+    TABLE: tl.constexpr,
+    EMBEDDING: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the blocks of a head start from, x (rows, channels) float32: the state, times `state` (channels,
+    hidden_size) if STATE; plus `shift` and the three signals times `scale` (3, channels), if SIGNALS; plus, of the
+    drawn token, its row of `table` (vocab, channels) if TABLE, or of it (vocab, hidden_size) times `embedding`
+    (channels, hidden_size), if EMBEDDING. Grid (channels / CHANNELS, rows / ROWS)."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    written = (row < rows)[:, None] & (channel < channels)[None, :]
+    result = tl.zeros((ROWS, CHANNELS), tl.float32)
+    if TABLE or EMBEDDING:
+        token = tl.load(ids + row, mask=row < rows, other=0).to(tl.int64)
+    if STATE:
+        result += _product(
+            hidden, row.to(tl.int64) * hidden_stride, row < rows, state, channel, channels, hidden_size,
+            ROWS, CHANNELS, BLOCK,
+        )  # fmt: skip
+    else:
+        at = row.to(tl.int64)[:, None] * hidden_stride + channel[None, :]
+        result += tl.load(hidden + at, mask=written, other=0.0).to(tl.float32)
+    if EMBEDDING:
+        result += _product(
+            table, token * table_stride, row < rows, embedding, channel, channels, hidden_size,
+            ROWS, CHANNELS, BLOCK,
+        )  # fmt: skip
+    if TABLE:
+        at = token[:, None] * table_stride + channel[None, :]
+        result += tl.load(table + at, mask=written, other=0.0).to(tl.float32)
+    if SIGNALS:
+        result += tl.load(shift + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+        for signal in tl.static_range(3):
+            value = tl.load(signals + row * 3 + signal, mask=row < rows, other=0.0).to(tl.float32)
+            by = tl.load(scale + signal * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
+            result += value[:, None] * by[None, :]
+    tl.store(x + row[:, None] * channels + channel[None, :], result, mask=written)
+
+
+@triton.jit
+def head_block(
+    x,
+    weight,
+    bias,
+    y,
+    rows,
+    channels,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """y = x + SiLU(W x + b), (rows, channels) float32. weight: (channels, channels). Grid as in `head_input`."""
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    written = (row < rows)[:, None] & (channel < channels)[None, :]
+    result = _residual(x, weight, bias, row, channel, rows, channels, ROWS, CHANNELS, BLOCK)
+    tl.store(y + row[:, None] * channels + channel[None, :], result, mask=written)
+
+
+@triton.jit
+def head_last(
+    x,
+    weight,
+    bias,
+    output,
+    output_bias,
+    parts,
+    done,
+    scores,
+    rows,
+    channels,
+    OUTPUTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """sigmoid(w y + c), (rows, OUTPUTS) float32, of the y of a last `head_block`, which is not kept.
+
+    output: (OUTPUTS, channels) w; output_bias: (OUTPUTS,) c. parts: (OUTPUTS, rows, tiles) float32, of every program's
+    channels. done: (rows / ROWS,) int32, 0. TILES: a power of two, at least channels / CHANNELS. Grid as above.
+    """
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    channel = tile * CHANNELS + tl.arange(0, CHANNELS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    y = _residual(x, weight, bias, row, channel, rows, channels, ROWS, CHANNELS, BLOCK)
+    for each in tl.static_range(OUTPUTS):
+        w = tl.load(output + each * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        tl.store(parts + (each * rows + row) * tiles + tile, tl.sum(y * w[None, :], 1), mask=row < rows)
+    if _is_last(done + tl.program_id(1), tiles):
+        part = tl.arange(0, TILES)
+        used = (row < rows)[:, None] & (part < tiles)[None, :]
+        for each in tl.static_range(OUTPUTS):
+            at = (each * rows + row)[:, None] * tiles + part[None, :]
+            logit = tl.sum(tl.load(parts + at, mask=used, other=0.0, cache_modifier=".cg"), 1)
+            logit += tl.load(output_bias + each).to(tl.float32)
+            tl.store(scores + row * OUTPUTS + each, 1.0 / (1.0 + tl.exp(-logit)), mask=row < rows)
+
+
+@triton.jit
+def head_output(x, output, output_bias, scores, channels, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr):
+    """sigmoid(w x + c), (rows, OUTPUTS) float32: of a head without blocks. BLOCK: a power of two, at least `channels`.
+    Grid (rows,)."""
+    row = tl.program_id(0)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < channels
+    value = tl.load(x + row * channels + channel, mask=inside, other=0.0)
+    for each in tl.static_range(OUTPUTS):
+        w = tl.load(output + each * channels + channel, mask=inside, other=0.0).to(tl.float32)
+        logit = tl.sum(value * w, 0) + tl.load(output_bias + each).to(tl.float32)
+        tl.store(scores + row * OUTPUTS + each, 1.0 / (1.0 + tl.exp(-logit)))
+
+
+@triton.jit
+def _is_last(done, programs):
+    """Whether all others of these programs have written what they leave. `done` is 0 again after the last."""
+    tl.debug_barrier()  # every thread's stores come before the count, which one thread does for all
+    last = tl.atomic_add(done, 1, sem="acq_rel") == programs - 1
+    if last:
+        tl.store(done, 0)
+    return last
+
+
+@triton.jit
+def _residual(
+    x, weight, bias, row, channel, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x + SiLU(W x + b) of these rows and channels, (ROWS, CHANNELS); 0 outside."""
+    start = row.to(tl.int64) * channels
+    z = _product(x, start, row < rows, weight, channel, channels, channels, ROWS, CHANNELS, BLOCK)
+    z += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    inside = (row < rows)[:, None] & (channel < channels)[None, :]
+    return tl.load(x + row[:, None] * channels + channel[None, :], mask=inside, other=0.0) + z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _product(
+    left,
+    offsets,
+    valid,
+    weight,
+    channel,
+    channels,
+    size,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of `left`, that begin at `offsets`, times the rows `channel` of `weight` (channels, size), (ROWS, CHANNELS).
+
+    A product of matrices so narrow is bound by reading the weights: no tensor cores, and no rounding to their types.
+    """
+    total = tl.zeros((ROWS, CHANNELS, BLOCK), tl.float32)  # added up once, at the end
+    for start in range(0, size, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        a = tl.load(left + offsets[:, None] + k[None, :], mask=valid[:, None] & (k < size)[None, :], other=0.0)
+        at = channel.to(tl.int64)[:, None] * size + k[None, :]
+        w = tl.load(weight + at, mask=(channel < channels)[:, None] & (k < size)[None, :], other=0.0)
+        total += a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+    return tl.sum(total, 2)

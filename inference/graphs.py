@@ -1,0 +1,310 @@
+"""Functions of tensors that are captured once, as CUDA graphs, and replayed: one launch in place of hundreds.
+
+A replay runs the same kernels on the same memory and nothing of Python. Hence the rules, which `Graphs` keeps:
+
+- What goes in is copied to buffers of the graph, but for tensors whose addresses never change (`keep`).
+- What comes out is copied to buffers, too. All graphs share one pool of memory, for what they need in between: whatever
+  order they are replayed in, nothing that outlives a replay lies there.
+- What is no tensor, a depth, a width, is part of the key: another number is another graph. So are shapes and dtypes.
+- A function is run before it is captured, so that kernels are loaded and buffers have shapes; what it changes in place
+  (`mutates`) is put back. It must not read a value on the host; a call that does is refused while it is tried.
+- An object whose attributes the function rebinds is given as `state`, with their names in `carries`: they go in and
+  out like arguments and results.
+
+The result of a call is valid until the next call of that name.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+
+MOST_GRAPHS = 512  # of one model, or of one run's small functions; what comes later is run as it is
+
+Function = Callable[..., Any]
+
+
+class GraphBackend(Protocol):
+    """What captures and replays: CUDA, or a stand-in for tests."""
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        """Run it for its own sake. Raises RuntimeError when it waits for the device."""
+        ...
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Record what it does → what does it again."""
+        ...
+
+
+class CudaGraphs:
+    """torch.cuda.CUDAGraph, all in one pool of memory, captured on one side stream."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        with torch.cuda.device(device):
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                function()  # libraries are set up now, which may wait for the device
+                with _waiting_is_an_error():
+                    function()
+        finally:
+            here.wait_stream(self.stream)
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        # thread_local: what other threads do, those that load data, say, is no part of it.
+        options: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, **options):
+                function()
+        finally:
+            torch.cuda.set_stream(here)  # torch leaves the other one in place when a capture fails
+        return graph.replay
+
+
+def check_one_device(model: torch.nn.Module) -> None:
+    """Raises InputError for a model that is spread over several."""
+    devices = {str(parameter.device) for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise InputError(f"compile is 'graphs', which needs a model on one device, but it is on {sorted(devices)}")
+
+
+def graph_backend(device: torch.device) -> GraphBackend:
+    """Raises InputError where there are no CUDA graphs."""
+    if device.type != "cuda":
+        raise InputError(f"compile is 'graphs', which needs a CUDA device, but the models are on {device}")
+    return CudaGraphs(device)
+
+
+@contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode does not see everything
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@dataclass
+class _Captured:
+    copied: list[tuple[int, Tensor]]  # (place among the inputs, the graph's buffer for it)
+    replay: Callable[[], None]
+    result: Any
+    state: dict[str, Any]
+
+
+class Graphs:
+    """Captured functions by name. also: others, whose kept tensors and results are kept here, too."""
+
+    def __init__(self, backend: GraphBackend, also: Iterable[Graphs] = (), most: int = MOST_GRAPHS):
+        self.backend, self.also, self.most = backend, list(also), most
+        self.captured: dict[Any, _Captured] = {}
+        self.buffers: dict[Any, Tensor] = {}  # of results
+        self.kept: dict[int, Tensor] = {}  # by the address of their storage, which cannot be anybody else's meanwhile
+        self.refused: set[str] = set()
+
+    def keep(self, *tensors: Tensor) -> None:
+        """These stay where they are: they may be used as they lie, by calls that are given them and by functions that
+        hold them."""
+        for tensor in tensors:
+            self.kept[tensor.untyped_storage().data_ptr()] = tensor
+
+    def forget(self) -> None:
+        """What the functions hold is no longer where it was."""
+        self.captured.clear()
+
+    def __call__(
+        self,
+        name: str,
+        function: Function,
+        *inputs: Any,
+        state: Any = None,
+        mutates: Sequence[Tensor] = (),
+        renews: bool = False,
+        copy: bool = False,
+        optional: bool = False,
+    ) -> Any:
+        """function(*inputs), whose tensors may stand in tuples, lists, dictionaries and dataclasses.
+
+        renews: the function makes the state anew: what it was does not count. copy: kept tensors are copied, too: one
+        graph for whatever is given. optional: a function that waits for the device is run as it is, which the log says
+        once; else that is an InputError.
+        """
+        if name in self.refused:
+            return function(*inputs)
+        leaves: list[Tensor] = []
+        shape = _flatten((inputs, {} if renews else _carried(state)), leaves)
+        places = tuple(None if copy else self._address(leaf) for leaf in leaves)
+        key = (name, shape, places, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves))
+        known = self.captured.get(key)
+        if known is None:
+            if len(self.captured) >= self.most:
+                _once(f"more than {self.most} graphs are wanted: {name} and others are run without")
+                return function(*inputs)
+            try:
+                known = self._capture(name, function, shape, leaves, places, state, mutates)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:200]
+                if not optional:
+                    raise InputError(f"compile is 'graphs', but {name} cannot be captured ({reason})") from error
+                self.refused.add(name)
+                _once(f"{name} is not captured ({reason}), hence slower")
+                return function(*inputs)
+            self.captured[key] = known
+        else:
+            for place, buffer in known.copied:
+                buffer.copy_(leaves[place])
+        known.replay()
+        _restore(state, known.state)
+        return known.result
+
+    def _address(self, leaf: Tensor) -> Any:
+        """Where a kept tensor lies; None for others."""
+        pointer = leaf.untyped_storage().data_ptr()
+        if pointer in self.kept or any(pointer in other.kept for other in self.also):
+            return pointer, leaf.storage_offset(), leaf.stride()
+        return None
+
+    def _capture(
+        self,
+        name: str,
+        function: Function,
+        shape: Any,
+        leaves: Sequence[Tensor],
+        places: Sequence[Any],
+        state: Any,
+        mutates: Sequence[Tensor],
+    ) -> _Captured:
+        copied = [(i, torch.empty_like(leaf).copy_(leaf)) for i, leaf in enumerate(leaves) if places[i] is None]
+        given = list(leaves)
+        for place, buffer in copied:
+            given[place] = buffer
+        begun = _carried(state)
+
+        def once() -> tuple[Any, list[Tensor]]:
+            rest = iter(given)
+            arguments, carried = _build(shape, rest)
+            _restore(state, carried)
+            results: list[Tensor] = []
+            result = function(*arguments)
+            return _flatten((result, _carried(state)), results), results
+
+        tried: list[tuple[Any, list[Tensor]]] = []
+        before = [tensor.clone() for tensor in mutates]
+
+        def put_back() -> None:
+            for tensor, value in zip(mutates, before, strict=True):
+                tensor.copy_(value)
+
+        def trial() -> None:
+            put_back()
+            tried[:] = [once()]
+
+        try:
+            self.backend.warm_up(trial)
+        finally:
+            put_back()
+            _restore(state, begun)
+        outcome, results = tried[0]
+        # What is handed through is where it was; all else gets a place that no replay of any graph writes to.
+        own = {id(tensor) for tensor in given}
+        out = [
+            tensor if id(tensor) in own else self._buffer(name, place, tensor) for place, tensor in enumerate(results)
+        ]
+
+        def recorded() -> None:
+            again, made = once()
+            if again != outcome:
+                raise RuntimeError("its result has another form each time")
+            for buffer, tensor in zip(out, made, strict=True):
+                if buffer is not tensor:
+                    buffer.copy_(tensor)
+
+        try:
+            replay = self.backend.capture(recorded)
+        finally:
+            _restore(state, begun)
+        result, carried = _build(outcome, iter(out))
+        return _Captured(copied, replay, result, carried)
+
+    def _buffer(self, name: str, place: int, like: Tensor) -> Tensor:
+        """One for all graphs of a name whose results have this shape."""
+        key = (name, place, like.shape, like.dtype)
+        if key not in self.buffers:
+            self.buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            self.keep(self.buffers[key])
+        return self.buffers[key]
+
+
+def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:
+    """In place of `Graphs`, where nothing is captured."""
+    return function(*inputs)
+
+
+# --- arguments and results as lists of tensors ------------------------------------------------------------------------
+
+
+def _carried(state: Any) -> dict[str, Any]:
+    return {} if state is None else {name: getattr(state, name) for name in state.carries}
+
+
+def _restore(state: Any, carried: dict[str, Any]) -> None:
+    for name, value in carried.items():
+        setattr(state, name, list(value) if isinstance(value, list) else value)  # a function may append to it
+
+
+def _flatten(value: Any, leaves: list[Tensor]) -> Any:
+    """Add its tensors to `leaves` → all else of it, which can be compared and hashed."""
+    if isinstance(value, Tensor):
+        leaves.append(value)
+        return Tensor
+    if isinstance(value, (list, tuple)):
+        return (type(value), *[_flatten(each, leaves) for each in value])
+    if isinstance(value, dict):
+        return (dict, *[(name, _flatten(each, leaves)) for name, each in value.items()])
+    if is_dataclass(value) and not isinstance(value, type):
+        return (type(value), *[_flatten(getattr(value, field.name), leaves) for field in fields(value)])
+    return (None, value)
+
+
+def _build(shape: Any, leaves: Iterator[Tensor]) -> Any:
+    """The value that `_flatten` took apart."""
+    if shape is Tensor:
+        return next(leaves)
+    kind, *parts = shape
+    if kind is None:
+        return parts[0]
+    if kind is dict:
+        return {name: _build(part, leaves) for name, part in parts}
+    values = [_build(part, leaves) for part in parts]
+    if kind is list or kind is tuple:
+        return kind(values)
+    # Else a named tuple, or a dataclass, whose fields are in order but may be for keywords alone.
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    return kind(**dict(zip(names, values, strict=True))) if names else kind(*values)
+
+
+_said: set[str] = set()
+
+
+def _once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logging.getLogger(__name__).warning("accept-head: %s", line)

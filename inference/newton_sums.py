@@ -1,0 +1,76 @@
+"""Sums over tokens of a logistic fit with slopes that all depths share and an intercept a depth; of each tenant's own.
+
+XᵀWX·Δ = right side    X: x, and a column a depth; W = p·(1 − p); right side: Xᵀ(label − p) at first
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from accept_head.inference.estimator import arrowhead_slopes
+
+
+@dataclass
+class NewtonSums:
+    """gram: (tenants, f, f) Σ w·xxᵀ. cross: (tenants, depths, f) Σ w·x. one: (tenants, depths) Σ w. right_x: (tenants,
+    f) and right: (tenants, depths) the right side. labels: (tenants,) how many tokens."""
+
+    gram: Tensor
+    cross: Tensor
+    one: Tensor
+    right_x: Tensor
+    right: Tensor
+    labels: Tensor
+
+    @classmethod
+    def zeros(cls, tenants: int, depths: int, f: int, like: Tensor) -> NewtonSums:
+        """On the device and in the dtype of `like`."""
+        shapes = (f, f), (depths, f), (depths,), (f,), (depths,), ()
+        return cls(*[like.new_zeros(tenants, *shape) for shape in shapes])
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return (getattr(self, field.name) for field in fields(self))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> NewtonSums:
+        return NewtonSums(*[part.to(device, dtype) for part in self])
+
+    def with_one_more(self) -> NewtonSums:
+        """Room for another tenant."""
+        return NewtonSums(*[torch.cat([part, part.new_zeros(1, *part.shape[1:])]) for part in self])
+
+    def forget(self, tenant: int) -> None:
+        for part in self:
+            part[tenant] = 0
+
+    def add(self, x: Tensor, p: Tensor, label: Tensor, judged: Tensor, tenant: Tensor, depth: Tensor) -> None:
+        """Tokens. x: (n, f), 0 where not judged; p, label: (n,); judged: (n,) bool; tenant, depth: (n,) int."""
+        w, residual, judged = p * (1 - p) * judged, (label - p) * judged, judged.to(x.dtype)
+        cell = tenant * self.one.shape[1] + depth
+        self.cross.view(-1, x.shape[1]).index_add_(0, cell, w[:, None] * x)
+        self.one.view(-1).index_add_(0, cell, w)
+        self.right_x.index_add_(0, tenant, residual[:, None] * x)
+        self.right.view(-1).index_add_(0, cell, residual)
+        self.labels.index_add_(0, tenant, judged)
+        for each in range(len(self.gram)):  # one product each: all tokens' outer products would be n·f² numbers
+            self.gram[each].addmm_((x * (w * (tenant == each))[:, None]).t(), x)
+
+    def remember(self, share: float, fresh: NewtonSums, slopes: Tensor, intercepts: Tensor) -> None:
+        """Keep so much of what is here, and add fresh sums at the parameters that they were taken at, (tenants, f) and
+        (tenants, depths): the right side is then that of Δ = the parameters, not of a step from them."""
+        right_x = (
+            fresh.right_x + (fresh.gram @ slopes[..., None])[..., 0] + (fresh.cross * intercepts[..., None]).sum(1)
+        )
+        right = fresh.right + (fresh.cross * slopes[:, None]).sum(-1) + fresh.one * intercepts
+        for mine, new in zip(self, (fresh.gram, fresh.cross, fresh.one, right_x, right, fresh.labels), strict=True):
+            mine.mul_(share).add_(new)
+
+    def optimum(self, prior: float) -> tuple[Tensor, Tensor]:
+        """(tenants, f) slopes and (tenants, depths) intercepts of (XᵀWX + prior·1)·Δ = right side; not a number where
+        nothing is known, without a prior."""
+        diagonal = torch.eye(self.gram.shape[-1], dtype=torch.bool, device=self.gram.device)
+        gram, one = torch.where(diagonal, self.gram + prior, self.gram), self.one + prior
+        slopes = arrowhead_slopes(gram, self.cross, one, self.right_x, self.right)
+        return slopes, (self.right - (self.cross * slopes[:, None]).sum(-1)) / one

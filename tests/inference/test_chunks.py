@@ -1,0 +1,337 @@
+"""Drafting in chunks: the same tokens, counts and learning as with a question after each token, and fewer questions."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from dataclasses import fields, is_dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from accept_head import InputError, Sampling
+from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.inference import RowPolicy, chunks, generate, make_policy
+from accept_head.inference.cache import CachedModel
+from accept_head.inference.chunks import RECONSIDERED, Chunks, asks, best_chunk, chunk_cost, measured_seconds
+from accept_head.inference.decode import Decoder
+from accept_head.inference.drafted import Drafted, Going
+from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.policies import (
+    POLICIES,
+    AdaSpecPolicy,
+    BatchMapPolicy,
+    BudgetPolicy,
+    FixedPolicy,
+    GoodputPolicy,
+    HeadPolicy,
+    RecalibratedHeadPolicy,
+)
+from tests.inference.toy import one_layer_pair, ragged_prompts, random_head
+
+SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20), Sampling(temperature=0)
+LLAMA = one_layer_pair()
+PROMPTS = ragged_prompts(5, longest=16)
+COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
+
+
+def named(spec):
+    return lambda: make_policy(spec, LLAMA[1])
+
+
+def head(kind=HeadPolicy, reads="drawn", **options):
+    return lambda: kind(random_head(32, reads=reads, signals=True), 0.6, k_max=7, **options)
+
+
+CHUNKED = {
+    "none": named("none"),
+    "fixed": named("fixed:3"),
+    "leviathan": named("leviathan:0.1,k_max=6"),
+    "hf-heuristic": named("hf-heuristic:3,k_max=6"),
+    "hf-confidence": named("hf-confidence:0.4,k_max=7"),
+    "confidence": named("confidence:0.4,k_max=7"),
+    "cumulative-confidence": named("cumulative-confidence:0.2,k_max=7"),
+    "max-prob": named("max-prob:0.6,k_max=7"),
+    "max-prob-mean": named("max-prob-mean:0.6,k_max=7"),
+    "entropy": named("entropy:1.0,k_max=7"),
+    "svip": named("svip:0.4,k_max=7"),
+    "adaedl": named("adaedl:0.4,k_max=7"),
+    "online-logistic": named("online-logistic:0.4,k_max=7"),
+    "dsde": named("dsde:3,k_max=6"),
+    "batch-map": lambda: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
+    "goodput": lambda: GoodputPolicy(COSTS, k_max=6),
+    "budget": lambda: BudgetPolicy(COSTS, k_max=6),
+    "head": head(),
+    "head lag 0": head(lag=0),
+    "head before": head(reads="before"),
+    "head online": head(RecalibratedHeadPolicy, "before", online=True),
+}
+# They decide with the host after each token, or go by how often they were asked.
+ONE_BY_ONE = {
+    "head online, with a lag": head(RecalibratedHeadPolicy, online=True),
+    "adaspec": lambda: AdaSpecPolicy(COSTS, k_max=6),
+    "budget retrospective": lambda: BudgetPolicy(COSTS, k_max=6, retrospective=True),
+    "costs": named("confidence:0.4,k_max=7,costs=0.2"),
+}
+# What a round leaves behind, which the next one makes anew.
+OF_A_ROUND = {"predicted", "predicted_next", "drawn", "features", "tokens", "survivals", "seen", "earlier", "running"}
+OF_A_ROUND |= {"survival", "state", "pending"}
+
+
+def run(make, **options):
+    """(tokens, statistics but for the clock and what was wasted; what the policy has learnt; forwards wasted)."""
+    options = {
+        "sampling": SAMPLED,
+        "max_new_tokens": 14,
+        "end_token_ids": [7, 14, 20],
+        "batch_size": 2,
+        "seed": 5,
+        "allow_lossy": True,
+        **options,
+    }
+    policy = make()
+    result = generate(*LLAMA, PROMPTS, policy=policy, **options)
+    rows = [(ids, replace(each, seconds=0.0, wasted=0)) for ids, each in zip(result.tokens, result.stats, strict=True)]
+    if getattr(policy, "recalibration", None):
+        policy.recalibration._sum_up()
+    return rows, learnt(policy), sum(each.wasted for each in result.stats)
+
+
+def learnt(value, depth=0):
+    """All that lasts of a policy's state, as plain values."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [learnt(each, depth) for each in value]
+    if is_dataclass(value):
+        return [learnt(getattr(value, field.name), depth) for field in fields(value)]
+    if isinstance(value, torch.nn.Module) or callable(value) or depth > 3:
+        return None
+    if hasattr(value, "__dict__"):
+        return {name: learnt(each, depth + 1) for name, each in vars(value).items() if name not in OF_A_ROUND}
+    return value if isinstance(value, (int, float, str, bool)) else None
+
+
+def alike(one, other):
+    """Equal, but for the order in which numbers were added up."""
+    if isinstance(one, float) and isinstance(other, float):
+        return one == other or math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return one == other
+
+
+def test_every_policy_is_in_one_of_these_lists_but_that_by_the_clock():
+    known = {name.split()[0] for name in (*CHUNKED, *ONE_BY_ONE)}
+    assert set(POLICIES) - known == {"bandit"}  # which learns from seconds
+
+
+@pytest.mark.parametrize(
+    ("sampling", "batch_size", "sizes"),
+    [
+        (SAMPLED, 2, (3,)),
+        *(
+            pytest.param(sampling, batch, (2, 3, 50), marks=pytest.mark.slow)
+            for batch in (1, 3)
+            for sampling in (SAMPLED, GREEDY)
+        ),
+    ],
+)
+@pytest.mark.parametrize("name", CHUNKED)
+def test_chunks_change_neither_tokens_nor_counts_nor_what_is_learnt(name, sampling, batch_size, sizes):
+    """Five prompts, of responses that end at different times: rows come and go."""
+    make, options = CHUNKED[name], {"sampling": sampling, "batch_size": batch_size}
+    assert make().in_chunks or not make().stops_early
+    rows, state, wasted = run(make, **options)
+    assert wasted == 0
+    for chunk in sizes:
+        in_chunks = run(make, **options, chunk=chunk)
+        assert in_chunks[0] == rows and alike(in_chunks[1], state)
+
+
+@pytest.mark.parametrize("name", ["confidence", "adaedl", "head lag 0"])
+def test_alone_in_its_batch_a_row_wastes_what_the_device_ran_beyond_its_counts(name, monkeypatch):
+    forwards, forward = [], CachedModel.forward
+
+    def counted(model, ids, *rest, **options):
+        forwards.append(model)
+        return forward(model, ids, *rest, **options)
+
+    monkeypatch.setattr(CachedModel, "forward", counted)
+    ran = {}
+    for chunk in (1, 2, 50):
+        forwards.clear()
+        *_, wasted = run(CHUNKED[name], batch_size=1, chunk=chunk)
+        ran[chunk] = len(forwards), wasted
+        assert (wasted > 0) == (chunk > 1)
+    assert ran[1][0] == ran[2][0] - ran[2][1] == ran[50][0] - ran[50][1]
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_policies_that_cannot_are_asked_after_each_token(name, caplog):
+    make = ONE_BY_ONE[name]
+    assert make().stops_early and not make().in_chunks
+    assert run(make) == run(make, chunk=4)
+    assert [record.message for record in caplog.records] == [
+        f"accept-head: policy {type(make()).__name__} decides with the host after each token: chunk is 1"
+    ]
+
+
+def test_a_policy_of_the_users_is_asked_after_each_token_unless_it_says_that_it_need_not(caplog):
+    class Counts(RowPolicy):
+        """Keeps its own count of tokens: what is not drafted must not be counted."""
+
+        max_draft_tokens = 5
+
+        def __init__(self):
+            self.asked = 0
+
+        def keep_drafting(self, step):
+            self.asked += 1
+            return step.active & (step.token_ids % 3 > 0)
+
+    class Wrong(Counts):
+        in_chunks = True
+
+    caplog.set_level(logging.WARNING)
+    assert run(Counts) == run(Counts, chunk=3)
+    assert len(caplog.records) == 1
+    assert run(Wrong)[1] != run(Wrong, chunk=3)[1]
+
+
+# What is wrong shows.
+
+
+def not_masked(decoder, depth, fed, going, draw=Decoder._draw):
+    """Rows that have stopped count what is drawn for them in the rest of a chunk."""
+    drawn, after = draw(decoder, depth, fed, going)
+    return drawn, after._replace(lengths=torch.full_like(after.lengths, depth) * (going.budget >= depth))
+
+
+def not_cut(drafted, slots, wasted, cut=Drafted.cut):
+    """The target verifies a whole chunk."""
+    drafted.wasted = wasted
+
+
+@pytest.mark.parametrize(("owner", "name", "wrong"), [(Decoder, "_draw", not_masked), (Drafted, "cut", not_cut)])
+def test_a_chunk_that_is_not_masked_or_cut_shows(owner, name, wrong, monkeypatch):
+    make, widths = CHUNKED["confidence"], []
+
+    def seen(round_):
+        widths.append((round_.logits.shape[1], int(round_.drafted.lengths.max())))
+
+    right = run(make, chunk=4, watch=seen)
+    assert right[0] == run(make)[0] and all(width == drafted + 1 for width, drafted in widths)
+    widths.clear()
+    monkeypatch.setattr(owner, name, wrong)
+    other = run(make, chunk=4, watch=seen)
+    assert other[0] != right[0] or any(width > drafted + 1 for width, drafted in widths)
+
+
+# --- what a chunk costs -----------------------------------------------------------------------------------------------
+
+
+def cost_by_hand(chunk, ends, t_draft, t_sync):
+    """Walk through each round as the loop does."""
+    seconds = 0.0
+    for stop, probability in enumerate(ends, 1):
+        drafted, since = 0, 0
+        while True:
+            drafted, since = drafted + 1, since + 1
+            last = drafted == len(ends)
+            if since == chunk or last:
+                if not (last and since == 1):  # it was asked just before, or there was but one token
+                    seconds += probability * t_sync
+                since = 0
+                if last or drafted >= stop:
+                    break
+        seconds += probability * (drafted - stop) * t_draft
+    return seconds
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8])
+def test_the_cost_is_that_of_a_walk_through_each_round(most):
+    weights = np.random.default_rng(most).random(most)
+    ends = list(weights / weights.sum())
+    for chunk, t_sync in itertools.product(range(1, most + 1), (0.0, 0.3, 4.0)):
+        assert chunk_cost(chunk, ends, 1.0, t_sync) == pytest.approx(cost_by_hand(chunk, ends, 1.0, t_sync))
+
+
+def test_what_is_dear_is_done_seldom():
+    even = [1 / 8] * 8
+    assert best_chunk(even, t_draft=1.0, t_sync=0.0) == best_chunk(even, t_draft=1.0, t_sync=0.01) == 1
+    assert best_chunk(even, t_draft=0.0, t_sync=1.0) == 7  # asked once either way: after 7, or at the end
+    sizes = [best_chunk(even, t_draft=1.0, t_sync=t_sync) for t_sync in (0.1, 0.5, 1.0, 2.0, 10.0)]
+    assert sizes == sorted(sizes) and len(set(sizes)) > 2
+    always_long = [0.0] * 7 + [1.0]
+    assert best_chunk(always_long, t_draft=1.0, t_sync=0.01) == 7  # 8 needs the same one question, at the end
+
+
+def test_when_the_host_asks():
+    assert [depth for depth in range(1, 7) if asks(depth, 6, 1)] == [1, 2, 3, 4, 5]
+    assert [depth for depth in range(1, 7) if asks(depth, 6, 2)] == [2, 4, 6]
+    assert [depth for depth in range(1, 7) if asks(depth, 6, 5)] == [5]
+    assert [depth for depth in range(1, 7) if asks(depth, 6, 9)] == [6]
+    assert [depth for depth in range(1, 7) if asks(depth, 6, 1, peeks=True)] == [1, 2, 3, 4, 5, 6]
+    assert not asks(1, 1, 1) and not asks(1, 1, 4)
+
+
+def test_auto_follows_where_rounds_end():
+    policy = make_policy("confidence:0.4,k_max=8", LLAMA[1])
+    auto = Chunks("auto", policy, (1.0, 0.6))
+    first = auto.size
+
+    def rounds(stop):
+        for _ in range(8 * RECONSIDERED):
+            lengths, drafted = torch.zeros(1, dtype=torch.long), Drafted(*[torch.zeros(1, dtype=torch.long)] * 3)
+            for depth in range(1, 9):
+                lengths = lengths + (depth <= stop)
+                going = Going(lengths, lengths < 0 if depth >= stop else lengths > 0, lengths, lengths * 0)
+                if auto.over(drafted, going, depth, 8):
+                    break
+
+    rounds(1)
+    assert auto.size == 1 < first
+    rounds(8)
+    assert auto.size == 7  # one question
+
+
+def test_auto_is_one_on_a_cpu_and_for_policies_that_cannot():
+    assert Chunks("auto", FixedPolicy(0), None).size == 1
+    assert Chunks("auto", make_policy("confidence", LLAMA[1]), None).size == 1
+    assert Chunks("auto", ONE_BY_ONE["costs"](), (1.0, 50.0)).size == 1
+    assert Chunks("auto", make_policy("confidence", LLAMA[1]), (1.0, 50.0)).size > 1
+
+
+@pytest.mark.parametrize("t_sync", [0.0, 10.0])
+def test_auto_measures_and_changes_nothing(t_sync, monkeypatch):
+    """As on a GPU, whose times are taken before the first request is there."""
+    make, measured = CHUNKED["head before"], []
+
+    def times(draft, batch):
+        measured.append(measured_seconds(draft, batch, repeats=1))
+        return 1.0, t_sync
+
+    right = run(make)
+    monkeypatch.setattr(chunks, "works_ahead", lambda device: True)
+    monkeypatch.setattr(chunks, "measured_seconds", times)
+    rows, state, wasted = run(make, chunk="auto")
+    assert (rows, state) == right[:2] and (wasted > 0) == (t_sync > 0)
+    assert len(measured) == 1 and min(measured[0]) > 0
+    run(CHUNKED["fixed"], chunk="auto")
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("chunk", [0, -1, 2.5, "all", True])
+def test_a_chunk_that_is_none_is_refused(chunk):
+    requests = make_requests([[1]], 4)
+    decoder = make_decoder(*LLAMA, requests, FixedPolicy(1), batch_size=1, greedy=True)
+    assert decoder.chunk == "auto"
+    with pytest.raises(InputError, match=r"chunk is .*, expected auto or a positive integer"):
+        run(CHUNKED["fixed"], chunk=chunk)

@@ -1,0 +1,378 @@
+"""The kernels of signals and head, against float64 arithmetic. They run on a GPU, or in Triton's interpreter:
+
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused.py     (part of `make test-vllm`)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import accept_head.inference
+from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head.inference import fused_head, fused_signals, generate
+from accept_head.inference.fused_head import FusedHead, fused_scorer
+from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once
+from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policy import OF_Q, DraftStep, Signal
+from accept_head.pair import Forward
+from accept_head.signals import LEAST_LOG, SIGNALS
+from tests.inference.toy import random_head, toy_pair
+
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+REPOSITORY = Path(__file__).parents[2]
+
+runs = pytest.mark.skipif(
+    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
+)
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+
+
+def float64_signals(logits, ids, temperature):
+    """(rows, 3), and log-sum-exp, by the definitions."""
+    scaled = logits.cpu().double().numpy() / np.asarray(temperature, dtype=np.float64)[:, None]
+    top = scaled.max(-1, keepdims=True)
+    lse = top[:, 0] + np.log(np.exp(scaled - top).sum(-1))
+    q = np.exp(scaled - lse[:, None])
+    log_q = np.log(q, where=q > 0, out=np.zeros_like(q))
+    drawn = (scaled - lse[:, None])[np.arange(len(q)), ids.cpu().numpy()]
+    return np.stack([drawn, -(q * log_q).sum(-1), q.max(-1)], -1), lse
+
+
+def random_logits(rows, vocab, dtype=torch.float32, *, kept=None, seed=0):
+    """Logits of which only the `kept` largest are left, if so asked, and drawable ids."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 4
+    if kept:
+        least = logits.topk(kept).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    ids = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+    return logits.to(dtype).to(DEVICE), ids.to(DEVICE)
+
+
+CASES = {
+    "one row": (1, 5000, torch.float32, None),
+    "one token": (3, 1, torch.float32, None),
+    "bfloat16": (2, 4097, torch.bfloat16, None),
+    "float16": (5, 9001, torch.float16, None),
+    "parts that are all masked": (2, 9000, torch.float32, 7),
+    "many rows": (33, 129, torch.bfloat16, 50),
+    "a vocabulary of Llama 3": (1, 128_256, torch.bfloat16, None),
+}
+
+
+@runs
+@pytest.mark.parametrize("name", CASES)
+def test_signals_of_logits_are_those_of_float64(name):
+    rows, vocab, dtype, kept = CASES[name]
+    logits, ids = random_logits(rows, vocab, dtype, kept=kept)
+    for temperature in (None, torch.rand(rows) * 2 + 0.2):
+        given = None if temperature is None else temperature.to(DEVICE)
+        found = signals_at_once(logits, ids, given)
+        expected, lse = float64_signals(logits, ids, np.ones(rows) if temperature is None else temperature)
+        np.testing.assert_allclose(found.signals.cpu(), expected, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(found.lse.cpu(), lse, rtol=1e-5, atol=1e-5)
+        assert found.largest.equal(logits.argmax(-1))
+        greedy = signals_at_once(logits, None, given).signals
+        expected, _ = float64_signals(logits, logits.argmax(-1), np.ones(rows) if temperature is None else temperature)
+        np.testing.assert_allclose(greedy.cpu(), expected, rtol=2e-5, atol=2e-5)
+
+
+@runs
+def test_logits_that_lie_apart_and_large_ones():
+    """A slice of wider rows, as of a padded vocabulary; shifted by so much that an exponential would overflow."""
+    wide, ids = random_logits(4, 3000)
+    logits = (wide + 500)[:, :2500]
+    assert not logits.is_contiguous()
+    ids = ids.clamp(max=2499)
+    expected, _ = float64_signals(logits, ids, np.ones(4))
+    np.testing.assert_allclose(signals_at_once(logits, ids).signals.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@runs
+def test_ties_go_to_the_first_and_a_certain_token_has_no_entropy():
+    logits = torch.full((3, 5000), -torch.inf, device=DEVICE)
+    logits[0, [4999, 1500, 2600]] = 2.0  # in several parts
+    logits[1, [700, 3]] = -1.0  # in one
+    logits[2, 1024] = 5.0
+    found = signals_at_once(logits, torch.tensor([2600, 700, 1024], device=DEVICE))
+    assert found.largest.tolist() == [1500, 3, 1024]
+    expected = [[-np.log(3), np.log(3), 1 / 3], [-np.log(2), np.log(2), 1 / 2], [0, 0, 1]]
+    np.testing.assert_allclose(found.signals.cpu(), expected, atol=1e-6)
+    never = signals_at_once(logits, torch.tensor([0, 0, 0], device=DEVICE)).signals
+    assert never[:, 0].tolist() == pytest.approx([LEAST_LOG] * 3)  # not −inf
+
+
+@runs
+@pytest.mark.parametrize("name", CASES)
+def test_signals_of_q_are_those_of_float64(name):
+    rows, vocab, _, kept = CASES[name]
+    logits, ids = random_logits(rows, vocab, kept=kept)
+    q = logits.softmax(-1)
+    expected, _ = float64_signals(logits, ids, np.ones(rows))
+    np.testing.assert_allclose(signals_of_q_at_once(q, ids).cpu(), expected, rtol=2e-5, atol=2e-5)
+    undrawn = signals_of_q_at_once(q, None)[:, 1:]
+    np.testing.assert_allclose(undrawn.cpu(), expected[:, 1:], rtol=2e-5, atol=2e-5)
+    one_hot = torch.nn.functional.one_hot(ids, vocab).float()
+    np.testing.assert_allclose(signals_of_q_at_once(one_hot, ids).cpu(), [[0.0, 0.0, 1.0]] * rows, atol=1e-6)
+
+
+WRONG = {
+    "parts weigh the same": ("weight = tl.where(seen, tl.exp(shift), 0.0)", "weight = tl.where(seen, 1.0, 0.0)"),
+    "moments are not shifted": ("(moment + shift * total)", "moment"),
+    "the last token of equals": ("tl.min(tl.where(inside & (x == top)", "tl.max(tl.where(inside & (x == top)"),
+    "only one part counts": ("used = part < splits\n        at = row * splits + part\n        part_top",
+                             "used = part < 1\n        at = row * splits + part\n        part_top"),
+    "nobody is last": ("== programs - 1", "== programs"),
+    "the temperature is forgotten": ("cold = 1.0 / tl.load(temperature + row) if PER_ROW else 1.0", "cold = 1.0"),
+}  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_a_wrong_combination_would_show(wrong, monkeypatch, tmp_path):
+    source = Path(accept_head.inference.__path__[0], "fused_kernels.py").read_text(encoding="utf-8")
+    if wrong is not None:
+        assert source.count(WRONG[wrong][0]) == 1
+        source = source.replace(*WRONG[wrong])
+    path = tmp_path / "wrong_kernels.py"
+    path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
+    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    monkeypatch.setattr(accept_head.inference, "fused_kernels", kernels, raising=False)
+    monkeypatch.setattr(fused_signals, "_counters", {})
+    logits, ids = random_logits(2, 9000)
+    logits[:, [20, 30]] = logits.amax(-1, keepdim=True) + 1  # two equals
+    temperature = torch.tensor([0.7, 1.3])
+    expected, _ = float64_signals(logits, ids, temperature)
+    found = signals_at_once(logits, ids, temperature.to(DEVICE))
+    right = np.allclose(found.signals.cpu(), expected, rtol=1e-3, atol=1e-3) and found.largest.tolist() == [20, 20]
+    assert right is (wrong is None)
+
+
+@runs
+def test_counters_are_zero_again_after_every_launch():
+    logits, ids = random_logits(5, 5000)
+    signals_at_once(logits, ids)
+    signals_of_q_at_once(logits.softmax(-1), ids)
+    fused_scorer(head_of("narrow"))(*inputs(11))
+    assert not fused_signals.counters(logits.device, 1).any()
+
+
+@runs
+def test_a_draft_step_has_what_is_needed_and_no_more():
+    logits, ids = random_logits(3, 2000)
+    expected, _ = float64_signals(logits, ids, np.ones(3))
+    fed = Forward(logits[:, None], logits[:, None])
+    for q in (Plain(logits), logits.softmax(-1)):
+        step = DraftStep.of(OF_Q, 1, ids, ids > 0, q, fed, None)
+        assert step.signals is not None
+        for column, value in enumerate((step.logprob, step.entropy, step.max_prob)):
+            np.testing.assert_allclose(value.cpu(), expected[:, column], rtol=2e-5, atol=2e-5)
+        before = DraftStep.of(frozenset({Signal.ENTROPY}), 1, None, ids > 0, q, fed, None)
+        assert before.logprob is None and before.max_prob is None and before.signals is None
+        np.testing.assert_allclose(before.entropy.cpu(), expected[:, 1], rtol=2e-5, atol=2e-5)
+        assert DraftStep.of(frozenset(), 1, ids, ids > 0, q, fed, None).entropy is None
+
+
+# The head
+
+VOCAB, HIDDEN = 50, 48
+HEADS = {
+    "paper": {"depth": 3},
+    "signals": {"depth": 2, "reads": "before", "signals": SIGNALS},
+    "one signal": {"depth": 1, "signals": SIGNALS[1:2]},
+    "embedding": {"depth": 2, "reads": "before", "signals": SIGNALS, "embedding": True},
+    "narrow": {"depth": 2, "reads": "before", "signals": SIGNALS, "embedding": True, "width": 20},
+    "both": {"depth": 1, "reads": "before", "signals": SIGNALS, "embedding": True, "width": 20, "predicts": "both"},
+    "next": {"depth": 1, "predicts": "next"},
+    "probe": {"depth": 0},
+}
+
+
+def head_of(name):
+    """With weights that matter in every part of it."""
+    settings = dict(HEADS[name])
+    count = len(settings.get("signals", ()))
+    settings |= {"signal_mean": (-1.0, 1.0, 0.5)[:count], "signal_std": (1.0, 0.5, 0.2)[:count]}
+    embeddings = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1)) / 4
+    if settings.pop("embedding", False):
+        settings["embedding_std"] = 0.25
+    torch.manual_seed(0)
+    head = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, **settings)).attach(embeddings.to(DEVICE))
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.15)
+    return head.to(DEVICE).eval()
+
+
+def inputs(rows, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, 3, generator=generator)
+    return *(each.to(DEVICE) for each in made), torch.randint(0, VOCAB, (rows,), generator=generator).to(DEVICE)
+
+
+def float64_probability(head, hidden, signals, ids, prediction):
+    exact = head.__class__(head.config).attach(head.embeddings.double() if head.embeddings is not None else None)
+    exact = exact.to(DEVICE).double()
+    exact.load_state_dict(head.state_dict())
+    predictions = ("token", "next") if prediction == "both" else (prediction,)
+    made = [exact.probability(hidden.double(), each, signals.double(), ids) for each in predictions]
+    return torch.stack(made, -1) if prediction == "both" else made[0]
+
+
+@runs
+@pytest.mark.parametrize("name", HEADS)
+def test_the_head_is_that_of_float64(name, monkeypatch):
+    """As a table of embeddings, and where that is too large."""
+    head = head_of(name)
+    for table_bytes in (fused_head.TABLE_BYTES, 0):
+        monkeypatch.setattr(fused_head, "TABLE_BYTES", table_bytes)
+        for prediction in (*head.config.predictions, *(["both"] if head.config.predicts == "both" else [])):
+            score = fused_scorer(head, prediction)
+            assert isinstance(score, FusedHead)
+            for rows in (1, 3, 11):
+                given = inputs(rows)
+                monkeypatch.setattr(score, "plain", None)  # the kernels alone
+                found, expected = score(*given), float64_probability(head, *given, prediction)
+                assert found.shape == expected.shape
+                torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+                assert rows < 11 or expected.std() > 0.02
+
+
+@runs
+def test_every_part_of_the_head_counts():
+    head = head_of("narrow")
+    score, (hidden, signals, ids) = fused_scorer(head), inputs(4)
+    before = score(hidden, signals, ids)
+    for changed in ((hidden + 0.1, signals, ids), (hidden, signals + 0.1, ids), (hidden, signals, (ids + 1) % VOCAB)):
+        assert not torch.isclose(score(*changed), before, atol=1e-5).any()
+
+
+@runs
+def test_states_in_half_precision_are_scored_with_weights_in_bfloat16():
+    head = head_of("embedding")
+    hidden, signals, ids = inputs(6)
+    score = fused_scorer(head)
+    found = score(hidden.bfloat16(), signals, ids)
+    assert found.dtype is torch.float32 and list(score.packed) == [torch.bfloat16]
+    exact = float64_probability(head, hidden.bfloat16(), signals, ids, "token")
+    assert 0 < (found.double() - exact).abs().max() < 0.01
+
+
+@runs
+def test_many_rows_and_what_the_kernels_cannot_take_go_to_torch():
+    head = head_of("narrow")
+    score, many = fused_scorer(head), inputs(fused_head.MOST_ROWS + 1)
+    torch.testing.assert_close(score(*many), head.scorer()(*many))
+    assert not score.packed
+    assert not isinstance(fused_scorer(head.double()), FusedHead)
+
+
+@runs
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=3)], ids=["greedy", "k3"]
+)
+def test_decoding_is_the_same_with_them(sampling, monkeypatch):
+    pair = toy_pair()
+    for model in (pair.target, pair.draft):
+        model.to(DEVICE)
+    results = []
+    for fused in (True, False):
+        if not fused:
+            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+        head = random_head(16, signals=True, reads="before").to(DEVICE)
+        policy = HeadPolicy(head, 0.5, k_max=5)
+        assert isinstance(policy.probability, FusedHead) is fused
+        options = {"max_new_tokens": 8, "sampling": sampling, "end_token_ids": []}
+        results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
+    assert results[0].tokens == results[1].tokens
+    assert [row.drafted for row in results[0].stats] == [row.drafted for row in results[1].stats]
+
+
+@runs
+def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
+    """No C compiler, an old GPU: decoding goes on with torch, and says so."""
+
+    def fails(*_):
+        raise RuntimeError("no kernel image")
+
+    fused_signals._proven.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_signals, "counters", fails)
+        assert not fused_signals.usable(torch.zeros(1, device=DEVICE))
+    fused_signals._proven.cache_clear()
+    monkeypatch.setattr(fused_head, "_run", fails)
+    assert not isinstance(fused_scorer(head_of("paper")), FusedHead)
+    assert "no kernels on" in caplog.text and "no kernels for the head" in caplog.text
+
+
+HOPPER = """
+import os
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from accept_head.inference import fused_kernels
+
+def compiled(name, constants, **types):
+    kernel = getattr(fused_kernels, name)
+    signature = {each: "constexpr" if each in constants else types.get(each) for each in kernel.arg_names}
+    signature = {each: kind or ("i32" if each in INTEGERS else "*fp32") for each, kind in signature.items()}
+    made = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+    assert made.asm["cubin"] and made.metadata.num_warps == 4
+    return made.metadata.shared
+
+INTEGERS = {"vocab", "row_stride", "splits", "rows", "hidden_size", "channels", "hidden_stride", "table_stride"}
+for greedy, block in ((False, 1024), (True, 4096)):
+    shape = {"BLOCK": block, "SPLITS": 128}
+    flags = {"PER_ROW": not greedy, "GREEDY": greedy, **shape}
+    integers = {"places": "*i32", "done": "*i32"}
+    compiled("logits_signals", flags, logits="*bf16", drawn="*i64", largest="*i64", **integers)
+    compiled("q_signals", {"DRAWN": greedy, **shape}, drawn="*i64", **integers)
+bf16 = {name: "*bf16" for name in ("hidden", "state", "table", "embedding", "weight", "output")}
+for rows, table in ((1, True), (8, False)):
+    shape = {"ROWS": rows, "CHANNELS": 8, "BLOCK": 1024 // rows}
+    flags = {"STATE": True, "SIGNALS": True, "TABLE": table, "EMBEDDING": not table, **shape}
+    compiled("head_input", flags, ids="*i64", **bf16)
+    compiled("head_block", shape, **bf16)
+    compiled("head_last", {"OUTPUTS": 2 - table, "TILES": 128, **shape}, done="*i32", **bf16)
+    compiled("head_output", {"OUTPUTS": 2 - table, "BLOCK": 2048}, **bf16)
+print("compiled")
+"""
+
+
+@pytest.mark.skipif(not TRITON, reason="needs Triton; `make test-vllm` has it")
+def test_every_kernel_compiles_for_hopper(tmp_path):
+    """With the compiler alone: no GPU is needed for that."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    paths = [str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    script = tmp_path / "hopper.py"
+    script.write_text(HOPPER, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=REPOSITORY, env=environment,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr[-2000:]
+
+
+def test_without_triton_nothing_changes(monkeypatch):
+    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+    assert not fused_signals.usable(torch.zeros(1))
+    head = random_head(16)
+    assert not isinstance(fused_scorer(head), FusedHead)
