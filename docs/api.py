@@ -1,6 +1,7 @@
 """The API reference, built from the docstrings: `make docs`, or `python docs/api.py OUT`.
 
-A page for each package and module that imports without vLLM and Triton. A docstring or a name that pdoc cannot read is an error.
+A page for each package and module that imports without vLLM and Triton. A docstring or a name that pdoc cannot read is
+an error.
 """
 
 from __future__ import annotations
