@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 from ladder import coupled, loaded
-from record import TINY, write_result
+from record import RESULTS, TINY, write_result
 from rich.console import Console
 from rich.table import Table
 
 from accept_head.cli import quiet_libraries
 from accept_head.cost import BatchForwardCost, PairCosts
+from accept_head.files import read_json
 from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy
 from accept_head.inference.policies.batch_stop import OURS
 from accept_head.inference.policy import DraftPolicy, VerifyOutcome
@@ -74,6 +75,9 @@ def main() -> None:
         for cell in compared(temperature, batch)
     ]
     Console(width=120, emoji=False).print(shown(cells))
+    path = RESULTS / "cost_aware.json"
+    kept = read_json(path)["cells"] if path.is_file() else []  # of a temperature that is not run again
+    cells += [cell for cell in kept if cell["temperature"] not in options.temperatures]
     print(f"wrote {write_result('cost_aware', {'thresholds': sorted(THRESHOLDS), 'cells': cells})}")
 
 

@@ -111,13 +111,13 @@ def engine_environment(devices: int) -> Iterator[None]:
     """While the engine starts its processes: no launcher's variables, and of several ranks' GPUs only this one's."""
     saved = dict(os.environ)
     rank, world = int(saved.get("LOCAL_RANK", 0)), int(saved.get("WORLD_SIZE", 1))
-    if world > 1:
-        for name in LAUNCHER:
-            os.environ.pop(name, None)
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # this process belongs to a process group already
-        if not use_cpu_only():
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_devices(rank, devices))
     try:
+        if world > 1:
+            for name in LAUNCHER:
+                os.environ.pop(name, None)
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # this process belongs to a process group already
+            if not use_cpu_only():
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_devices(rank, devices))
         yield
     finally:
         os.environ.clear()

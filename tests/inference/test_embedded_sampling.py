@@ -64,13 +64,14 @@ class SharingModel(CachedModel):
         self.fed[rows, :end] = tokens[first, :end]
         self._copy(torch.tensor(rows), torch.full((len(rows),), first), 0, end)
 
-    def forward(self, input_ids, starts, longest_start):
+    def forward(self, input_ids, starts, longest_start, *, lend=False):
         width = input_ids.shape[1]
         positions = starts[:, None] + torch.arange(width)
         self.fed.scatter_(1, positions.clamp(max=self.max_length), input_ids)
         unseen = torch.arange(self.fed.shape[1]) >= starts[:, None] + width
         first, group = groups_of_equals(torch.cat([self.fed.masked_fill(unseen, -1), starts[:, None]], dim=1))
-        positions = self._write_at(starts[first], width, longest_start, first)
+        reach = longest_start + width
+        positions = self._write_at(starts[first], width, min(reach, self.max_length), reach, first)
         logits, hidden = self._call(input_ids[first], positions, self.kinds.masks(positions, self.place.extent))
         self._copy(torch.arange(len(group)), first[group], int(starts.min()), self.place.extent)
         return Forward(logits[group], hidden[group])

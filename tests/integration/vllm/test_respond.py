@@ -120,8 +120,10 @@ def test_an_engine_of_a_launched_process_sees_no_launcher_and_its_own_gpus(monke
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
         assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ)
     assert {name: os.environ[name] for name in before} == before
+    everything = dict(os.environ)
     with pytest.raises(InputError, match=r"tensor_parallel_size is 3.*fewer processes"), engine_environment(3):
         pass
+    assert dict(os.environ) == everything
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
