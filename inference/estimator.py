@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from accept_head.inference.newton_sums import arrowhead_slopes
 from accept_head.inference.policy import DraftStep, VerifyOutcome
 
 MOST_LOG_ODDS = 40.0  # a distribution with all its mass on one token has infinite ones
@@ -69,7 +70,9 @@ class AcceptanceEstimator:
         label = (depths < outcome.accepted[:, None]).to(self.sums.dtype)
         f = torch.where(judged, feature, 0.0).to(self.sums.dtype)  # what idle rows hold may be no number at all
         p = torch.sigmoid(self.slope * f + self.intercepts[: f.shape[1]])
-        self.sums[: f.shape[1]] += newton_parts(f[..., None], p, label, judged).sum(0)
+        w, residual = p * (1 - p), label - p
+        parts = torch.stack([w * f * f, w * f, w, residual * f, residual, torch.ones_like(p)], dim=-1)
+        self.sums[: f.shape[1]] += (parts * judged[..., None]).sum(0)
 
     def _step(self) -> None:
         """Solve (XᵀWX + ridge)·Δ = Xᵀ(label − p) for Δ = (Δω, Δβ_1, …)."""
@@ -83,26 +86,3 @@ class AcceptanceEstimator:
         self.slope = self.slope + slope
         self.intercepts = self.intercepts + torch.nan_to_num(intercepts)
         self.sums = torch.zeros_like(self.sums)
-
-
-# --- a logistic fit with slopes that all depths share and an intercept a depth, by sums -------------------------------
-
-
-def newton_parts(x: Tensor, p: Tensor, label: Tensor, judged: Tensor) -> Tensor:
-    """(…, f² + 2·f + 3): w·xxᵀ, w·x, w, residual·x, residual and 1 of each judged token, w = p·(1 − p); 0 of others.
-    x: (…, f); p, label: (…), label 1 for an accepted token, 0 for the first rejected one; judged: (…) bool."""
-    w, residual, one = (p * (1 - p))[..., None], (label - p)[..., None], torch.ones_like(p)[..., None]
-    outer = (w[..., None] * x[..., :, None] * x[..., None, :]).flatten(-2)
-    return torch.cat([outer, w * x, w, residual * x, residual, one], dim=-1) * judged[..., None]
-
-
-def arrowhead_slopes(gram: Tensor, cross: Tensor, one: Tensor, right_x: Tensor, right: Tensor) -> Tensor:
-    """The slopes, (…, f), in the solution of XᵀWX·Δ = right side. Depths share nothing but them: the matrix is an
-    arrowhead, and eliminating the intercepts, (right − cross·slopes) / one, leaves f equations.
-
-    gram: (…, f, f) and right_x: (…, f), summed over depths. cross: (…, depths, f). one, right: (…, depths). Waits for
-    nothing: where the matrix is singular the answer is no number.
-    """
-    scaled = (cross / one[..., None]).transpose(-1, -2)
-    left = gram - scaled @ cross
-    return torch.linalg.solve_ex(left, right_x - (scaled @ right[..., None])[..., 0]).result

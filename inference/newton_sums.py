@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from accept_head.inference.estimator import arrowhead_slopes
-
 
 @dataclass
 class NewtonSums:
@@ -74,3 +72,15 @@ class NewtonSums:
         gram, one = torch.where(diagonal, self.gram + prior, self.gram), self.one + prior
         slopes = arrowhead_slopes(gram, self.cross, one, self.right_x, self.right)
         return slopes, (self.right - (self.cross * slopes[:, None]).sum(-1)) / one
+
+
+def arrowhead_slopes(gram: Tensor, cross: Tensor, one: Tensor, right_x: Tensor, right: Tensor) -> Tensor:
+    """The slopes, (…, f), in the solution of XᵀWX·Δ = right side. Depths share nothing but them: the matrix is an
+    arrowhead, and eliminating the intercepts, (right − cross·slopes) / one, leaves f equations.
+
+    gram: (…, f, f) and right_x: (…, f), summed over depths. cross: (…, depths, f). one, right: (…, depths). Waits for
+    nothing: where the matrix is singular the answer is no number.
+    """
+    scaled = (cross / one[..., None]).transpose(-1, -2)
+    left = gram - scaled @ cross
+    return torch.linalg.solve_ex(left, right_x - (scaled @ right[..., None])[..., 0]).result
