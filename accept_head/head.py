@@ -35,9 +35,11 @@ Prediction = Literal["token", "next"]
 Reads = Literal["drawn", "before"]
 
 Score = Callable[..., Tensor]
+Product = Callable[..., Tensor]  # (x, matrix, offset) → x·matrix + offset
 
 MAX_DEPTH = 4
 MAX_CHANNELS = 1 << 20
+SMALL_MATRIX = 1 << 16  # elements
 TABLE_BYTES = 1 << 28  # largest table of projected embeddings that serving keeps
 
 
@@ -241,35 +243,45 @@ class AcceptanceHead(
         return self(hidden, signals, token_ids)[..., self.index_of(prediction)].sigmoid()
 
     @torch.no_grad()
-    def scorer(self, prediction: Predicts = "token", beside: Callable[[Tensor], Tensor] | None = None) -> Score:
+    def scorer(
+        self,
+        prediction: Predicts = "token",
+        beside: Callable[[Tensor], Tensor] | None = None,
+        *,
+        fusible: bool = False,
+        table: bool = True,
+    ) -> Score:
         """`probability` for serving, with a third of the host's work a call: (hidden, signals, token_ids) → P̂, on the
         weights as they are now; what is the same for all tokens is folded into them. `both`: P̂ and β̂ in one pass,
         (..., 2). beside: of the state that the last layer reads, (n, channels) → (n, m); what it gives stands behind
-        what is predicted, (..., 1 + m) or (..., 2 + m). Raises InputError as `probability` does, or when the embeddings
-        are not attached."""
+        what is predicted, (..., 1 + m) or (..., 2 + m). fusible: with products of small matrices as sums, which a
+        compiler joins with what is around them; to be compiled, and for few rows. table: whether every token's
+        embedding may be projected beforehand; not of weights that are about to change. Raises InputError as
+        `probability` does, or when the embeddings are not attached."""
         config = self.config
+        product = _as_sums if fusible else _as_product
         blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
-        last = self._last_of_scorer(prediction)
+        last = self._last_of_scorer(prediction, product)
         dtype = self.output.weight.dtype
         state = self.state_input.weight.detach().t() if config.width is not None else None
         if config.signals:
             scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=self.output.weight.device)
             scale[self.signal_places] = (self.signal_input.weight / self.signal_std).t()
             shift = -(self.signal_input.weight @ (self.signal_mean / self.signal_std))
-        table = self._embedding_table() if config.reads_embedding else None
+        projected = self._embedding_table() if config.reads_embedding and table else None
 
         def score(hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
             x = hidden.to(dtype).reshape(-1, config.hidden_size)
             if state is not None:
-                x = x @ state
+                x = product(x, state)
             if config.signals:
                 signals = _given(signals, "the draft signals", config.signals)
-                x = torch.addmm(x + shift, signals.to(dtype).reshape(-1, len(SIGNALS)), scale)
+                x = product(signals.to(dtype).reshape(-1, len(SIGNALS)), scale, x + shift)
             if config.reads_embedding:
                 ids = _given(token_ids, "the embedding of", "the drawn token").reshape(-1)
-                x = x + (self.embedding_input(self.embedded(ids)) if table is None else table[ids])
+                x = x + (self.embedding_input(self.embedded(ids)) if projected is None else projected[ids])
             for weight, offset in blocks:
-                x = x + nn.functional.silu(torch.addmm(offset, x, weight))
+                x = x + nn.functional.silu(product(x, weight, offset))
             predicted = last(x).sigmoid()
             if beside is not None:
                 predicted = torch.cat([predicted.view(len(x), -1), beside(x)], dim=-1)
@@ -277,15 +289,17 @@ class AcceptanceHead(
 
         return score
 
-    def _last_of_scorer(self, prediction: Predicts) -> Callable[[Tensor], Tensor]:
+    def _last_of_scorer(self, prediction: Predicts, product: Product) -> Callable[[Tensor], Tensor]:
         """(n, channels) → logits (n,), or (n, 2) of both."""
         if prediction == "both":
             for each in get_args(Prediction):
                 self.index_of(each)
             both, offsets = self.output.weight.detach().t().clone(), self.output.bias.detach().clone()
-            return lambda x: torch.addmm(offsets, x, both)
+            return lambda x: product(x, both, offsets)
         place = self.index_of(prediction)
         output, bias = self.output.weight[place].clone(), self.output.bias[place].clone()
+        if product is _as_sums:
+            return lambda x: (x * output).sum(-1) + bias
         return lambda x: torch.addmv(bias.expand(len(x)), x, output)
 
     def _embedding_table(self) -> Tensor | None:
@@ -411,6 +425,19 @@ def _stored_exactly(path: Path, config: HeadConfig) -> dict[str, Tensor]:
         if not tensor.is_floating_point() or not tensor.float().isfinite().all():
             raise InputError(f"{path}: tensor {name!r} holds something else than finite floating-point numbers")
     return stored
+
+
+def _as_product(x: Tensor, matrix: Tensor, offset: Tensor | None = None) -> Tensor:
+    """x·matrix + offset. x: (n, inputs); matrix: (inputs, outputs); offset: (outputs,) or (n, outputs)."""
+    return x @ matrix if offset is None else torch.addmm(offset, x, matrix)
+
+
+def _as_sums(x: Tensor, matrix: Tensor, offset: Tensor | None = None) -> Tensor:
+    """The same, but where the matrix is small without a library's routine, which costs more to call than it does."""
+    if matrix.numel() > SMALL_MATRIX:
+        return _as_product(x, matrix, offset)
+    products = (x[:, None, :] * matrix.t()).sum(-1)
+    return products if offset is None else products + offset
 
 
 def _given(value: Tensor | None, what: str, which: object) -> Tensor:

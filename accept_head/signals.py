@@ -51,9 +51,9 @@ def signals_of_logits(logits: Tensor, temperature: Tensor, y: Tensor) -> tuple[T
 
     logits: (batch, vocab), any float dtype, −inf allowed; temperature: (batch,) above 0; y: (batch,) → float32.
     """
-    scaled = logits.float() / temperature[:, None]
+    logits = logits.float()
     # A token less likely than float32 can say counts as that: never 0 · −inf.
-    z = (scaled - scaled.amax(-1, keepdim=True)).clamp(min=LEAST_LOG)
+    z = ((logits - logits.amax(-1, keepdim=True)) * (1 / temperature[:, None])).clamp(min=LEAST_LOG)
     share = z.exp()
     total = share.sum(-1)
     log_total = total.log()

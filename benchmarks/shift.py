@@ -9,7 +9,9 @@ Test prompts are served one after the other, by replay (eq. 3.1, c = 0.126), in 
 without knowing anything. Thresholds are tuned on dev prompts: of the head's own distribution for (a) and (b), of the
 new one for (c). share_regained = (b − a) / (c − a), 95 % by bootstrap over prompts.
 
-shifted (a); online (b), the old threshold; online_by_costs (b), no threshold, rounds end by costs; retrained (c). To
+shifted (a); online (b), the old threshold; online_trained (b), the same with train=true, the head itself learns on;
+online_by_costs (b), no threshold, rounds end by costs; retrained (c). `after`: the stream begins with the text that the
+retrained head learnt from, served once, in its order; what is judged is the test prompts again, which come after. To
 compare: online_without_state, the head's last layer stays as it is; slope_and_intercepts, nothing but these is learnt;
 fitted_offline, they are fitted on dev prompts of the new distribution, which is the most that they can do; retuned, no
 correction, but the threshold that is best on these. second_half: the share regained of the second half of the stream,
@@ -244,6 +246,7 @@ class Bench:
             "over_best_fixed": {name: gain(rows, counts["best_fixed"]) for name, rows in counts.items()},
             "share_regained": shares,
             "second_half": later,
+            "after": self.after(before, now, thresholds["shifted"], counts),
             "learnt": learnt(arms["online"].recalibration),
         }
 
@@ -261,6 +264,7 @@ class Bench:
         return {
             "shifted": HeadPolicy(shifted, old, k_max=K_MAX),
             "online": corrected(old, online=True),
+            "online_trained": corrected(old, online=True, train=True),
             "online_by_costs": by_costs(corrected(1.0, online=True)),
             "retrained": HeadPolicy(self.head(now), thresholds["retrained"], k_max=K_MAX),
             "online_without_state": corrected(old, online=True, state=False),
@@ -270,12 +274,26 @@ class Bench:
             "by_costs": by_costs(HeadPolicy(shifted, 1.0, k_max=K_MAX)),
         }
 
-    def stream(self, name: str, policy: Any) -> np.ndarray:
-        """Counts of all test responses, one after the other, (n, 4)."""
+    def after(self, before: str, now: str, threshold: float, counts: dict[str, np.ndarray]) -> dict[str, Any]:
+        """What is learnt online of the retrained head's own text, once through."""
+        rows: dict[str, Any] = {"responses": sum(len(self.traces(now, "train", s).lengths) for s in SERVED[now].seeds)}
+        for name, learns in {"online": False, "online_trained": True}.items():
+            policy = RecalibratedHeadPolicy(self.head(before), threshold, k_max=K_MAX, online=True, train=learns)
+            self.stream(now, policy, "train")
+            served = self.stream(now, policy)
+            rows[name] = {
+                "tokens_per_second": round(speed(served), 2),
+                "over_best_fixed": gain(served, counts["best_fixed"]),
+                "share_regained": share(counts["shifted"], served, counts["retrained"]),
+            }
+        return rows
+
+    def stream(self, name: str, policy: Any, split: str = "test") -> np.ndarray:
+        """Counts of all responses of a split, one after the other, (n, 4)."""
         parts = []
-        for seed in SERVED[name].test_seeds:
+        for seed in SERVED[name].test_seeds if split == "test" else SERVED[name].seeds:
             learns = isinstance(policy, BatchStopPolicy) or getattr(policy, "recalibration", None) is not None
-            parts.append(replay(self.traces(name, "test", seed), policy, name, batch=1 if learns else None).counts)
+            parts.append(replay(self.traces(name, split, seed), policy, name, batch=1 if learns else None).counts)
         return np.concatenate(parts)
 
     def fixed(self, name: str, k: int) -> np.ndarray:

@@ -33,6 +33,7 @@ from accept_head.inference.cache import Compile
 from accept_head.inference.chunks import Chunk
 from accept_head.inference.cost_file import forward_costs
 from accept_head.inference.generate_file import Kept
+from accept_head.inference.loop_options import explained
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policy import Verifier, check_lossless
@@ -45,6 +46,7 @@ BATCHES, TEMPERATURES, STATIC_K = (1, 2, 4, 8, 16, 32), (0.0, 1.0), (1, 2, 3, 4,
 TRACE_BATCHES = (8,)
 
 
+@explained
 def bench(
     target: str,
     draft: str,
@@ -114,12 +116,9 @@ def bench(
         verifier: How candidates are tested when sampling: ratio, or match, under which all policies emit the same.
         allow_lossy: Let policies run whose sampled output is not distributed as the target's.
         dtype: float32, bfloat16, float16, or auto.
-        compile: How forwards are run: none, as they come; graphs, as CUDA graphs, together with the steps between them;
-            or by torch.compile, default or max-autotune (minutes, once).
-        attention: What computes it: sdpa, flash (the package flash-attn), varlen (of torch itself), or auto: the first
-            of flash and varlen that is there and serves the model, else sdpa.
-        chunk: Tokens that are drafted before the host asks whether any row goes on; auto is 1 on a CPU, and on a GPU
-            what costs the least.
+        compile: {compile}
+        attention: {attention}
+        chunk: {chunk}
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     given = dict(locals())

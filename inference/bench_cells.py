@@ -142,12 +142,12 @@ class Job:
     def _prepare(self, batch: int, sampling: Sampling, requests: Sequence[Request]) -> tuple[Stage, Arms, str]:
         """The stage, warmed up; all arms; and the static K that runs twice, which is the fastest of the warm-up."""
         arms = {name: _maker(name, self.pair) for name in self.names}
-        most = max(LONGEST if self.costs else 0, *(make().max_draft_tokens for make in arms.values()))
         decoder = make_decoder(
             self.pair.target,
             self.pair.draft,
             requests,
-            FixedPolicy(most),  # memory is planned for the one that drafts most; all share it
+            FixedPolicy(LONGEST if self.costs else 0),
+            others=[make() for make in arms.values()],
             batch_size=batch,
             greedy=sampling.greedy,
             compile=self.compile,
@@ -164,7 +164,16 @@ class Job:
 
 
 def _maker(name: str, pair: Pair, limit: float = 1.0) -> Callable[[], DraftPolicy]:
-    return lambda: make_policy(resolved(name, limit), pair)
+    """Makes a policy that has learnt nothing. One whose steps can be captured never does: it is made once, so that what
+    was captured for it serves all its runs."""
+    made: list[DraftPolicy] = []
+
+    def make() -> DraftPolicy:
+        policy = made[0] if made else make_policy(resolved(name, limit), pair)
+        made[:] = [policy] if policy.carries is not None else []
+        return policy
+
+    return make
 
 
 def resolved(name: str, limit: float) -> str:

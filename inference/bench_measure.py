@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -123,9 +124,11 @@ def side_by_side(stage: Stage, arms: Arms, chunks: Sequence[Chunk], *, repeats: 
 
 
 def warm_up(stage: Stage, arms: Arms, requests: Sequence[Request]) -> dict[str, float]:
-    """Run every arm once on a batch of short responses → tokens a CPU second of each, a first guess."""
+    """Run every arm once on a batch of short responses → tokens a CPU second of each, a first guess. Where steps are
+    captured, responses are as long as they come: what is captured now is not when it is timed."""
+    most = WARM_UP_TOKENS if stage.decoder.backend is None else sys.maxsize
     short = [
-        Request(request.index, request.prompt, min(request.max_new_tokens, WARM_UP_TOKENS), request.key)
+        Request(request.index, request.prompt, min(request.max_new_tokens, most), request.key)
         for request in requests[: stage.decoder.batch]
     ]
     speeds = {}

@@ -83,8 +83,8 @@ def _replay(
     paced, steps = Paced(requests, seconds), list[Step]()
     ended, finished = [0.0] * len(requests), []
 
-    def watch(round_: Round) -> None:  # keeps tensors as they are: to look into them would be a sync
-        steps.append(Step(paced.now, round_.outcome.drafted, round_.outcome.live))
+    def watch(round_: Round) -> None:  # to look into tensors would be a sync; those of graphs are used again
+        steps.append(Step(paced.now, round_.outcome.drafted.clone(), round_.outcome.live.clone()))
 
     for done in stage.run(paced, arms[name](), seed, watch):
         ended[done.request.index] = paced.now

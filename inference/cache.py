@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -136,7 +137,7 @@ class CachedModel:
         self.max_length = max_length
         self.kinds = AttentionKinds.of(model)
         check_rotary(model, max_length)
-        self.place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
+        self.place = place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
         # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
         self.slots = max_length + 1
         backend = choose(model, attention, traced=compile in ("default", "max-autotune"))
@@ -145,11 +146,12 @@ class CachedModel:
             self.slots = backend.slots(self.slots + (WIDTHS[-1] if self.static else 0))
         self.layers = [RaggedLayer(batch, self.slots, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
-        self.hidden = _hidden_of(model) if with_hidden else None
-        self._run = _compiled(self._call, compile, model.device) if compiles else self._call
+        self._call = _Call(model, self.cache, max_length, _hidden_of(model) if with_hidden else None)
+        self._run = _compiled(self._call.__call__, compile, model.device) if compiles else self._call
         self._base: Callable[..., Any] = base_model(model)
         if self.attended:
-            self._run, self._base = (self.attended.around(run, self._whole) for run in (self._run, self._base))
+            whole = partial(getattr, place, "whole")
+            self._run, self._base = (self.attended.around(run, whole) for run in (self._run, self._base))
 
     def padded(self, width: int) -> int:
         """The width of the forward that so many tokens take."""
@@ -193,7 +195,7 @@ class CachedModel:
         reach = (self.max_length if self.static else longest_start) + input_ids.shape[1]
         extent = self._extent(longest_start + input_ids.shape[1])
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
-        return self._base(**self._inputs(input_ids, positions, self._masks(positions)))[0]
+        return self._base(**self._call.inputs(input_ids, positions, self._masks(positions)))[0]
 
     def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
@@ -215,7 +217,7 @@ class CachedModel:
         reach = longest_start + width
         positions = self._write_at(starts, width, min(reach, self.max_length), reach, rows)
         ids = tokens[rows].gather(1, positions.clamp(max=tokens.shape[1] - 1))
-        self._base(**self._inputs(ids, positions, self._masks(positions)))
+        self._base(**self._call.inputs(ids, positions, self._masks(positions)))
 
     def _write_at(self, starts: Tensor, width: int, extent: int, reach: int, rows: Tensor | None = None) -> Tensor:
         """Point the cache at the next tokens; returns their positions (rows, width). reach: slots that they may take
@@ -228,36 +230,12 @@ class CachedModel:
         self.place.whole = self.attended is not None and reach <= self.slots
         return positions
 
-    def _whole(self) -> bool:
-        return self.place.whole
-
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """What the model takes as its attention mask."""
         if self.attended is None or not self.place.whole:
             return self.kinds.masks(positions, self.place.extent)
         plan = self.attended.plan(positions, self.place.rows, self.slots)
         return self.kinds.named(plan, plan)
-
-    def _call(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
-        inputs = self._inputs(input_ids, positions, masks)
-        if self.hidden is None:
-            logits = self.model(**inputs).logits
-            return logits, logits[..., :0]
-        self.hidden.wanted = True
-        logits = self.model(**inputs).logits
-        self.hidden.wanted = False
-        last = self.hidden.last
-        del self.hidden.last
-        return logits, last
-
-    def _inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
-        return {
-            "input_ids": input_ids,
-            "position_ids": positions.clamp(max=self.max_length - 1),
-            "attention_mask": masks,
-            "past_key_values": self.cache,
-            "use_cache": True,
-        }
 
     def select(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was; the batch may shrink."""
@@ -276,10 +254,21 @@ class CachedModel:
 
     def restore(self, batch: int) -> None:
         """Make room for `batch` rows again, if there is less. What rows hold is of no interest any more."""
+        if any(layer.batch != batch for layer in self.layers):
+            self._drop(batch)
+            self._moved()
+
+    def free(self) -> None:
+        """Give back the memory of keys and values and of graphs, with what graphs returned. The next forward takes it
+        again."""
+        self._drop(self.layers[0].batch)
+        if self.graphs is not None:
+            self.graphs.free()
+
+    def _drop(self, batch: int) -> None:
+        """All of the old keys and values go before any of the new ones are made: never are there two caches."""
         for layer in self.layers:
-            if layer.batch != batch:
-                layer.batch, layer.is_initialized = batch, False
-                self._moved()
+            layer.batch, layer.is_initialized, layer.keys, layer.values = batch, False, None, None
 
     def _moved(self) -> None:
         """Keys and values are elsewhere now."""
@@ -291,6 +280,35 @@ class CachedModel:
         """Memory of keys and values."""
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Call:
+    """A model's forward on a cache, apart from the `CachedModel` it is of: what refers to itself is not freed when the
+    last one who uses it is gone, and a cache is large."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: _Hidden | None):
+        self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(input_ids, positions, masks)
+        if self.hidden is None:
+            logits = self.model(**inputs).logits
+            return logits, logits[..., :0]
+        self.hidden.wanted = True
+        logits = self.model(**inputs).logits
+        self.hidden.wanted = False
+        last = self.hidden.last
+        del self.hidden.last
+        return logits, last
+
+    def inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
+        return {
+            "input_ids": input_ids,
+            "position_ids": positions.clamp(max=self.max_length - 1),
+            "attention_mask": masks,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
 
 
 class _Hidden:

@@ -79,12 +79,6 @@ class Chunks:
             )
             self.size = 1
 
-    @classmethod
-    def of(cls, chunk: Chunk, policy: DraftPolicy, draft: CachedModel, batch: int) -> Chunks:
-        """With the device's own times, if they are needed; no row must hold anything yet."""
-        measures = chunk == "auto" and policy.in_chunks and policy.stops_early and works_ahead(draft.model.device)
-        return cls(chunk, policy, measured_seconds(draft, batch) if measures else None)
-
     def _choose(self) -> None:
         assert self.seconds is not None
         total = sum(self.ends)
@@ -117,6 +111,11 @@ class Chunks:
                 self._choose()
                 self.ends = [count / 2 for count in self.ends]
         return True
+
+
+def needs_seconds(chunk: Chunk, policy: DraftPolicy, device: torch.device) -> bool:
+    """Whether it depends on the device's own times when the host asks."""
+    return chunk == "auto" and policy.in_chunks and policy.stops_early and works_ahead(device)
 
 
 def works_ahead(device: torch.device) -> bool:

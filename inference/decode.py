@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from accept_head.errors import InputError
 from accept_head.head_use import Checkpoint, check_use
 from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import CachedModel, Compile
@@ -24,10 +25,20 @@ from accept_head.inference.drafted import Drafted, Drawn, Going
 from accept_head.inference.feeding import Feeding
 from accept_head.inference.graphs import GraphBackend, graph_backend
 from accept_head.inference.memory import MemoryPlan
-from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, Verifier, check_lossless, checked
+from accept_head.inference.policy import (
+    OF_Q,
+    DraftPolicy,
+    DraftStep,
+    Signal,
+    Verifier,
+    VerifyOutcome,
+    check_lossless,
+    checked,
+)
 from accept_head.inference.processing import Processing
 from accept_head.inference.round import Round
-from accept_head.inference.rows import Finished, Request, Rows
+from accept_head.inference.rows import Finished, Request
+from accept_head.inference.steps import Steps
 from accept_head.inference.stopping import Stopping
 from accept_head.inference.verify import Verified, verify, verify_greedy, verify_match
 from accept_head.inference.waiting import Waiting
@@ -43,7 +54,10 @@ class Decoder(Feeding):
 
     With compile="graphs" forwards are CUDA graphs, and so are the steps between them where policy and processing are
     functions of tensors alone: `self.call(name, function, …)` is then a replay, else a plain call. graphs: what
-    captures, CUDA when left out."""
+    captures, CUDA when left out.
+
+    Caches, rows and graphs stay from run to run, and serve the next one as far as they fit it (see `Steps`); one run at
+    a time. Their memory is the decoder's until `free`, or until nobody refers to it any more."""
 
     def __init__(
         self,
@@ -61,6 +75,10 @@ class Decoder(Feeding):
         options: Any = {"compile": compile, "attention": attention, "graphs": self.backend}
         self.target = CachedModel(target, self.batch, self.max_length, **options)
         self.draft = CachedModel(draft, self.batch, self.max_length, with_hidden=True, **options)
+        self.rows = self._new_rows(memory.max_draft_tokens)
+        self.steps = Steps(self.backend, [part for part in (self.target.graphs, self.draft.graphs) if part])
+        self.seconds: tuple[float, float] | None = None
+        self.runs = 0
 
     @torch.no_grad()
     def run(
@@ -76,18 +94,17 @@ class Decoder(Feeding):
         watch: Callable[[Round], None] | None = None,
     ) -> Iterator[Finished]:
         """Continue every request; each is handed out as it finishes, and a waiting one takes its place. None says that
-        the next one has not arrived yet. Raises InputError when sampled output would not be the target's."""
+        the next one has not arrived yet. Raises InputError when sampled output would not be the target's, or when
+        another run has begun before this one was over."""
         check_lossless(policy, verifier, greedy=processing.greedy, allow_lossy=allow_lossy)
         check_use(policy, Checkpoint.of(self.target.model), processing.sampling)
-        device = self.target.model.device
-        self.policy, self.processing, self.stopping = policy, processing, stopping
+        self.policy, self.processing, self.ends = policy, processing, stopping
         self.seed, self.verifier = seed, verifier
-        self.rows = Rows(self.batch, self.max_length, policy.max_draft_tokens + 1, device)
-        for model in (self.target, self.draft):
-            model.restore(self.batch)
-        policy.start(self.batch, device)
-        self._capture_steps()
-        self.chunks = Chunks.of(self.chunk, policy, self.draft, self.batch)
+        self.runs = number = self.runs + 1
+        self._make_room(policy)
+        policy.start(self.batch, self.target.model.device)
+        self.chunks = Chunks(self.chunk, policy, self._seconds())
+        self._choose_steps()
         waiting = Waiting(requests)
         while self.rows.live_rows or not waiting.done:
             self._admit(waiting)
@@ -97,17 +114,29 @@ class Decoder(Feeding):
             begin = time.perf_counter()
             drafted = self._draft()
             verified, logits, scores = self._verify(drafted)
-            outcome = self.call(
-                "accept", self.rows.accept, drafted.counts, verified, stopping, mutates=self.rows.tensors
-            )
+            outcome = self.call("accept", self._accept, drafted.counts, verified, mutates=self.rows.tensors)
             if Signal.DIVERGENCE in policy.needs:
                 outcome = replace(outcome, divergence=drafted.divergence(scores, processing.sampling.temperature))
+            if Signal.ACCEPTANCE in policy.needs:
+                outcome = replace(outcome, acceptance=verified.acceptance)
             if watch:
                 watch(Round(self.rows, drafted, verified, logits, scores, outcome))
             del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
             finished = self.rows.sync(stopping)  # the device has done the round's work now
             policy.observe(replace(outcome, seconds=time.perf_counter() - begin))
+            going = self.rows.live_rows or not waiting.done
             yield from finished
+            if self.runs != number:  # the caller has begun another
+                if going:
+                    raise InputError("another run of this decoder has begun: rows and caches are its own now")
+                return
+
+    def free(self) -> None:
+        """Give back the memory of caches, graphs and what they return, once a run is over. Another run takes it again,
+        and captures anew."""
+        self.steps.free()
+        for model in (self.target, self.draft):
+            model.free()
 
     def _draft(self) -> Drafted:
         """Let each live row draft until its policy, its budget or a drawn end token says stop.
@@ -152,7 +181,8 @@ class Decoder(Feeding):
         budget = checked(policy, "start_round", policy.start_round(live), len(live))
         budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * live
         if not self.processing.greedy:
-            self.rows.uniforms.copy_(self._uniforms(self.rows.uniforms.shape[-1]))
+            slots = max(1, policy.max_draft_tokens)
+            rows.uniforms[..., :slots] = self._uniforms(slots)
         return Going(budget, budget > 0, torch.zeros_like(budget), torch.zeros_like(budget))
 
     def _draw(self, depth: int, fed: Forward, going: Going) -> tuple[Drawn, Going]:
@@ -170,7 +200,7 @@ class Decoder(Feeding):
         rows.write_draft(depth, ids)
         lengths = lengths + active
         # What is drawn is kept, so not drafting beyond an end token changes no distribution.
-        active = active & ~self.stopping.is_end(ids) & (lengths < budget)
+        active = active & ~self.ends.is_end(ids) & (lengths < budget)
         asked = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, None) if policy.stops_early else None
         shown = scores if Signal.DIVERGENCE in policy.needs else None
         return Drawn(ids, q, shown, asked), Going(budget, active, lengths, in_vain)
@@ -207,6 +237,9 @@ class Decoder(Feeding):
         q = torch.stack(drawn_from, dim=1) if k else p[:, :0]
         u = rows.uniforms
         return verify(p, q, candidates, submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0])
+
+    def _accept(self, drafted: Drafted, verified: Verified) -> VerifyOutcome:
+        return self.rows.accept(drafted, verified, self.ends)
 
     def _uniforms(self, slots: int) -> Tensor:
         """This round's random numbers, (batch, 3, slots)."""

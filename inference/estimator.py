@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accept_head.inference.newton_sums import arrowhead_slopes
 from accept_head.inference.policy import DraftStep, VerifyOutcome
@@ -35,9 +35,12 @@ class AcceptanceEstimator:
         self.sums = torch.zeros(k_max, 6, dtype=torch.float64)
         self.rounds = 0
         self.features: list[Tensor] = []  # of this round, (batch,) a depth
+        # Rounds that are not among the sums yet: features (batch, depths); live, judged and accepted, (batch,) each.
+        self.pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def start(self, device: torch.device) -> None:
         """Decode there from now on. What was learnt stays."""
+        self._sum()
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.slope, self.intercepts, self.sums = (
             tensor.to(device, dtype) for tensor in (self.slope, self.intercepts, self.sums)
@@ -57,22 +60,39 @@ class AcceptanceEstimator:
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from the round whose tokens were predicted last."""
         if self.features:
-            self._add(torch.stack(self.features, dim=1), outcome)
+            # The host may write the next round's numbers where this one's are.
+            kept = outcome.live.clone(), outcome.judged, outcome.accepted.clone()
+            self.pending.append((torch.stack(self.features, dim=1), *kept))
         self.features = []
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0:
+            self._sum()
             self._step()
 
-    def _add(self, feature: Tensor, outcome: VerifyOutcome) -> None:
-        """feature: (batch, depths)."""
+    def _sum(self) -> None:
+        """Add the rounds since the last time. Slope and intercepts are what they were in each of them, so that all can
+        be done at once: thirty small operations a round would be felt."""
+        if not self.pending:
+            return
+        features, *rows = zip(*self.pending, strict=True)
+        self.pending = []
+        deepest = max(feature.shape[1] for feature in features)
+        padded = [nn.functional.pad(each, (0, deepest - each.shape[1]), value=torch.nan) for each in features]
+        live, judged, accepted = (torch.cat(parts) for parts in rows)
+        self._add(torch.cat(padded), live, judged, accepted)
+
+    def _add(self, feature: Tensor, live: Tensor, judged: Tensor, accepted: Tensor) -> None:
+        """feature: (rows, depths), NaN where there is none. live, judged, accepted: (rows,), of VerifyOutcome."""
         depths = torch.arange(feature.shape[1], device=feature.device)
-        judged = outcome.live[:, None] & (depths < outcome.judged[:, None])
-        label = (depths < outcome.accepted[:, None]).to(self.sums.dtype)
-        f = torch.where(judged, feature, 0.0).to(self.sums.dtype)  # what idle rows hold may be no number at all
+        # What idle rows hold may be no number at all.
+        counts = live[:, None] & (depths < judged[:, None]) & ~feature.isnan()
+        label = (depths < accepted[:, None]).to(self.sums.dtype)
+        f = torch.where(counts, feature, 0.0).to(self.sums.dtype)
         p = torch.sigmoid(self.slope * f + self.intercepts[: f.shape[1]])
         w, residual = p * (1 - p), label - p
         parts = torch.stack([w * f * f, w * f, w, residual * f, residual, torch.ones_like(p)], dim=-1)
-        self.sums[: f.shape[1]] += (parts * judged[..., None]).sum(0)
+        more = (parts * counts[..., None]).sum(0)
+        self.sums = self.sums + nn.functional.pad(more, (0, 0, 0, len(self.sums) - len(more)))
 
     def _step(self) -> None:
         """Solve (XᵀWX + ridge)·Δ = Xᵀ(label − p) for Δ = (Δω, Δβ_1, …)."""

@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accept_head.inference import chunks
 from accept_head.inference.cache import CachedModel
-from accept_head.inference.graphs import GraphBackend, Graphs, run_directly
-from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.chunks import Chunk
+from accept_head.inference.graphs import GraphBackend, run_directly
+from accept_head.inference.memory import MemoryPlan
+from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import Rows
+from accept_head.inference.steps import Steps
+from accept_head.inference.stopping import Stopping
 from accept_head.inference.waiting import Waiting
 from accept_head.pair import Forward
 
@@ -22,23 +27,53 @@ from accept_head.pair import Forward
 class Feeding:
     """A part of `Decoder`, which sets all this."""
 
+    memory: MemoryPlan
+    batch: int
+    max_length: int
     target: CachedModel
     draft: CachedModel
+    chunk: Chunk
+    seconds: tuple[float, float] | None
     rows: Rows
+    steps: Steps
     policy: DraftPolicy
     processing: Processing
+    ends: Stopping
+    seed: int
+    verifier: Verifier
     backend: GraphBackend | None
 
-    def _capture_steps(self) -> None:
+    def _new_rows(self, max_draft_tokens: int) -> Rows:
+        return Rows(self.batch, self.max_length, max_draft_tokens + 1, self.target.model.device)
+
+    def _make_room(self, policy: DraftPolicy) -> None:
+        """Rows and caches as if nothing had run before: the old ones, unless the last run left too few rows, or its
+        policy drafted less."""
+        most = max(policy.max_draft_tokens, self.memory.max_draft_tokens)
+        if self.rows.fit(self.batch, most + 1):
+            self.rows.reset()
+        else:
+            self.steps.free()
+            self.rows = self._new_rows(most)
+        for model in (self.target, self.draft):
+            model.restore(self.batch)
+
+    def _choose_steps(self) -> None:
         """Set `call`, how this run calls the steps between its forwards: as graphs, where they can be captured; and
         `lends`, whether forwards may lend what they return, because the step that reads it copies what it keeps."""
         self.lends = self.backend is not None and self.policy.carries is not None and self.processing.plain
         self.call: Callable[..., Any] = run_directly
         if self.lends:
-            assert self.backend is not None
-            graphs = Graphs(self.backend, also=[part for part in (self.target.graphs, self.draft.graphs) if part])
+            graphs, self.ends = self.steps.of(self.policy, self.processing, self.ends, self.verifier, self.seed)
             graphs.keep(*self.rows.tensors)
             self.call = partial(graphs, optional=True)
+
+    def _seconds(self) -> tuple[float, float] | None:
+        """What `Chunks` goes by, measured once, as no row holds anything yet; None where it needs none."""
+        device = self.target.model.device
+        if self.seconds is None and chunks.needs_seconds(self.chunk, self.policy, device):
+            self.seconds = chunks.measured_seconds(self.draft, self.batch)
+        return self.seconds
 
     def _admit(self, waiting: Waiting) -> None:
         """Give idle rows to waiting requests and feed both models their prompts, but for the last token."""

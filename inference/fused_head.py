@@ -10,6 +10,7 @@ projection of every token's embedding.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +25,20 @@ MOST_ROWS = 64
 ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # of a program
 FEW_CHANNELS = 512
 HALF = (torch.bfloat16, torch.float16)
+TABLE_ROWS = 1 << 14  # that are worked out at once
 
 
-def fused_scorer(head: AcceptanceHead, prediction: Predicts = "token") -> Score:
-    """`head.scorer(prediction)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others."""
-    plain = head.scorer(prediction)  # refuses what the head does not predict
+def fused_scorer(
+    head: AcceptanceHead, prediction: Predicts = "token", beside: Callable[[Tensor], Tensor] | None = None
+) -> Score:
+    """`head.scorer(prediction, beside)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others. What
+    stands `beside` is torch's own work, on the state that the kernels leave."""
+    plain = head.scorer(prediction, beside)  # refuses what the head does not predict
     weight, embeddings = head.output.weight, head.embeddings if head.config.reads_embedding else None
     together = embeddings is None or embeddings.device == weight.device
     if not (usable(weight) and weight.dtype is torch.float32 and together):
         return plain
-    fused = FusedHead(head, prediction, plain)
+    fused = FusedHead(head, prediction, plain, beside)
     return fused if _agree(fused, plain) else plain
 
 
@@ -73,24 +78,62 @@ class Packed:
 class FusedHead:
     """See `fused_scorer`."""
 
-    def __init__(self, head: AcceptanceHead, prediction: Predicts, plain: Score):
-        self.head, self.plain, self.config = head, plain, head.config
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        prediction: Predicts,
+        plain: Score,
+        beside: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.head, self.plain, self.beside, self.config = head, plain, beside, head.config
         self.places = [0, 1] if prediction == "both" else [head.index_of(prediction)]
         self.packed: dict[torch.dtype, Packed] = {}
 
     def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
-        """hidden: (..., hidden_size); signals: (..., 3); token_ids: (...) → (...), or (..., 2) of both."""
+        """hidden: (..., hidden_size); signals: (..., 3); token_ids: (...) → (...), or (..., 2) of both; with m numbers
+        beside them (..., 1 + m) or (..., 2 + m)."""
         rows = hidden.numel() // self.config.hidden_size
         given = (signals is not None or not self.config.signals) and (
             token_ids is not None or not self.config.reads_embedding
         )
         if not given or not 0 < rows <= MOST_ROWS or not usable(hidden) or hidden.dtype is torch.float64:
             return self.plain(hidden, signals, token_ids)
-        dtype = torch.bfloat16 if hidden.dtype in HALF else torch.float32
+        dtype = packed_dtype(hidden.dtype)
         if dtype not in self.packed:
             self.packed[dtype] = pack(self.head, self.places, dtype)
-        scores = _run(self.packed[dtype], hidden.reshape(rows, -1), signals, token_ids)
+        inputs = self.packed[dtype], hidden.reshape(rows, -1), signals, token_ids
+        if self.beside is not None:
+            scores, state = _run(*inputs, with_state=True)
+            scores = torch.cat([scores, self.beside(state.to(self.head.output.weight.dtype))], dim=-1)
+            return scores.view(*hidden.shape[:-1], -1)
+        scores, _ = _run(*inputs)
         return scores.view((*hidden.shape[:-1], *([2] if len(self.places) > 1 else [])))
+
+
+def packed_dtype(of_states: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if of_states in HALF else torch.float32
+
+
+def table_bytes(head: AcceptanceHead, dtype: torch.dtype) -> int:
+    """Of the projected embeddings of all tokens."""
+    return len(head._embeddings()) * head.config.channels * dtype.itemsize
+
+
+def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
+    """What a scorer takes when it first scores such states: 0 if it has done so, or is not a `FusedHead`."""
+    dtype = packed_dtype(of_states)
+    if not isinstance(score, FusedHead) or dtype in score.packed:
+        return 0
+    head, config = score.head, score.config
+    inputs = [config.width is not None]
+    table = 0
+    if config.reads_embedding:
+        table = table_bytes(head, dtype)
+        inputs += [table > TABLE_BYTES]
+        table = table if table <= TABLE_BYTES else 0
+    weights = config.channels * (config.depth * config.channels + sum(inputs) * config.hidden_size + len(score.places))
+    signals = (len(SIGNALS) + 1) * config.channels * torch.float32.itemsize if config.signals else 0
+    return table + weights * dtype.itemsize + signals
 
 
 @torch.no_grad()
@@ -107,8 +150,10 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
     if config.reads_embedding:
         embeddings = head._embeddings()
         folded = head.embedding_input.weight / (config.embedding_std or 1.0)
-        if len(embeddings) * len(folded) * dtype.itemsize <= TABLE_BYTES:
-            table = torch.cat([part.to(folded.dtype) @ folded.t() for part in embeddings.split(1 << 14)]).to(dtype)
+        if table_bytes(head, dtype) <= TABLE_BYTES:
+            table = torch.empty(len(embeddings), len(folded), dtype=dtype, device=folded.device)
+            for rows, part in zip(table.split(TABLE_ROWS), embeddings.split(TABLE_ROWS), strict=True):
+                rows.copy_(part.to(folded.dtype) @ folded.t())
         else:
             table, embedding = embeddings, folded.to(dtype).contiguous()
     return Packed(
@@ -124,8 +169,12 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
     )
 
 
-def _run(packed: Packed, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
-    """hidden: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32."""
+def _run(
+    packed: Packed, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
+) -> tuple[Tensor, Tensor]:
+    """hidden: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
+    layer read, (rows, channels) float32, which is nothing of use unless it is asked for: it then takes a kernel more.
+    """
     from accept_head.inference import fused_kernels as kernels
 
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
@@ -162,7 +211,7 @@ def _run(packed: Packed, hidden: Tensor, signals: Tensor | None, token_ids: Tens
             **shape,
         )
         blocks = list(zip(packed.weights, packed.biases, strict=True))
-        last = blocks.pop() if blocks else None
+        last = blocks.pop() if blocks and not with_state else None
         for weight, bias in blocks:
             kernels.head_block[grid](x, weight, bias, y, rows, channels, **shape)
             x, y = y, x
@@ -175,7 +224,7 @@ def _run(packed: Packed, hidden: Tensor, signals: Tensor | None, token_ids: Tens
                 x, *last, packed.output, packed.bias, parts, counters(hidden.device, grid[1]), scores, rows, channels,
                 OUTPUTS=outputs, TILES=power_of_two(grid[0]), **shape,
             )  # fmt: skip
-    return scores
+    return scores, x
 
 
 def _shape(rows: int, channels: int) -> dict[str, int]:

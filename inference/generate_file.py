@@ -22,6 +22,7 @@ from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import Compile
 from accept_head.inference.chunks import Chunk
 from accept_head.inference.generation import content_ids, make_decoder
+from accept_head.inference.loop_options import explained
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policy import Verifier, check_lossless
@@ -34,6 +35,7 @@ from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
 
 
+@explained
 def generate_file(
     target: str,
     draft: str,
@@ -83,12 +85,9 @@ def generate_file(
             drawn from the target is the same.
         allow_lossy: Let a policy run whose sampled output is not distributed as the target's.
         dtype: float32, bfloat16, float16, or auto.
-        compile: How forwards are run: none, as they come; graphs, as CUDA graphs, together with the steps between them;
-            or by torch.compile, default or max-autotune (minutes, once).
-        attention: What computes it: sdpa, flash (the package flash-attn), varlen (of torch itself), or auto: the first
-            of flash and varlen that is there and serves the model, else sdpa.
-        chunk: Tokens that are drafted before the host asks whether any row goes on; auto is 1 on a CPU, and on a GPU
-            what costs the least.
+        compile: {compile}
+        attention: {attention}
+        chunk: {chunk}
         stream: Show responses as they come (with batch_size 1) or progress; only on a terminal when left out.
         trust_remote_code: Run model code that comes with the checkpoint.
     """

@@ -15,6 +15,7 @@ from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import Compile
 from accept_head.inference.chunks import Chunk, check_chunk
 from accept_head.inference.decode import Decoder
+from accept_head.inference.fused_head import bytes_to_pack
 from accept_head.inference.memory import plan_memory
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
@@ -137,17 +138,20 @@ def make_decoder(
     compile: Compile = "none",
     attention: Attention = "auto",
     chunk: Chunk = "auto",
+    others: Sequence[DraftPolicy] = (),
 ) -> Decoder:
-    """A decoder that all requests fit into. Raises InputError when the models' context or the memory is too small."""
+    """A decoder that all requests fit into. others: policies that are going to run on it, too; memory is planned for
+    all of them. Raises InputError when the models' context or the memory is too small."""
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
     check_chunk(chunk)
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected a positive integer")
     batch = min(batch_size or len(requests), len(requests))
-    drafts = policy.max_draft_tokens > 0
+    policies = [policy, *others]
+    most = max(each.max_draft_tokens for each in policies)
     for model, role in ((target, "target"), (draft, "draft")):
-        if role == "target" or drafts:
+        if role == "target" or most:
             check_served(model, attention)
             _check_context(model, role, requests)
     max_length = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -156,15 +160,23 @@ def make_decoder(
         draft,
         batch=batch,
         max_length=max_length,
-        max_draft_tokens=policy.max_draft_tokens,
+        max_draft_tokens=most,
         vocab_size=min(output_size(target), output_size(draft)),
         greedy=greedy,
         longest_prompt=max(len(request.prompt) for request in requests),
         attention=attention,
         graphs=compile == "graphs",
+        head=sum(bytes_to_pack(score, draft.dtype) for score in map(_score_of, policies)),
     )
     plan.check_fits(target.device)
     return Decoder(target, draft, plan, compile=compile, attention=attention, chunk=chunk)
+
+
+def _score_of(policy: DraftPolicy) -> object:
+    """That of the policy's head, or of the one that it wraps, if any."""
+    while (inner := getattr(policy, "policy", None)) is not None:
+        policy = inner
+    return getattr(policy, "probability", None)
 
 
 def _check_context(model: PreTrainedModel, role: str, requests: Sequence[Request]) -> None:

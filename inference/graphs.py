@@ -28,7 +28,7 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 
-MOST_GRAPHS = 512  # of one model, or of one run's small functions; what comes later is run as it is
+MOST_GRAPHS = 512  # of one model, or of one policy's small functions; what comes later is run as it is
 
 Function = Callable[..., Any]
 
@@ -111,13 +111,21 @@ class _Captured:
 
 
 class Graphs:
-    """Captured functions by name. also: others, whose kept tensors and results are kept here, too."""
+    """Captured functions by name. also: others, whose kept tensors and results are kept here, too. beside: others that
+    are never in use at the same time: they share their memory for results, and what they keep."""
 
-    def __init__(self, backend: GraphBackend, also: Iterable[Graphs] = (), most: int = MOST_GRAPHS):
+    def __init__(
+        self,
+        backend: GraphBackend,
+        also: Iterable[Graphs] = (),
+        most: int = MOST_GRAPHS,
+        beside: Graphs | None = None,
+    ):
         self.backend, self.also, self.most = backend, list(also), most
         self.captured: dict[Any, _Captured] = {}
-        self.buffers: dict[Any, Tensor] = {}  # of results
-        self.kept: dict[int, Tensor] = {}  # by the address of their storage, which cannot be anybody else's meanwhile
+        # Of results; and, by the address of their storage, which cannot be anybody else's meanwhile, what is kept.
+        self.buffers: dict[Any, Tensor] = beside.buffers if beside else {}
+        self.kept: dict[int, Tensor] = beside.kept if beside else {}
         self.refused: set[str] = set()
 
     def keep(self, *tensors: Tensor) -> None:
@@ -126,9 +134,16 @@ class Graphs:
         for tensor in tensors:
             self.kept[tensor.untyped_storage().data_ptr()] = tensor
 
-    def forget(self) -> None:
-        """What the functions hold is no longer where it was."""
+    def forget(self, *names: str) -> None:
+        """What the functions hold, those of these names or all, is no longer what or where it was."""
+        for key in [key for key in self.captured if not names or key[0] in names]:
+            del self.captured[key]
+
+    def free(self) -> None:
+        """Give all memory back. Nothing that was returned, or that others captured of it, may be used any more."""
         self.captured.clear()
+        self.buffers.clear()
+        self.kept.clear()
 
     def __call__(
         self,

@@ -1,12 +1,14 @@
-"""How much memory a batch needs, before any of it is taken: weights + caches + logits.
+"""How much memory a batch needs, before any of it is taken: weights + caches + logits + head.
 
 weights  every parameter and buffer, once (they are there already)
 caches   rows × (longest row + 1) tokens × bytes a token, of both models
 logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
+head     what its kernels pack of it in their first round: weights, and a row for each token of the vocabulary
 
 Where they are larger, the activations of the forward that fills the cache with prompts stand in place of the logits:
-tokens at once × ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs the
-logits of each width that was met stay where they are, too.
+tokens at once × ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs a round's
+memory stays taken while prompts are fed: both count; and the logits of each width that was met stay where they are.
+Graphs of further policies add nothing to that: they share it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
+from accept_head.files import readable_size
 from accept_head.inference.attention_backends import Attention, choose
 from accept_head.inference.cache import FILL_TOKENS, WIDTHS
 from accept_head.inference.support import check_served
@@ -45,6 +48,7 @@ class MemoryPlan:
     fill: int = 0
     slots: int = 0  # of a row's cache, where they are more than its tokens and one
     graphs: bool = False
+    head: int = 0
 
     @property
     def row_slots(self) -> int:
@@ -74,30 +78,34 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.caches + max(self.logits, self.fill) + self.kept
+        transient = self.logits + self.fill if self.graphs else max(self.logits, self.fill)
+        return self.weights + self.caches + transient + self.kept + self.head
 
     def __str__(self) -> str:
         return (
-            f"memory {_size(self.total)} = weights {_size(self.weights)}"
-            f" + caches {_size(self.caches)} ({self.batch} rows x {self.row_slots} tokens x"
-            f" {_size(self.cache_per_token)})"
-            f"{self._transient}" + (f" + kept by graphs {_size(self.kept)}" if self.graphs else "")
+            f"memory {readable_size(self.total)} = weights {readable_size(self.weights)}"
+            f" + caches {readable_size(self.caches)} ({self.batch} rows x {self.row_slots} tokens x"
+            f" {readable_size(self.cache_per_token)})"
+            f"{self._transient}"
+            + (f" + kept by graphs {readable_size(self.kept)}" if self.graphs else "")
+            + (f" + head {readable_size(self.head)}" if self.head else "")
         )
 
     @property
     def _transient(self) -> str:
-        if self.fill > self.logits:
-            return f" + prompt activations {_size(self.fill)}"
         shape = f"{self.batch} rows x {self.vocab_size} ids, k = {self.max_draft_tokens}"
-        return f" + logits {_size(self.logits)} ({shape})"
+        fill = f" + prompt activations {readable_size(self.fill)}"
+        logits = f" + logits {readable_size(self.logits)} ({shape})"
+        return logits + fill if self.graphs else fill if self.fill > self.logits else logits
 
     def check_fits(self, device: torch.device) -> None:
         """Raises InputError saying what is needed and what there is."""
         needed, available = self.total - self.weights, available_bytes(device)
         if needed > available:
             raise InputError(
-                f"this generation needs {_size(needed)} on {device} next to the weights, but {_size(available)} are "
-                f"available ({self}); use a smaller batch size, or shorter prompts and responses"
+                f"this generation needs {readable_size(needed)} on {device} next to the weights, but "
+                f"{readable_size(available)} are available ({self}); use a smaller batch size, or shorter prompts and "
+                "responses"
             )
 
 
@@ -113,8 +121,10 @@ def plan_memory(
     longest_prompt: int = 1,
     attention: Attention = "auto",
     graphs: bool = False,
+    head: int = 0,
 ) -> MemoryPlan:
-    """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: tokens."""
+    """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: tokens. head: bytes that heads
+    take besides what they have already, see `fused_head.bytes_to_pack`."""
     models = [target, *([draft] if max_draft_tokens else [])]
     served = [check_served(model, attention) for model in models]
     backends = [choose(model, attention) for model in models]
@@ -130,6 +140,7 @@ def plan_memory(
         fill=_fill_bytes(target, min(FILL_TOKENS, batch * (longest_prompt - 1)), min(FILL_TOKENS, longest_prompt)),
         slots=max(backend.slots(max_length + 1) if backend else 0 for backend in backends),
         graphs=graphs,
+        head=head,
     )
 
 
@@ -159,11 +170,3 @@ def available_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return psutil.virtual_memory().available
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -30,6 +30,7 @@ class Signal(Enum):
     ENTROPY = auto()  # of q, nats
     MAX_PROB = auto()  # max q
     DIVERGENCE = auto()  # KL(p ‖ q), nats, of plain softmaxes at the sampling temperature, at verified positions
+    ACCEPTANCE = auto()  # a(Y) = min(1, p(Y)/q(Y)) of verified tokens, from a host that tests it; else nothing is said
     SECONDS = auto()  # that the round took
 
 
@@ -116,8 +117,10 @@ class VerifyOutcome:
     part; lengths: (batch,) tokens of each row now, its prompt included. submitted: (batch,) drafted tokens that were
     verified; all of them where nothing is said.
 
-    divergence: (batch, most drafted), of which the first min(submitted, accepted + 1) of a row count: what was drafted
-    after a rejection follows a prefix that is not the text's. seconds: of the whole round. None if not asked for.
+    divergence, acceptance: (batch, most drafted), of which the first min(submitted, accepted + 1) of a row count: what
+    was drafted after a rejection follows a prefix that is not the text's. acceptance: a(Y), of which the outcome is a
+    draw; None, too, where the test knows no more than the outcome (greedy, `match`, other hosts). seconds: of the whole
+    round. None if not asked for.
     """
 
     drafted: Tensor
@@ -126,6 +129,7 @@ class VerifyOutcome:
     lengths: Tensor
     divergence: Tensor | None = None
     seconds: float | None = None
+    acceptance: Tensor | None = None
     submitted: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -136,6 +140,15 @@ class VerifyOutcome:
     def judged(self) -> Tensor:
         """(batch,) drafted tokens of which verification tells whether they were accepted."""
         return torch.minimum(self.submitted, self.accepted + 1)
+
+    def labels(self, depths: int) -> Tensor:
+        """(batch, depths) what a predictor of each drafted token's acceptance should have said, as far as `judged`
+        goes: a(Y), or 0 or 1, what came of it, which is a(Y) on average."""
+        labels = (torch.arange(depths, device=self.accepted.device) < self.accepted[:, None]).float()
+        if self.acceptance is not None:
+            known = min(depths, self.acceptance.shape[1])
+            labels[:, :known] = self.acceptance[:, :known]
+        return labels
 
 
 class DraftPolicy(Protocol):

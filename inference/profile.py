@@ -31,8 +31,10 @@ from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import writable_file, write_json
 from accept_head.inference.batch_table import FIELD, vllm_option
-from accept_head.inference.cache import CachedModel
+from accept_head.inference.cache import CachedModel, Compile
+from accept_head.inference.decode import Decoder
 from accept_head.inference.generation import GREEDY, make_decoder, make_requests
+from accept_head.inference.loop_options import explained
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.processing import Processing
 from accept_head.inference.round import Round
@@ -76,6 +78,7 @@ class Regression:
     rounds: int
 
 
+@explained
 def profile(
     target: str,
     draft: str,
@@ -90,6 +93,7 @@ def profile(
     batch_sizes: list[int] | None = None,
     draft_lengths: list[int] | None = None,
     dtype: str = "auto",
+    compile: Compile = "none",
     trust_remote_code: bool = False,
 ) -> None:
     """Measure what draft and target forwards cost on this machine, and write them as JSON.
@@ -108,6 +112,7 @@ def profile(
         batch_sizes: Batch sizes to measure for it, 1 among them; 1 2 4 8 16 32 when left out.
         draft_lengths: Draft lengths to measure for it, 0 among them; 0 1 2 3 4 6 8 when left out.
         dtype: float32, bfloat16, float16, or auto.
+        compile: {compile} Costs are those of decoding with the same option.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     path = writable_file(Path(out))
@@ -122,13 +127,17 @@ def profile(
     else:
         ids = [tuple(pair.tokenizer(text)["input_ids"]) for text in TEXTS]
     sampling = Sampling(temperature=temperature, top_k=top_k)
-    fit = regress_rounds(pair, ids, sampling=sampling, max_new_tokens=max_new_tokens)
-    forward = measure_forwards(pair, ids)
-    batch = {"draft": fit_batch_cost(pair.draft), "target": fit_batch_cost(pair.target)}
+    decoding: Any = {"sampling": sampling, "max_new_tokens": max_new_tokens, "compile": compile}
+    fit = regress_rounds(pair, ids, **decoding)
+    forward = measure_forwards(pair, ids, compile=compile)
+    batch = {
+        name: fit_batch_cost(model, compile=compile) for name, model in (("draft", pair.draft), ("target", pair.target))
+    }
     conditions = {
         "target": target,
         "draft": draft,
         "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "compile": compile,
         "device": device_name(pair.target.device),
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
@@ -136,7 +145,7 @@ def profile(
     }
     grid = None
     if map_path:
-        grid = measure_rounds(pair, ids, sizes, lengths, sampling=sampling, max_new_tokens=max_new_tokens)
+        grid = measure_rounds(pair, ids, sizes, lengths, **decoding)
         batch = fit_round_costs(grid, **batch)
         write_json(map_path, map_values(grid) | {"sampling": asdict(sampling)} | conditions)
     write_json(
@@ -188,18 +197,29 @@ def _axis(name: str, values: list[int] | None, default: tuple[int, ...], first: 
 
 
 def regress_rounds(
-    pair: Pair, prompts: Sequence[Sequence[int]], *, sampling: Sampling = GREEDY, max_new_tokens: int = 48
+    pair: Pair,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling = GREEDY,
+    max_new_tokens: int = 48,
+    compile: Compile = "none",
 ) -> Regression:
     """Decode prompts one at a time with several fixed draft lengths, in turns, and fit eq. 3.1 to the rounds.
 
     Raises InputError when no prompt leaves room for a response of max_new_tokens.
     """
     usable = usable_prompts(pair, prompts, max_new_tokens)
+    policies = [FixedPolicy(k) for k in (0, *DRAFT_LENGTHS)]
+    options: Any = {"batch_size": 1, "greedy": sampling.greedy, "compile": compile}
+    decoder = make_decoder(pair.target, pair.draft, make_requests(usable, max_new_tokens), policies[-1], **options)
+    processing = Processing(sampling, pair.vocab_size)
+    # What is captured or compiled when it is first met is met now: the same rounds come again.
+    warm_up = usable[:1] if compile == "none" else usable
     seconds: dict[int, list[float]] = {}  # of rounds, by tokens drafted
-    for index, prompt in enumerate([usable[0], *usable]):  # the first is a warm-up
-        for k in (0, *DRAFT_LENGTHS):
-            for drafted, elapsed in _timed_rounds(pair, prompt, FixedPolicy(k), sampling, max_new_tokens):
-                if index:
+    for index, prompt in enumerate([*warm_up, *usable]):
+        for policy in policies:
+            for drafted, elapsed in _timed_rounds(decoder, prompt, policy, processing, max_new_tokens):
+                if index >= len(warm_up):
                     seconds.setdefault(drafted, []).append(elapsed)
     if 0 not in seconds or len(seconds) < 3:
         raise InputError(f"max_new_tokens is {max_new_tokens}: too few rounds of different lengths to fit; give more")
@@ -224,21 +244,20 @@ def _without_outliers(times: Sequence[float]) -> list[float]:
 
 
 def _timed_rounds(
-    pair: Pair, prompt: Sequence[int], policy: FixedPolicy, sampling: Sampling, max_new_tokens: int
+    decoder: Decoder, prompt: Sequence[int], policy: FixedPolicy, processing: Processing, max_new_tokens: int
 ) -> list[tuple[int, float]]:
     """(tokens drafted, seconds) of each round but the first, which has the prefill in it."""
+    device = decoder.target.model.device
     clock: list[float] = []
     drafted: list[int] = []
 
     def watch(round_: Round) -> None:
         drafted.append(int(round_.outcome.drafted.sum()))
-        finish(pair.target.device)
+        finish(device)
         clock.append(time.perf_counter())
 
     requests = make_requests([prompt], max_new_tokens)
-    decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=1, greedy=sampling.greedy)
-    processing = Processing(sampling, pair.vocab_size)
-    never = Stopping([], [], pair.target.device)
+    never = Stopping([], [], device)
     for _ in decoder.run(requests, policy=policy, processing=processing, stopping=never, watch=watch):
         pass
     spans = np.diff(clock).tolist()
@@ -276,7 +295,9 @@ def map_table(grid: RoundGrid) -> Table:
 
 
 @torch.no_grad()
-def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4) -> ForwardCosts:
+def measure_forwards(
+    pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4, compile: Compile = "none"
+) -> ForwardCosts:
     """Median seconds, after real prompts at batch 1, of bare forwards: a draft step (1 token), a verification
     (verify_tokens + 1 tokens) and a step of the target alone (1 token).
 
@@ -287,7 +308,7 @@ def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tok
     usable = usable_prompts(pair, prompts, width)
     longest = max(len(prompt) for prompt in usable)
     device = pair.target.device
-    draft, target = (_as_decoding(model, 1, longest + width) for model in (pair.draft, pair.target))
+    draft, target = (_as_decoding(model, 1, longest + width, compile) for model in (pair.draft, pair.target))
     seconds: dict[str, list[float]] = {"t_draft": [], "t_target": [], "t_autoregressive": []}
     for step in range(WARM_UP + REPEATS):
         prompt = torch.tensor([usable[step % len(usable)]], device=device)
@@ -306,13 +327,13 @@ def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tok
 
 
 @torch.no_grad()
-def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5) -> BatchForwardCost:
+def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5, compile: Compile = "none") -> BatchForwardCost:
     """α, β, γ of AdaSpec's eq. 2, least squares over medians of forwards at every batch × context × width that fits."""
     room = context_tokens(model) - max(WIDTHS)
     contexts = [context for context in CONTEXTS if context <= room] or [max(1, room)]
     features, measured = [], []
     for batch in BATCHES:
-        cached = _as_decoding(model, batch, max(contexts) + max(WIDTHS))
+        cached = _as_decoding(model, batch, max(contexts) + max(WIDTHS), compile)
         ids = torch.ones(batch, max(contexts), dtype=torch.long, device=model.device)
         cached.fill(ids, range(batch), [0] * batch, [max(contexts)] * batch)
         for context in contexts:
@@ -324,10 +345,10 @@ def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5) -> BatchForwardC
     return BatchForwardCost(alpha=alpha, beta=beta, gamma=gamma, r_squared=r_squared)
 
 
-def _as_decoding(model: PreTrainedModel, batch: int, max_length: int) -> CachedModel:
+def _as_decoding(model: PreTrainedModel, batch: int, max_length: int, compile: Compile) -> CachedModel:
     """With the attention that decoding chooses."""
     check_served(model, "auto")
-    return CachedModel(model, batch, max_length, attention="auto")
+    return CachedModel(model, batch, max_length, attention="auto", compile=compile)
 
 
 def device_name(device: torch.device) -> str:
@@ -350,8 +371,10 @@ def _least_squares(features: np.ndarray, measured: np.ndarray) -> tuple[list[flo
 
 def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
     starts = torch.full((len(new),), start, device=new.device)
+    if model.static:  # what is captured or compiled when it is first met
+        model.forward(new, starts, start, lend=True)
     finish(new.device)
     begin = time.perf_counter()
-    model.forward(new, starts, start)
+    model.forward(new, starts, start, lend=True)
     finish(new.device)
     return time.perf_counter() - begin

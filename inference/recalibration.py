@@ -37,21 +37,22 @@ class Token(NamedTuple):
 
 
 class Round(NamedTuple):
-    """tokens: of each depth. tenants, judged, accepted: (batch,) int."""
+    """tokens: of each depth. tenants, judged: (batch,) int. labels: (batch, depths)."""
 
     tokens: list[Token]
     tenants: Tensor
     judged: Tensor
-    accepted: Tensor
+    labels: Tensor
 
 
 class OnlineRecalibration:
     """s, u, v, b of one head, and of each tenant's own rows. θ = (log s, u, v, b_1, …, b_k_max); 0 is the head itself.
 
     A tenant's θ_t. Every INTERVAL rounds one damped Newton (IRLS) step on the log-likelihood of the tokens of its rows
-    that were judged: accepted ones are labelled 1, the first rejected one 0; what was drafted after it, or was not
-    submitted, is censored. Each round's log-likelihood is kept as its second-order expansion at the θ_t of that round,
-    which is sums over tokens, so that the step is at the optimum of all of them together:
+    that were judged: accepted ones are labelled 1, the first rejected one 0 (or each with a(Y), by a host that tells
+    it); what was drafted after it, or was not submitted, is censored. Each round's log-likelihood is kept as its
+    second-order expansion at the θ_t of that round, which is sums over tokens, so that the step is at the optimum of
+    all of them together:
 
         (Σ_r g_r·XᵀWX + prior·1)·(s − 1, u, v, b) = Σ_r g_r·(XᵀWX·(s − 1, u, v, b)_r + Xᵀ(label − p))
 
@@ -226,6 +227,17 @@ class OnlineRecalibration:
         depth = min(len(self.tokens), len(self.plain) - 1)
         return torch.sigmoid(torch.addcmul(self.plain[depth], self.slope, torch.logit(probability.float())))
 
+    def corrected(self, logit: Tensor, depth: Tensor, signals: Tensor | None = None) -> Tensor:
+        """Logits, (n,), of tokens at depths (n,) int, by s, u and b of the pooled θ, and differentiable in `logit`; v
+        is left out. signals: (n, signals), not normalised."""
+        theta = self.pooled.to(torch.float32, copy=True)  # a copy: not one of inference mode
+        moved = torch.addcmul(theta[self.shared :][depth], theta[0].exp(), logit)
+        if self.signals > 1:
+            assert signals is not None
+            mean, deviation = self.normal.float()
+            moved = moved + ((signals - mean) / deviation) @ theta[1 : self.signals]
+        return moved
+
     # --- what is learnt of it ----------------------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
@@ -233,9 +245,9 @@ class OnlineRecalibration:
         tokens, self.tokens = self.tokens, []
         if not self.learning:
             return
-        if tokens:  # the host may write its next verdict into the same memory
+        if tokens:  # copies: the host may write its next verdict into the same memory
             judged = torch.where(outcome.live, outcome.judged, 0)
-            self.pending.append(Round(tokens, self.tenants, judged, outcome.accepted.clone()))
+            self.pending.append(Round(tokens, self.tenants, judged, outcome.labels(len(tokens))))
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0:
             self._step()
@@ -247,11 +259,12 @@ class OnlineRecalibration:
             return
         dtype, k_max = self.own.dtype, len(self.box) - self.shared
         tokens = [token for each in rounds for token in each.tokens]
-        # Of every token, (n,): its row's tenant, how many of the row's were judged and accepted, and its own depth.
-        tenant, judged, accepted = (
+        # Of every token, (n,): its row's tenant, how many of the row's were judged, its label, and its own depth.
+        tenant, judged = (
             torch.cat([values for each in rounds for values in [getattr(each, name)] * len(each.tokens)])
-            for name in ("tenants", "judged", "accepted")
+            for name in ("tenants", "judged")
         )
+        label = torch.cat([each.labels.t().reshape(-1) for each in rounds]).to(dtype)
         places = torch.arange(k_max, device=tenant.device)
         depth = torch.cat([places[d].expand(len(token.z)) for each in rounds for d, token in enumerate(each.tokens)])
         x = torch.cat([token.z for token in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
@@ -264,11 +277,11 @@ class OnlineRecalibration:
                 [x, torch.cat([token.state for token in tokens if token.state is not None]).to(dtype)], dim=-1
             )
         counts = depth < judged
-        x = torch.where(counts[:, None], x, 0.0)  # what idle rows hold may be no number at all
+        x, label = torch.where(counts[:, None], x, 0.0), torch.where(counts, label, 0.0)  # idle rows may hold NaN
         own = self.own[tenant]
         intercept = own.gather(1, self.shared + depth[:, None])[:, 0]
         p = torch.sigmoid(x[:, 0] + (x * self._moved(own)).sum(-1) + intercept)
-        self.fresh.add(x, p, (depth < accepted).to(dtype), counts, tenant, depth)
+        self.fresh.add(x, p, label, counts, tenant, depth)
 
     def _step(self) -> None:
         self._sum_up()

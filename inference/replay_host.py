@@ -56,8 +56,9 @@ class _Host:
         self.traces, self.policy, self.costs = traces, policy, costs
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
-        known = traces.traces.with_format("numpy")["divergence"][:] if Signal.DIVERGENCE in policy.needs else []
-        self.divergence = torch.from_numpy(np.concatenate(known)) if len(known) else None
+        self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
+        soft = Signal.ACCEPTANCE in policy.needs and not traces.config.sampling.greedy
+        self.acceptance = self.known("acceptance") if soft else None
         self.counts = torch.zeros(len(traces.lengths), 4, dtype=torch.long)
         self.counts[:, 0] = traces.lengths
         self.histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
@@ -65,6 +66,10 @@ class _Host:
         self.response, self.place, self.end = (torch.zeros(batch, dtype=torch.long) for _ in range(3))
         policy.start(batch, self.table.device)
         self.admit()
+
+    def known(self, column: str) -> Tensor:
+        """(P,) what the traces say of each position."""
+        return torch.from_numpy(np.concatenate(self.traces.traces.with_format("numpy")[column][:]))
 
     @property
     def live(self) -> Tensor:
@@ -107,10 +112,11 @@ class _Host:
     def observe(
         self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: int
     ) -> None:
-        device, divergence = self.table.device, None
-        if self.divergence is not None:
-            slots = torch.arange(int(submitted.max()))
-            divergence = self.divergence[(here[:, None] + slots).clamp(max=self.traces.positions - 1)].to(device)
+        device = self.table.device
+        slots = (here[:, None] + torch.arange(int(submitted.max()))).clamp(max=self.traces.positions - 1)
+        divergence, acceptance = (
+            None if known is None else known[slots].to(device) for known in (self.divergence, self.acceptance)
+        )
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
         outcome = VerifyOutcome(
             drafted=drafted.to(device),
@@ -119,6 +125,7 @@ class _Host:
             live=live.to(device),
             lengths=lengths.to(device),
             divergence=divergence,
+            acceptance=acceptance,
             seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
         )
         self.policy.observe(outcome)

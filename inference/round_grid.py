@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from scipy.optimize import nnls
 from accept_head.cost import BatchForwardCost
 from accept_head.errors import InputError
 from accept_head.inference.batch_table import Range, best_table, tokens_per_round
+from accept_head.inference.cache import Compile
 from accept_head.inference.decode import Decoder
 from accept_head.inference.generation import GREEDY, make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy
@@ -80,6 +82,7 @@ def measure_rounds(
     sampling: Sampling = GREEDY,
     max_new_tokens: int = 48,
     turns: int = TURNS,
+    compile: Compile = "none",
 ) -> RoundGrid:
     """Decode so many prompts together with each fixed draft length, in turns, for ROUNDS rounds or until the first of
     them is done: medians of the rounds, and the share of drafted tokens that is accepted at each position.
@@ -92,15 +95,18 @@ def measure_rounds(
     check_rounds_fit(longest, max_new_tokens)
     usable = usable_prompts(pair, prompts, max_new_tokens)
     processing = Processing(sampling, pair.vocab_size)
+    policies = {k: FixedPolicy(k) for k in draft_lengths}
+    options: Any = {"greedy": sampling.greedy, "compile": compile}
     cells: dict[tuple[int, int], list[_Rounds]] = {}
     for turn in range(turns):
         for size in batch_sizes:
             chosen = [usable[(turn * size + row) % len(usable)] for row in range(size)]
             requests = make_requests(chosen, max_new_tokens)
-            room = FixedPolicy(longest)
-            decoder = make_decoder(pair.target, pair.draft, requests, room, batch_size=size, greedy=sampling.greedy)
-            for k in draft_lengths:
-                cells.setdefault((size, k), []).append(_full_rounds(decoder, requests, k, processing))
+            decoder = make_decoder(pair.target, pair.draft, requests, policies[longest], batch_size=size, **options)
+            for k, policy in policies.items():
+                if compile != "none":  # what is captured or compiled when it is first met is met now
+                    _full_rounds(decoder, requests, policy, processing)
+                cells.setdefault((size, k), []).append(_full_rounds(decoder, requests, policy, processing))
 
     def of_cells(value: Callable[[list[_Rounds]], float]) -> np.ndarray:
         return np.array([[value(cells[size, k]) for k in draft_lengths] for size in batch_sizes])
@@ -138,8 +144,10 @@ class _Enough(Exception):
     """No round from here on is wanted."""
 
 
-def _full_rounds(decoder: Decoder, requests: Sequence[Request], k: int, processing: Processing) -> _Rounds:
-    """The first rounds, as long as all rows draft k tokens: a row that is done or near its end does not."""
+def _full_rounds(decoder: Decoder, requests: Sequence[Request], policy: FixedPolicy, processing: Processing) -> _Rounds:
+    """The first rounds, as long as all rows draft as many tokens as the policy says: a row that is done or near its end
+    does not."""
+    k = policy.max_draft_tokens
     device = decoder.target.model.device
     rounds = _Rounds([], [])
     begin = 0.0
@@ -154,16 +162,22 @@ def _full_rounds(decoder: Decoder, requests: Sequence[Request], k: int, processi
             raise _Enough
         if rounds.outcomes:
             rounds.seconds.append(end - begin)
-        rounds.outcomes.append(outcome)
+        rounds.outcomes.append(_copied(outcome))
         if len(rounds.seconds) == ROUNDS:
             raise _Enough
         begin = time.perf_counter()
 
     never = Stopping([], [], device)
     with suppress(_Enough):
-        for _ in decoder.run(requests, policy=FixedPolicy(k), processing=processing, stopping=never, watch=watch):
+        for _ in decoder.run(requests, policy=policy, processing=processing, stopping=never, watch=watch):
             pass
     return rounds
+
+
+def _copied(outcome: VerifyOutcome) -> VerifyOutcome:
+    """To keep: graphs write the next one to the same place."""
+    names = ("drafted", "accepted", "live", "lengths", "submitted")
+    return replace(outcome, **{name: getattr(outcome, name).clone() for name in names})
 
 
 def fit_round_costs(grid: RoundGrid, draft: BatchForwardCost, target: BatchForwardCost) -> dict[str, BatchForwardCost]:

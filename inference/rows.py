@@ -80,15 +80,15 @@ COUNTS = ("drafted", "submitted", "accepted", "rounds", "draft_forwards", "waste
 
 
 class Rows:
-    """Tokens so far, each row's length, and how much of a row the draft has been fed. A round changes its tensors in
-    place: where they lie is part of captured graphs.
+    """Tokens so far, each row's length, and how much of a row the draft has been fed. Rounds and `reset` change its
+    tensors in place: where they lie is part of captured graphs.
 
     Between rounds the target has been fed all tokens of a row but the last, the draft the first `fed` of them.
     """
 
     def __init__(self, batch: int, max_length: int, spare: int, device: torch.device):
         """max_length: longest row. spare: columns beyond it, for drafts that outrun a row's end."""
-        self.max_length = max_length
+        self.max_length, self.spare = max_length, spare
         self.tokens = torch.zeros(batch, max_length + spare, dtype=torch.long, device=device)
         self.lengths = torch.ones(batch, dtype=torch.long, device=device)
         zero = torch.zeros_like(self.lengths)
@@ -99,9 +99,24 @@ class Rows:
         # Of this round, by purpose and slot: a row's next token is drawn with one, even if there is no draft.
         self.uniforms = torch.zeros(batch, 3, max(1, spare - 1), dtype=torch.float64, device=device)
         self.live = torch.zeros_like(self.lengths, dtype=torch.bool)
+        self._forget_requests()
+
+    def reset(self) -> None:
+        """As new: whatever a run that ended, or that was given up in the middle, has left."""
+        for tensor in self.tensors:
+            tensor.zero_()
+        self.lengths.fill_(1)
+        self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        batch = len(self.lengths)
         self.requests: list[Request | None] = [None] * batch
         self.started = [0.0] * batch
         self.host_lengths, self.host_fed = [1] * batch, [0] * batch
+
+    def fit(self, batch: int, spare: int) -> bool:
+        """Whether there are so many rows, and so many columns beyond the longest or more."""
+        return len(self.requests) == batch and self.spare >= spare
 
     @property
     def tensors(self) -> list[Tensor]:

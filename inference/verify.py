@@ -12,10 +12,12 @@ from accept_head.sampling import draw
 
 
 class Verified(NamedTuple):
-    """accepted: (batch,) draft tokens accepted, from the first on. next_ids: (batch,) the token that follows them."""
+    """accepted: (batch,) draft tokens accepted, from the first on. next_ids: (batch,) the token that follows them.
+    acceptance: (batch, k) a(Y) of each, by the ratio test; nothing is said of slots that a row has not drafted."""
 
     accepted: Tensor
     next_ids: Tensor
+    acceptance: Tensor | None = None
 
 
 def verify(
@@ -30,12 +32,14 @@ def verify(
     k = draft_ids.shape[1]
     if k == 0:
         return Verified(torch.zeros_like(drafted), draw(p[:, 0], redraw_uniform))
-    accepted = _leading(accept_uniform < acceptance_probability(p[:, :k], q, draft_ids), drafted)
+    acceptance = acceptance_probability(p[:, :k], q, draft_ids)
+    accepted = _leading(accept_uniform < acceptance, drafted)
     row = torch.arange(len(p), device=p.device)
     p_next = p[row, accepted]  # (batch, vocab)
     q_next = q[row, accepted.clamp(max=k - 1)]
     rejected = (accepted < drafted)[:, None]
-    return Verified(accepted, draw(torch.where(rejected, residual(p_next, q_next), p_next), redraw_uniform))
+    next_ids = draw(torch.where(rejected, residual(p_next, q_next), p_next), redraw_uniform)
+    return Verified(accepted, next_ids, acceptance)
 
 
 def verify_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:

@@ -194,6 +194,7 @@ def make_recorded(scene: Scene, batch: int, mode: str, chunk: Any = None) -> Rec
         vocab_size=pair.vocab_size,
         greedy=scene.sampling.greedy,
         longest_prompt=scene.prompt_tokens,
+        graphs=mode == "graphs",
     )
     plan.check_fits(pair.target.device)
     decoder = RecordedDecoder(pair.target, pair.draft, plan, **decoder_options(mode, chunk))

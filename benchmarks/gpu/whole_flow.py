@@ -23,7 +23,6 @@ from typing import Any
 import assisted
 import train_pair
 from cells import Cell, Cells, open_cells, part_parser
-from graph_costs import graph_costs
 from graph_modes import best_mode, modes, supported
 from prepare_text import tiny_text
 
@@ -174,10 +173,9 @@ class Flow:
         return str(self.text / "prompts" / f"{split}.jsonl")
 
     def _profile(self) -> Cell:
-        mode, chunk = best_mode()
+        mode, _ = best_mode()
         sizes, lengths = ([1, 2], [0, 1, 2]) if self.tiny else ([1, 8, 32, 128], [0, 1, 2, 4, 8])
-        given = supported(profile, compile=mode, chunk=chunk)
-        how = "as decoded" if given or mode == "none" else "profile has no option `compile`"
+        how = "as decoded"
         try:
             profile(
                 **self.pair,
@@ -190,19 +188,14 @@ class Flow:
                 batch_sizes=sizes,
                 draft_lengths=lengths,
                 dtype="bfloat16",
-                **given,
+                compile=mode,
             )
         except InputError as error:  # rounds that no line fits; without costs there would be no bench either
             how = f"bare forwards, no batch map: {error}"
             pair = load_pair(self.target, self.draft, dtype="bfloat16")
             loaded = load_prompts(self._prompts("dev"), pair.tokenizer, max_prompts=6)
-            write_json(self._costs(), asdict(measure_forwards(pair, [prompt.ids for prompt in loaded])))
-        if mode == "graphs" and not given:
-            how = (
-                f"forwards in graphs, timed alone (graph_costs.py); the batch map is of the loop without graphs; {how}"
-            )
-            pair = load_pair(self.target, self.draft, dtype="bfloat16")
-            write_json(self._costs(), graph_costs(pair, mode, sizes))
+            forward = measure_forwards(pair, [prompt.ids for prompt in loaded], compile=mode)
+            write_json(self._costs(), asdict(forward))
         table = read_json(self._map()) if self._map().is_file() else None
         return {"how": how, "costs": read_json(self._costs()), "map": table}
 

@@ -139,18 +139,21 @@ class BatchStopPolicy(RowPolicy):
     def start_round(self, live: Tensor) -> Tensor:
         budget = self.policy.start_round(live)
         self.predicted, self.predicted_next = self.policy.predicted, self.policy.predicted_next
+        return budget.clamp(max=self.longest(live.tolist(), budget.tolist()))
+
+    def longest(self, alive: Sequence[bool], budget: Sequence[int]) -> int:
+        """A round begins: most tokens that any of its rows may draft."""
         self.decided, self.judged, self.counted, self.steps = [], [], 0, 0
-        alive = live.tolist()
         self._set_prices(sum(alive), sum(itertools.compress(self.lengths, alive)))
         self._set_ratios()
-        wanting = [float(a and tokens > 0) for a, tokens in zip(alive, budget.tolist(), strict=True)]
+        wanting = [float(a and tokens > 0) for a, tokens in zip(alive, budget, strict=True)]
         length = self.max_draft_tokens if self._pays([row * self.rho[0] for row in wanting], self.first_price) else 0
         if length == 0 and 0 < self.probe <= self.idle and self._pays(wanting, self.first_price):
             length = 1
         self.idle = 0 if length else self.idle + 1
         self.survival = [1.0] * len(alive)
         self.decided.append(wanting if length else [0.0] * len(alive))
-        return budget.clamp(max=length)
+        return length
 
     def draw_next(self, step: DraftStep) -> Tensor:
         self.steps = step.depth
@@ -160,20 +163,36 @@ class BatchStopPolicy(RowPolicy):
         active = self.policy.keep_drafting(step) if self.policy.stops_early else step.active
         # A policy that looks ahead was shown the state at the drawn token: one more forward has taken place.
         self.steps = max(self.steps, step.depth + (step.drawn_hidden is not None))
-        for probability in self.predicted[self.counted :]:
-            self.survival = [s * p for s, p in zip(self.survival, probability.tolist(), strict=True)]
+        judged = [probability.tolist() for probability in self.predicted[self.counted :]]
         self.counted = len(self.predicted)
+        following = self.predicted_next[-1].tolist() if self.predicted_next else None
+        wanting = active.tolist()
+        going = self.narrow(step.depth, wanting, judged, following)
+        return active if going == wanting else torch.tensor(going, device=active.device)
+
+    def narrow(
+        self,
+        depth: int,
+        wanting: list[bool],
+        judged: Sequence[Sequence[float]],
+        following: Sequence[float] | None,
+    ) -> list[bool]:
+        """Which of the rows that the policy would have go on after Y_depth do. judged: P̂ of the tokens that the policy
+        has judged since the last time, the rows' each. following: β̂ of the next token, of a policy that looks ahead."""
+        self.steps = max(self.steps, depth)
+        for probability in judged:
+            self.survival = [s * p for s, p in zip(self.survival, probability, strict=True)]
         self.judged.append(self.survival)
-        if step.depth >= self.max_draft_tokens:
-            return active
-        hope, rho, wanting = self.survival, self.rho[step.depth], active.tolist()
-        if self.predicted_next:
-            hope = [s * p for s, p in zip(hope, self.predicted_next[-1].tolist(), strict=True)]
+        if depth >= self.max_draft_tokens:
+            return wanting
+        hope, rho = self.survival, self.rho[depth]
+        if following is not None:
+            hope = [s * p for s, p in zip(hope, following, strict=True)]
         gain = [h * rho if a else 0.0 for h, a in zip(hope, wanting, strict=True)]
         pays = self._pays(gain, self.step_price)
         going = [pays and g > self.token_price for g in gain]
         self.decided.append([h if g else 0.0 for h, g in zip(hope, going, strict=True)])
-        return active if going == wanting else torch.tensor(going, device=active.device)
+        return going
 
     def _pays(self, gain: Sequence[float], price: float) -> bool:
         """Whether a step with this gain of each row is worth its price."""

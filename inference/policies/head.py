@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head import AcceptanceHead, HeadConfig, Score
 from accept_head.head_use import HeadOrigin
 from accept_head.inference.fused_head import fused_scorer
 from accept_head.inference.policies.threshold import ThresholdPolicy
@@ -71,8 +71,7 @@ class HeadPolicy(ThresholdPolicy):
             raise InputError(f"head threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("head", threshold, k_min, k_max)
         self.statistic = checked_rule(rule, head.config)
-        # Refuses a head that does not predict it.
-        self.probability = fused_scorer(head, "both" if self.statistic == "gain" else "token")
+        self.probability = self._scorer(head)  # refuses a head that does not predict it
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
             raise InputError(
@@ -85,6 +84,9 @@ class HeadPolicy(ThresholdPolicy):
         # With a lag, the state at the token before is the one that this token was drawn from.
         self.needs = signals | {Signal.DRAWN_HIDDEN if self.lag == 0 and not before else Signal.FED_HIDDEN}
         self.earlier: DraftStep | None = None
+
+    def _scorer(self, head: AcceptanceHead) -> Score:
+        return fused_scorer(head, "both" if self.predicts_next else "token")
 
     @constant_budget
     def start_round(self, live: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, Predicts
+from accept_head.head import AcceptanceHead, Score
+from accept_head.inference.fused_head import fused_scorer
+from accept_head.inference.online_training import OnlineTraining
 from accept_head.inference.policies.head import HeadPolicy, Rule
-from accept_head.inference.policy import DraftStep, VerifyOutcome, constant_budget
+from accept_head.inference.policy import DraftStep, Signal, VerifyOutcome, constant_budget
 from accept_head.inference.recalibration import OnlineRecalibration
 from accept_head.signals import SIGNALS
 
@@ -39,7 +41,8 @@ class RecalibratedHeadPolicy(HeadPolicy):
     """A head's rule on P̂', not P̂: after the maps of `calibration`, by depth, and then, if `online`, what
     OnlineRecalibration learns while it decodes: a slope, intercepts and, with `signals`, weights of the draft signals
     that the head reads, and, with `state`, a correction of its last layer. half_life, prior, tenant_share, per_tenant:
-    its own.
+    its own. With `train` the whole head learns on, by OnlineTraining, in place of that last layer: for traffic that is
+    trusted, as what one tenant teaches it is not bounded.
     β̂ of the rule `gain` is corrected as P̂ of the depth that it speaks of. `predicted` is what is decided on, P̂'.
 
     recalibration.learning = False freezes what was learnt; recalibration.learnt().save(folder) keeps it, to be used as
@@ -64,6 +67,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         online: bool = False,
         signals: bool = True,
         state: bool = True,
+        train: bool = False,
         half_life: float = 1000.0,
         prior: float = 4.0,
         tenant_share: float = 1.0,
@@ -71,21 +75,23 @@ class RecalibratedHeadPolicy(HeadPolicy):
     ):
         if calibration is True:
             raise InputError("head calibration is true, expected a DepthCalibration; a SPEC reads calibration.json")
+        if train and (not online or per_tenant or tenant_share < 1):
+            raise InputError(
+                "head train is true, which goes with online=true, and without per_tenant and tenant_share: all tenants "
+                "teach one head, and how much is not bounded"
+            )
+        self.training = OnlineTraining(head) if train else None
+        self.learns_state = online and state and not train
         super().__init__(head, threshold, k_min=k_min, k_max=k_max, lag=lag, rule=rule)
         self.calibration = calibration or None
-        self.learns = (online, signals, state, half_life, prior, tenant_share, per_tenant)
         learns_signals = signals and bool(head.config.signals)
         self.seen: Tensor | None = None  # signals of the token judged last
         self.state: Tensor | None = None  # and the head's own last state of it
-        learns_state = online and state
-        if learns_state:
-            predicts: Predicts = "both" if self.statistic == "gain" else "token"
-            self.probability = head.scorer(predicts, beside=unit_state(head))
         self.recalibration = (
             OnlineRecalibration(
                 k_max,
                 signals=(head.config.signal_mean, head.config.signal_std) if learns_signals else ((), ()),
-                state=min(head.config.channels, MOST_CHANNELS) if learns_state else 0,
+                state=min(head.config.channels, MOST_CHANNELS) if self.learns_state else 0,
                 half_life=half_life,
                 prior=prior,
                 tenant_share=tenant_share,
@@ -94,12 +100,21 @@ class RecalibratedHeadPolicy(HeadPolicy):
             if online
             else None
         )
+        if online:
+            self.needs |= {Signal.ACCEPTANCE}
+
+    def _scorer(self, head: AcceptanceHead) -> Score:
+        if self.training is not None:
+            return self.training.score
+        if not self.learns_state:
+            return super()._scorer(head)
+        return fused_scorer(head, "both" if self.predicts_next else "token", unit_state(head))
 
     @property
     def in_chunks(self) -> bool:  # type: ignore[override]
         """Not if it learns with a lag: it would be shown the state at the last token of a round, too, and learn from a
-        token that it does not judge otherwise."""
-        return self.recalibration is None or self.lag == 0
+        token that it does not judge otherwise. Nor if the head trains, whose memory such tokens would fill sooner."""
+        return self.recalibration is None or (self.lag == 0 and self.training is None)
 
     def _signals_of(self, step: DraftStep) -> Tensor | None:
         self.seen = super()._signals_of(step)
@@ -153,6 +168,8 @@ class RecalibratedHeadPolicy(HeadPolicy):
         super().select(rows)
         if self.recalibration is not None:
             self.recalibration.select(rows)
+        if self.training is not None:
+            self.training.forget_round()
 
     # --- rounds ------------------------------------------------------------------------------------------------------
 
@@ -160,9 +177,13 @@ class RecalibratedHeadPolicy(HeadPolicy):
     def start_round(self, live: Tensor) -> Tensor:
         if self.recalibration is not None:
             self.recalibration.start_round()
+        if self.training is not None:
+            self.training.start_round()
         return super().start_round(live)
 
     def observe(self, outcome: VerifyOutcome) -> None:
         super().observe(outcome)
         if self.recalibration is not None:
             self.recalibration.observe(outcome)
+            if self.training is not None and self.recalibration.learning:
+                self.training.observe(outcome, self.recalibration)

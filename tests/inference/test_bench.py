@@ -11,9 +11,9 @@ import torch
 
 from accept_head import Sampling
 from accept_head.cost import ForwardCosts
-from accept_head.inference import make_policy
+from accept_head.inference import cache, make_policy
 from accept_head.inference.bench_arrivals import Arrival
-from accept_head.inference.bench_cells import resolved
+from accept_head.inference.bench_cells import _maker, resolved
 from accept_head.inference.bench_figures import (
     SLO_SCALES,
     TWIN,
@@ -26,7 +26,7 @@ from accept_head.inference.bench_figures import (
     static_by_domain,
     times_per_token,
 )
-from accept_head.inference.bench_measure import Chunk, Stage, Timed, count_oracle, make_chunks, side_by_side
+from accept_head.inference.bench_measure import Chunk, Stage, Timed, count_oracle, make_chunks, side_by_side, warm_up
 from accept_head.inference.bench_replay import (
     Replay,
     Step,
@@ -40,6 +40,7 @@ from accept_head.inference.generation import make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.rows import DecodeStats, Finished
 from accept_head.inference.stopping import Stopping
+from tests.inference.replayed import standing_in
 from tests.inference.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
 
 NAMES = ("none", "fixed:1", "fixed:2", "rule", "fixed:2" + TWIN)
@@ -299,13 +300,42 @@ def test_a_spec_can_ask_for_the_limit():
     assert resolved("fixed:3", 0.5) == "fixed:3"
 
 
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_never_learns_is_made_once_and_any_other_anew():
+    pair = toy_pair()
+    for name, once in (("fixed:2", True), ("max-prob:0.5", True), ("dsde:3", False), ("adaedl:0.4", False)):
+        make = _maker(name, pair)
+        assert (make() is make()) == once, name
+
+
+def test_what_the_warm_up_has_captured_serves_all_runs_of_a_policy(monkeypatch):
+    """No policy pays for its graphs while it is timed, however many it has; also not in another repeat."""
+    monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
+    pair, names = near_pair(), ("none", "fixed:2", "max-prob:0.6,k_max=3")
+    arms = {name: _maker(name, pair) for name in names}
+    with standing_in() as backend:
+        stage, these = staged(pair, ragged_prompts(2, longest=8), 20, Sampling(temperature=0), 2, 3, compile="graphs")
+        warm_up(stage, arms, these)
+        captured = backend.captures
+        timed = list(side_by_side(stage, arms, [Chunk(None, these)], repeats=2, seed=0))
+    assert len(timed) == 6 and backend.captures == captured > 0
+
+
 # --- the oracle -------------------------------------------------------------------------------------------------------
 
 
-def staged(pair, prompts, tokens, sampling, batch, longest=20):
+def staged(pair, prompts, tokens, sampling, batch, longest=20, compile="none"):
     these = make_requests(prompts, tokens)
     decoder = make_decoder(
-        pair.target, pair.draft, these, FixedPolicy(longest), batch_size=batch, greedy=sampling.greedy
+        pair.target,
+        pair.draft,
+        these,
+        FixedPolicy(longest),
+        batch_size=batch,
+        greedy=sampling.greedy,
+        compile=compile,
     )
     stage = Stage(decoder, replace(pair, tokenizer=None), sampling)
     stage.stopping = Stopping([], [], torch.device("cpu"))

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch._inductor
 
+from accept_head import head as head_module
+from accept_head.inference.adapters.vllm import reader as reader_module
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.compiled import Compiled, compiled
 from accept_head.inference.policies import HeadPolicy
@@ -116,7 +118,7 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
     logits, ids, hidden = drawn(4, dtype=dtype)
     table = torch.randn(logits.shape[1], HIDDEN, generator=torch.Generator().manual_seed(4))
     head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN, predicts=predicts)
-    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), head.scorer(predicts)
+    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), head.scorer(predicts, fusible=True)
     # Of q, `both` is no other case than `token`, and takes seconds to compile.
     at_once.compile(logits, hidden, sampled=predicts == "token", logger=LOGGER, score=score)
     for batch in (0, 1, 3, 16):
@@ -138,6 +140,31 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
             torch.testing.assert_close(HeadPolicy(head, 0.5).score(step), probability, rtol=1e-4, atol=1e-4)
         one_by_one = torch.stack(plain.of_logits(logits, temperature, ids)[:3], dim=-1)
         torch.testing.assert_close(one_by_one, draft_signals(q, ids))
+
+
+@pytest.mark.parametrize("predicts", ["token", "both"])
+@pytest.mark.parametrize("small", [0, 1 << 16], ids=["products", "sums"])
+def test_products_as_sums_are_the_same_products(predicts, small, monkeypatch):
+    monkeypatch.setattr(head_module, "SMALL_MATRIX", small)
+    _, ids, hidden = drawn(5)
+    table = torch.randn(100, HIDDEN, generator=torch.Generator().manual_seed(4))
+    head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN, predicts=predicts)
+    given = hidden, torch.rand(5, 3), ids % 100
+    torch.testing.assert_close(head.scorer(predicts, fusible=True)(*given), head.scorer(predicts)(*given))
+
+
+def test_a_score_can_come_without_the_signals(monkeypatch):
+    monkeypatch.setattr(reader_module, "compiled", lambda function, *_, **__: partial(function))
+    logits, ids, hidden = drawn(3)
+    score = random_head(HIDDEN, signals=True, reads="before").scorer()
+    both, alone = SignalReader(OF_Q), SignalReader(OF_Q)
+    both.compile(logits, hidden, sampled=True, logger=LOGGER, score=score)
+    alone.compile(logits, hidden, sampled=True, logger=LOGGER, score=score, signals=False)
+    for read in ("of_q", "of_logits"):
+        given = (logits.softmax(-1), ids, hidden) if read == "of_q" else (logits, None, ids, hidden)
+        found = getattr(alone, read)(*given)
+        assert found == Distribution(scored=found.scored)
+        torch.testing.assert_close(found.scored, getattr(both, read)(*given).scored)
 
 
 def test_a_head_takes_the_score_that_its_host_has_worked_out():

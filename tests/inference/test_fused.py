@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused.py
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -18,9 +19,10 @@ import torch
 import accept_head.inference
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import fused_head, fused_signals, generate
-from accept_head.inference.fused_head import FusedHead, fused_scorer
+from accept_head.inference.fused_head import FusedHead, bytes_to_pack, fused_scorer
 from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once
 from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS
@@ -256,6 +258,30 @@ def test_the_head_is_that_of_float64(name, monkeypatch):
 
 
 @runs
+@pytest.mark.parametrize("name", ["paper", "embedding", "narrow", "both", "probe"])
+def test_what_stands_beside_is_that_of_the_state_in_float64(name, monkeypatch):
+    """As a head whose last layer is corrected online reads it: the state, scaled to length 1."""
+    head = head_of(name)
+    prediction = "both" if head.config.predicts == "both" else "token"
+    score, states = fused_scorer(head, prediction, beside=unit_state(head)), []
+    assert isinstance(score, FusedHead)
+    head.output.register_forward_pre_hook(lambda _, read: states.append(read[0].double()))
+    for shape in ((1,), (3,), (2, 4)):
+        hidden, signals, ids = inputs(math.prod(shape))
+        given = hidden.view(*shape, -1), signals.view(*shape, -1), ids.view(shape)
+        plain = head.scorer(prediction, beside=unit_state(head))(*given)
+        monkeypatch.setattr(score, "plain", None)  # the kernels alone
+        torch.testing.assert_close(score(*given), plain, rtol=1e-4, atol=1e-5)
+        found = score(*given).reshape(math.prod(shape), -1).double()
+        predictions = 2 if prediction == "both" else 1
+        expected = float64_probability(head, hidden, signals, ids, prediction).view(-1, predictions)
+        torch.testing.assert_close(found[:, :predictions], expected, rtol=1e-5, atol=1e-6)
+        head(hidden, signals, ids)
+        unit = states[-1] / states[-1].norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(found[:, predictions:], unit, rtol=1e-4, atol=1e-5)
+
+
+@runs
 def test_every_part_of_the_head_counts():
     head = head_of("narrow")
     score, (hidden, signals, ids) = fused_scorer(head), inputs(4)
@@ -273,6 +299,27 @@ def test_states_in_half_precision_are_scored_with_weights_in_bfloat16():
     assert found.dtype is torch.float32 and list(score.packed) == [torch.bfloat16]
     exact = float64_probability(head, hidden.bfloat16(), signals, ids, "token")
     assert 0 < (found.double() - exact).abs().max() < 0.01
+
+
+@runs
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_packed_is_what_the_memory_plan_has(name, dtype, monkeypatch):
+    head = head_of(name)
+    for most in (fused_head.TABLE_BYTES, 0):
+        monkeypatch.setattr(fused_head, "TABLE_BYTES", most)
+        score = FusedHead(head, head.config.predictions[0], head.scorer(head.config.predictions[0]))
+        planned = bytes_to_pack(score, dtype)
+        score(*(each.to(dtype) if each.is_floating_point() else each for each in inputs(2)))
+        packed = score.packed[dtype]
+        own = {parameter.data_ptr() for parameter in (*head.parameters(), *head.buffers())}
+        own |= {head.embeddings.data_ptr()} if head.embeddings is not None else set()
+        parts = [packed.state, packed.scale, packed.shift, packed.table, packed.embedding, *packed.weights]
+        made = [part for part in (*parts, packed.output) if part is not None and part.data_ptr() not in own]
+        # In the dtype of the head itself, weights need no copy.
+        assert sum(part.nbytes for part in made) <= planned
+        assert dtype is torch.float32 or sum(part.nbytes for part in made) == planned
+        assert bytes_to_pack(score, dtype) == 0
 
 
 @runs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausa
 from accept_head import InputError, Sampling
 from accept_head.inference import generate, generation, memory
 from accept_head.inference.decode import Decoder
+from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.support import check_served
 from accept_head.prompts import load_prompts
 from tests.inference.toy import GROUPED, architectures, ragged_prompts, tiny
@@ -157,7 +159,7 @@ def test_what_does_not_fit_is_refused_before_it_is_taken_and_both_numbers_are_na
     monkeypatch.setattr(memory, "available_bytes", lambda device: 123_456)
     with pytest.raises(InputError) as caught:
         generate(target, draft, prompts, **options)
-    for words in (f"needs {needed / 1e6:.1f} MB on cpu", "123.5 kB are available", "smaller batch size"):
+    for words in (f"needs {needed / 1e6:.3g} MB on cpu", "123 kB are available", "smaller batch size"):
         assert words in str(caught.value)
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
     assert len(generate(target, draft, prompts, **options).tokens) == 40
@@ -180,3 +182,35 @@ def test_the_plan_is_the_one_of_the_run(embedded_pair, monkeypatch):
     prompts = [[1, 5, 6], [1, 7]]
     generate(target, draft, prompts, policy="fixed:3", max_new_tokens=4)
     assert seen == [plan_of(target, draft, prompts, k=3, new_tokens=4)]
+
+
+def test_with_graphs_a_rounds_memory_stays_taken_while_prompts_are_fed():
+    target, draft = architectures()["llama"]
+    common = {"batch": 4, "max_length": 60, "max_draft_tokens": 3, "vocab_size": 32, "greedy": False}
+    eager, graphs = (
+        memory.plan_memory(target, draft, **common, longest_prompt=50, graphs=captured) for captured in (False, True)
+    )
+    assert eager.total == eager.weights + eager.caches + max(eager.logits, eager.fill)
+    assert graphs.total == graphs.weights + graphs.caches + graphs.logits + graphs.fill + graphs.kept
+    assert min(eager.logits, eager.fill, graphs.kept) > 0
+    for plan, words in ((eager, ("logits", "prompt activations")), (graphs, ("logits", "prompt activations", "kept"))):
+        assert sum(word in str(plan) for word in words) == len(words) - (plan is eager)
+
+
+def test_heads_that_have_yet_to_be_packed_count_and_so_do_those_that_are_wrapped(monkeypatch):
+    """Two heads, one of them in a policy that wraps it, and a rule without one; the longest draft is of a third."""
+    target, draft = architectures()["llama"]
+    sizes = {"first": 1_000_000, "second": 300_000, None: 0}
+    monkeypatch.setattr(generation, "bytes_to_pack", lambda score, dtype: sizes[score])
+    first = SimpleNamespace(max_draft_tokens=2, probability="first")
+    wrapped = SimpleNamespace(max_draft_tokens=2, policy=SimpleNamespace(probability="second"))
+    requests = generation.make_requests(ragged_prompts(2), 8)
+
+    def plan(policy, *others):
+        return generation.make_decoder(target, draft, requests, policy, others=others, batch_size=2, greedy=True).memory
+
+    alone, all_of_them = plan(FixedPolicy(2)), plan(first, wrapped, FixedPolicy(5))
+    assert (alone.head, all_of_them.head) == (0, 1_300_000)
+    assert (alone.max_draft_tokens, all_of_them.max_draft_tokens) == (2, 5)
+    assert all_of_them.total - alone.total == 1_300_000  # prompts take more than logits here
+    assert str(all_of_them).endswith(" + head 1.3 MB") and "head" not in str(alone)

@@ -9,6 +9,7 @@ import json
 import math
 import shlex
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError, Sampling
 from accept_head.cli import main
+from accept_head.inference import cache
 from accept_head.inference import profile as module
 from accept_head.inference import round_grid as grid_module
 from accept_head.inference.batch_table import FIELD, best_table, read_batch_table
@@ -28,6 +30,7 @@ from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.processing import Processing
 from accept_head.inference.profile import fit_batch_cost, measure_forwards, regress_rounds
 from accept_head.inference.round_grid import fit_round_costs, measure_rounds
+from tests.inference.replayed import standing_in
 from tests.inference.toy import pair_of, two
 
 T_DRAFT, T_TARGET, T_ALONE = 0.002, 0.011, 0.010
@@ -293,9 +296,9 @@ def test_the_command_writes_all_measurements(run_warm, random_pair_folder, tmp_p
 def quick(monkeypatch):
     """The command in this process, without its measurements."""
     cost = module.BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)
-    monkeypatch.setattr(module, "fit_batch_cost", lambda model: cost)
+    monkeypatch.setattr(module, "fit_batch_cost", lambda model, compile: cost)
     bare = module.ForwardCosts(t_draft=0.001, t_target=0.008, t_autoregressive=0.007)
-    monkeypatch.setattr(module, "measure_forwards", lambda pair, prompts: bare)
+    monkeypatch.setattr(module, "measure_forwards", lambda pair, prompts, compile: bare)
     rounds = Rounds()
     monkeypatch.setattr(module, "_timed_rounds", rounds)
     return rounds
@@ -354,6 +357,71 @@ def test_print_config_prints_a_yaml_that_it_reads(run_warm, random_pair_folder, 
     assert "max_new_tokens: 24" in printed.stdout
 
 
+# --- captured forwards and steps: the stand-in for CUDA graphs --------------------------------------------------------
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The stand-in, which counts; with short extents, so that short texts pass through several."""
+    monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
+    with standing_in() as backend:
+        yield backend
+
+
+def noting(backend, function, noted):
+    """`function`, which adds to `noted` how many graphs each call captures."""
+
+    def call(*arguments):
+        before = backend.captures
+        result = function(*arguments)
+        noted.append(backend.captures - before)
+        return result
+
+    return call
+
+
+def test_rounds_that_are_timed_capture_nothing(captures, random_pair, monkeypatch):
+    noted = []
+    monkeypatch.setattr(module, "DRAFT_LENGTHS", (1, 3))
+    monkeypatch.setattr(module, "_timed_rounds", noting(captures, module._timed_rounds, noted))
+    with suppress(InputError):  # of seconds that mean nothing
+        regress_rounds(random_pair, PROMPTS[:2], max_new_tokens=12, compile="graphs")
+    assert len(noted) == 2 * 2 * 3 and sum(noted[:6]) > 0 and not any(noted[6:])
+
+
+def test_bare_forwards_are_those_that_were_captured(captures, random_pair, monkeypatch):
+    monkeypatch.setattr(module, "WARM_UP", 1)
+    monkeypatch.setattr(module, "REPEATS", 3)
+    measure_forwards(random_pair, PROMPTS, compile="graphs")
+    assert captures.captures > 0 and captures.replays >= 2 * 3 * 4 - 3  # the very first of a model makes its cache
+
+
+def test_a_grid_in_graphs_sees_the_rounds_of_one_without(captures, noisy_pair, monkeypatch):
+    noted = []
+    options = {"sampling": Sampling(temperature=1.5, top_k=0), "max_new_tokens": 12, "turns": 1}
+    plain = measure_rounds(noisy_pair, PROMPTS, (1, 2), (0, 2), **options)
+    monkeypatch.setattr(grid_module, "_full_rounds", noting(captures, grid_module._full_rounds, noted))
+    graphs = measure_rounds(noisy_pair, PROMPTS, (1, 2), (0, 2), **options, compile="graphs")
+    assert all(noted[::2]) and not any(noted[1::2])
+    for name in ("rounds", "at_risk", "accepted", "context_tokens"):
+        np.testing.assert_array_equal(getattr(graphs, name), getattr(plain, name))
+    assert 0 < plain.accepted.sum() < plain.at_risk.sum()
+    monkeypatch.setattr(grid_module, "_copied", lambda outcome: outcome)
+    wrong = measure_rounds(noisy_pair, PROMPTS, (1, 2), (0, 2), **options, compile="graphs")
+    assert (wrong.context_tokens != plain.context_tokens).any()  # each round was the last one
+
+
+def test_the_command_measures_what_it_is_asked_to_decode_with(quick, random_pair_folder, tmp_path, monkeypatch):
+    seen = []
+    cost = module.BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)
+    monkeypatch.setattr(module, "fit_batch_cost", lambda model, compile: seen.append(compile) or cost)
+    make = module.make_decoder
+    monkeypatch.setattr(module, "make_decoder", lambda *a, **given: seen.append(given["compile"]) or make(*a, **given))
+    assert main(arguments(tmp_path, random_pair_folder, compile="default")) == 0
+    assert seen == ["default"] * 3
+    assert json.loads((tmp_path / "costs.json").read_text())["compile"] == "default"
+
+
 # --- the grid of a batch map ----------------------------------------------------------------------------------------
 
 MAP_SIZES, MAP_LENGTHS = (1, 2, 5), (0, 1, 3)
@@ -398,8 +466,8 @@ def taken(monkeypatch):
     """What was measured: the size and the length of each cell in order, and its rounds."""
     taken, full_rounds = [], grid_module._full_rounds
 
-    def noted(decoder, requests, k, processing):
-        taken.append((len(requests), k, full_rounds(decoder, requests, k, processing)))
+    def noted(decoder, requests, policy, processing):
+        taken.append((len(requests), policy.max_draft_tokens, full_rounds(decoder, requests, policy, processing)))
         return taken[-1][2]
 
     monkeypatch.setattr(grid_module, "_full_rounds", noted)
@@ -438,7 +506,7 @@ def test_the_rounds_end_when_a_row_is_done(noisy_pair, size):
     options = {"batch_size": size, "greedy": True}
     decoder = make_decoder(noisy_pair.target, noisy_pair.draft, requests, FixedPolicy(3), **options)
     processing = Processing(Sampling(temperature=0), noisy_pair.vocab_size)
-    assert len(grid_module._full_rounds(decoder, requests, 0, processing).seconds) == 5
+    assert len(grid_module._full_rounds(decoder, requests, FixedPolicy(0), processing).seconds) == 5
 
 
 def test_the_cells_take_turns(grid_clock, taken, noisy_pair):

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accept_head import InputError
+from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
+from accept_head.inference.adapters.vllm.rule import HostBatchRule, HostRule, _product
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.dsde import DsdePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -40,23 +43,23 @@ class Engine:
 
     def round(self, host, names, live=None, verdict=None, limit=99):
         """→ (batch,) lengths, and the number of forwards."""
-        live = torch.ones(len(names), dtype=torch.bool) if live is None else torch.tensor(live)
+        live = [True] * len(names) if live is None else live
         host.begin(names, live, self.texts(host, names, verdict), limit, verdict)
         forwards = 0
         while True:
             hidden, q, ids = self.hidden[forwards], self.q[forwards], self.ids[forwards]
             forwards += 1
             if not host.advance(hidden) or not host.drawn(ids, q if host.reads_q else None):
-                return host.end().tolist(), forwards
+                return host.end(), forwards
 
     @staticmethod
     def texts(host, names, verdict):
-        """(batch,) tokens of each request: one more than was accepted since the last round; a new one has 9."""
+        """Tokens of each request: one more than was accepted since the last round; a new one has 9."""
         before = getattr(host, "texts", {})
-        accepted = [0] * len(names) if verdict is None else verdict.accepted.tolist()
+        accepted = [0] * len(names) if verdict is None else verdict.accepted
         known = {name: before[name] + 1 + count for name, count in zip(names, accepted, strict=True) if name in before}
         host.texts = {name: known.get(name, 9) for name in names}
-        return torch.tensor(list(host.texts.values()))
+        return list(host.texts.values())
 
 
 def host_of(policy, *, rows=8, limit=8, greedy=False, **options):
@@ -141,6 +144,78 @@ def test_a_head_that_read_the_wrong_state_would_be_seen():
     assert differences >= 15
 
 
+class Otherwise(HostRule):
+    """A rule that forgets what it judged before."""
+
+    def keep(self, depth, score, active):
+        self.start(active)
+        return super().keep(depth, score, active)
+
+
+def threshold_policies(seed):
+    """One of each statistic; levels from strict to lax."""
+    level = 0.2 + 0.6 * (seed % 7) / 7
+    embeddings = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    both = random_head(HIDDEN, signals=True, reads="before", predicts="both", embeddings=embeddings, std=0.5)
+    return {
+        "minimum": MaxProbPolicy(level),
+        "product": HeadPolicy(random_head(HIDDEN, signals=True, reads="before"), level, k_min=1 + seed % 3),
+        "gain": HeadPolicy(both, 0.9 + 0.09 * (seed % 7) / 7),
+    }
+
+
+@pytest.mark.parametrize("statistic", ["minimum", "product", "gain"])
+def test_the_rule_on_the_host_decides_what_the_policy_does(statistic):
+    broken = 0
+    for seed in range(40):
+        engine, policy = Engine(5, 8, seed), threshold_policies(seed)[statistic]
+        here, there, wrong = (host_of(policy) for _ in range(3))
+        assert policy.statistic == statistic and isinstance(here.rule, HostRule)
+        there.rule, wrong.rule = None, Otherwise(policy)
+        ours, theirs = engine.round(here, names(5)), engine.round(there, names(5))
+        assert ours == theirs
+        if policy.predicts:
+            assert here.rule.predicted == [p.tolist() for p in policy.predicted]  # to the last bit
+        broken += engine.round(wrong, names(5)) != theirs
+    assert statistic == "minimum" or broken >= 10
+
+
+@pytest.mark.parametrize("statistic", ["minimum", "product", "gain"])
+def test_a_batch_stops_on_the_host_as_the_policy_does(statistic):
+    """It learns from round to round, from what both are told alike."""
+    draft = BatchForwardCost(alpha=0.0, beta=1e-4, gamma=1e-3, r_squared=1.0)
+    target = BatchForwardCost(alpha=0.0, beta=2e-4, gamma=8e-3, r_squared=1.0)
+    costs, lengths = PairCosts(draft=draft, target=target), []
+    hosts = [host_of(BatchStopPolicy(threshold_policies(3)[statistic], costs)) for _ in range(2)]
+    assert isinstance(hosts[0].rule, HostBatchRule)
+    hosts[1].rule, verdict, random = None, None, np.random.default_rng(0)
+    for seed in range(60):
+        rounds = [Engine(4, 8, seed).round(host, names(4), verdict=verdict) for host in hosts]
+        assert rounds[0] == rounds[1]
+        lengths.append(rounds[0][0])
+        accepted = [int(random.integers(0, length + 1)) for length in lengths[-1]]
+        verdict = Verdict(lengths[-1], accepted)
+    ours, theirs = (vars(host.policy) for host in hosts)
+    assert all(ours[name] == theirs[name] for name in ("accepted", "before", "after", "totals"))
+    assert len({tuple(each) for each in lengths}) > 3
+
+
+def test_float32_on_the_host_is_the_devices():
+    values = torch.rand(2, 10_000, generator=torch.Generator().manual_seed(0))
+    one, other = values.tolist()
+    assert [_product(a, b) for a, b in zip(one, other, strict=True)] == (values[0] * values[1]).tolist()
+    assert any(a * b != p for a, b, p in zip(one, other, (values[0] * values[1]).tolist(), strict=True))
+
+
+def test_policies_that_decide_otherwise_decide_for_themselves():
+    class Patient(MaxProbPolicy):
+        def keep_drafting(self, step):
+            return step.active
+
+    late = HeadPolicy(random_head(HIDDEN), 0.5, lag=1)
+    assert all(HostRule.of(policy) is None for policy in (Patient(), late, AdaEdlPolicy(0.5), FixedPolicy(3)))
+
+
 # --- budgets --------------------------------------------------------------------------------------------------------
 
 
@@ -191,8 +266,8 @@ def test_a_requests_state_follows_it_through_joins_departures_and_moves():
         verified = {name: length for name, length in drafted.items() if name in running}
         accepted = {name: int(random.integers(0, length + 1)) for name, length in verified.items()}
         verdict = Verdict(
-            torch.tensor([verified.get(name, 0) for name in running]),
-            torch.tensor([accepted.get(name, 0) for name in running]),
+            [verified.get(name, 0) for name in running],
+            [accepted.get(name, 0) for name in running],
         )
         lengths, _ = Engine(len(running), 6, number).round(host, running, verdict=verdict)
         for name, length in verified.items():
@@ -225,7 +300,7 @@ def test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on():
     engine.round(host, ["a", "b", "c"])
     assert spy.moves == [("select", [0, 0, 0]), ("admit", [0, 1, 2])] and spy.seen == []
     # b is gone, d is new, a and c have changed places; a had one token fewer verified than it drafted.
-    engine.round(host, ["c", "d", "a"], verdict=Verdict(torch.tensor([2, 0, 1]), torch.tensor([2, 0, 1])))
+    engine.round(host, ["c", "d", "a"], verdict=Verdict([2, 0, 1], [2, 0, 1]))
     outcome = spy.seen[0]
     assert outcome.live.tolist() == [True, False, True]
     assert outcome.drafted.tolist() == [2, 2, 2]
@@ -289,7 +364,5 @@ def test_a_verdict_on_other_drafts_than_ours_counts_for_nothing():
     host = host_of(spy)
     engine.round(host, ["a", "b"])
     # vLLM verified zeros for all instead, and took none of them: a's text has grown by one token, not by three.
-    host.begin(
-        ["a", "b"], torch.ones(2, dtype=torch.bool), torch.tensor([10, 12]), 9, Verdict(*[torch.tensor([2, 2])] * 2)
-    )
+    host.begin(["a", "b"], [True, True], [10, 12], 9, Verdict([2, 2], [2, 2]))
     assert spy.seen[0].live.tolist() == [False, True]

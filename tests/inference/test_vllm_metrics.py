@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accept_head.inference.adapters.vllm import metrics as module
-from accept_head.inference.adapters.vllm.counts import COLUMNS, ENDS
+from accept_head.inference.adapters.vllm.counts import COLUMNS, ENDS, VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics, log_line, observed, predicted, since
 from accept_head.inference.adapters.vllm.scrape import read_folder, samples
 from accept_head.inference.policy import VerifyOutcome
@@ -117,7 +117,9 @@ def logger():
 
 
 def record(metrics, outcome, predictions, stopped, steps=3, seconds=0.5):
-    metrics.record(outcome, predictions, steps, stopped, seconds)
+    rows = (outcome.live, outcome.drafted, outcome.submitted, outcome.accepted, stopped)
+    verified = VerifiedRound(*(values.tolist() for values in rows), [p.tolist() for p in predictions])
+    metrics.record(verified, steps, seconds)
 
 
 def one_round(drafted=(2,), accepted=(1,), predictions=(), stopped=None, live=None):
@@ -226,7 +228,7 @@ def test_engines_of_a_process_have_names_of_their_own_and_leave_with_it(folder, 
     engines = [DraftMetrics(K_MAX) for _ in range(2)]
     for count, metrics in enumerate(engines, start=1):
         for _ in range(count):
-            metrics.record(*one_round()[:2], 1, torch.tensor([False]), 0.0)
+            record(metrics, *one_round(), steps=1, seconds=0.0)
     alarm.ring()
     assert sorted(counts["rounds"] for counts in read_folder().values()) == [1, 2]
     del metrics, engines

@@ -235,23 +235,6 @@ def test_in_bf16_texts_part_where_two_tokens_are_nearly_as_good(
         assert found["margin_of_all_positions"]["p95"] > 1
 
 
-def test_costs_of_forwards_are_what_policies_read(
-    script: Callable[[str], ModuleType], other_pair: Any, tmp_path: Path
-) -> None:
-    from accept_head.inference.cost_file import forward_costs, pair_costs
-
-    costs = script("graph_costs")
-    monotone = {(batch, context, width): 1e-3 + 2e-5 * batch * width for batch in (1, 8) for context in (64, 256)
-                for width in (1, 2, 5)}  # fmt: skip
-    fitted = costs._fitted(monotone)
-    assert fitted["beta"] == pytest.approx(2e-5) and fitted["gamma"] == pytest.approx(1e-3) and fitted["alpha"] < 1e-12
-    path = tmp_path / "costs.json"
-    other_pair.target.config.max_position_embeddings = other_pair.draft.config.max_position_embeddings = 512
-    path.write_text(json.dumps(costs.graph_costs(other_pair, "none", [1, 2])))
-    assert forward_costs(path).t_draft > 0
-    assert pair_costs(path).verify_seconds(9, 128) > 0
-
-
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 

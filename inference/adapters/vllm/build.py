@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead
+from accept_head.head import AcceptanceHead, Score
 from accept_head.head_use import Checkpoint, origin_of
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
@@ -16,6 +16,7 @@ from accept_head.inference.adapters.vllm.settings import Settings, check
 from accept_head.inference.compiled import compiled
 from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.specs import DraftShape, make_policy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.signals import SIGNALS
@@ -86,7 +87,7 @@ def build_host(vllm_config: Any, device: torch.device, model: nn.Module) -> Poli
         device=device,
         greedy=spec.draft_sample_method == "greedy",
         agree=_broadcast if tensor_parallel > 1 else None,
-        metrics=_metrics(settings, limit, device),
+        metrics=_metrics(settings, limit),
     )
     if settings.compile:
         _compile(host, policy, spec, device)
@@ -108,16 +109,29 @@ def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.dev
     sampled = spec.draft_sample_method == "probabilistic"
     while isinstance(policy, BatchStopPolicy):
         policy = policy.policy
-    if not isinstance(policy, HeadPolicy):
+    learns = isinstance(policy, RecalibratedHeadPolicy) and policy.training is not None  # its weights move
+    if learns or not isinstance(policy, HeadPolicy):
         host.reader.compile(logits, hidden, sampled=sampled, logger=logger)
         return
-    config, score = policy.head.config, policy.probability
+    config, score = policy.head.config, _fusible(policy)
     at_once = score if config.reads == "before" and config.signals else None  # all that it reads is there
-    compiles = host.reader.compile(logits, hidden, sampled=sampled, logger=logger, score=at_once)
+    reads_more = type(policy).score is not HeadPolicy.score  # besides what the head says of them
+    reader = host.reader
+    compiles = reader.compile(
+        logits, hidden, sampled=sampled, logger=logger, score=at_once, signals=reads_more or at_once is None
+    )
     if at_once is None or not compiles:
         signals = torch.zeros(4, len(SIGNALS), device=device, dtype=torch.float32) if config.signals else None
         example = (hidden, signals, ids if config.reads_embedding else None)
-        policy.probability = compiled(score, example, name="the head", logger=logger)
+        made = compiled(score, example, name="the head", logger=logger)
+        policy.probability = policy.probability if made is score else made
+
+
+def _fusible(policy: HeadPolicy) -> Score:
+    """The policy's `probability`, as a compiler likes it."""
+    if type(policy) is not HeadPolicy or policy.head.output.weight.is_cuda:
+        return policy.probability  # which may be more than the head's word, or has kernels of its own
+    return policy.head.scorer("both" if policy.statistic == "gain" else "token", fusible=True)
 
 
 def head_of(policy: DraftPolicy) -> AcceptanceHead:
@@ -140,13 +154,13 @@ def _logger() -> Any:
     return init_logger("vllm.accept_head")  # only vLLM's own names are shown
 
 
-def _metrics(settings: Settings, limit: int, device: torch.device) -> DraftMetrics | None:
+def _metrics(settings: Settings, limit: int) -> DraftMetrics | None:
     """Rank 0 counts for all: they decide alike."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     if get_tensor_model_parallel_rank() != 0:
         return None
-    return DraftMetrics(limit, device=device, logger=_logger(), log_every=settings.log_every)
+    return DraftMetrics(limit, logger=_logger(), log_every=settings.log_every)
 
 
 def _broadcast(answer: Tensor) -> Tensor:

@@ -1,17 +1,15 @@
-"""Verified rounds, counted by depth on the device: the host reads nothing until it is asked.
+"""Verified rounds, counted by depth on the host, which has their numbers anyway.
 
 Rounds are kept as they come and summed many at a time: a dozen small operations a round would be felt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from accept_head.inference.policy import VerifyOutcome
+import numpy as np
 
 # Rows, at each depth d = 1, 2, …:
 COLUMNS = (
@@ -28,51 +26,47 @@ ENDS = ("policy", "limit", "none")
 AT_ONCE = 64  # rounds
 
 
-class _Round(NamedTuple):
-    outcome: VerifyOutcome
-    predicted: Tensor  # (batch, judged depths)
-    stopped: Tensor
+class VerifiedRound(NamedTuple):
+    """One round of a batch, row by row. live: rows that took part. drafted, verified, accepted: tokens. stopped: rows
+    whose draft the policy ended before its limit. predicted: P̂ of the tokens at depth 1, 2, …, a list of rows each, NaN
+    where a row has none; may be shorter than the drafts, or empty."""
+
+    live: Sequence[bool]
+    drafted: Sequence[int]
+    verified: Sequence[int]
+    accepted: Sequence[int]
+    stopped: Sequence[bool]
+    predicted: Sequence[Sequence[float]]
 
 
 class DraftCounts:
     """Sums over rounds: `by_depth`, (k_max, columns), and `ends`, (3,), both float64, exact up to 2^53."""
 
-    def __init__(self, k_max: int, device: torch.device | str):
-        self.depths = torch.arange(1, k_max + 1, device=device)
-        self.by_depth = torch.zeros(k_max, len(COLUMNS), dtype=torch.float64, device=device)
-        self.ends = torch.zeros(len(ENDS), dtype=torch.float64, device=device)
-        self.stream: torch.cuda.Stream | None = None  # that the sums are made on
-        self.pending: list[_Round] = []
+    def __init__(self, k_max: int):
+        self.depths = np.arange(1, k_max + 1)
+        self.by_depth = np.zeros((k_max, len(COLUMNS)))
+        self.ends = np.zeros(len(ENDS))
+        self.pending: list[VerifiedRound] = []
 
-    def add(self, outcome: VerifyOutcome, predicted: Sequence[Tensor], stopped: Tensor) -> None:
-        """Count one round; what is deeper than k_max is left out.
-
-        predicted: P̂ of the tokens at depth 1, 2, …, (batch,) each, NaN where a row has none; may be shorter than the
-        drafts. stopped: (batch,) bool, rows whose draft the policy ended.
-        """
-        known = predicted[: len(self.depths)]
-        table = torch.stack(list(known), dim=-1) if known else outcome.drafted.new_empty(len(outcome.live), 0).double()
-        self.pending.append(_Round(outcome, table, stopped))
-        self.stream = torch.cuda.current_stream(outcome.live.device) if outcome.live.is_cuda else None
+    def add(self, verified: VerifiedRound) -> None:
+        """Count one round; what is deeper than k_max is left out."""
+        self.pending.append(verified)
         if len(self.pending) >= AT_ONCE:
             self._sum()
 
-    @torch.inference_mode()  # any thread may come here, and the sums may be made in it
     def _sum(self) -> None:
         if not self.pending:
             return
-        outcomes = [each.outcome for each in self.pending]
-        live = torch.cat([outcome.live for outcome in outcomes])
-        tokens = (
-            torch.cat([getattr(outcome, name) for outcome in outcomes]) for name in ("drafted", "submitted", "accepted")
+        rounds, self.pending = self.pending, []
+        live = _joined((each.live for each in rounds), bool)
+        drafted, verified, accepted = (
+            np.where(live, _joined(tokens, int), 0)
+            for tokens in zip(*((each.drafted, each.verified, each.accepted) for each in rounds), strict=True)
         )
-        drafted, verified, accepted = (torch.where(live, each, 0) for each in tokens)
-        judged = torch.where(live, torch.minimum(verified, accepted + 1), 0)
-        stopped = torch.cat([each.stopped for each in self.pending])
-        p = torch.cat([self._padded(each.predicted) for each in self.pending])
-        self.pending = []
-        is_judged, is_accepted = self._reached(judged), self._reached(accepted)
-        is_scored = is_judged & ~p.isnan()
+        stopped = _joined((each.stopped for each in rounds), bool)
+        p = np.concatenate([self._padded(each) for each in rounds])
+        is_judged = self._reached(np.where(live, np.minimum(verified, accepted + 1), 0))
+        is_accepted, is_scored = self._reached(accepted), is_judged & ~np.isnan(p)
         columns = (
             self._reached(drafted),
             self._reached(verified),
@@ -80,27 +74,29 @@ class DraftCounts:
             is_accepted,
             is_scored,
             is_scored & is_accepted,
-            torch.where(is_scored, p, 0.0),
+            np.where(is_scored, p, 0.0),
         )
-        self.by_depth += torch.stack([column.double() for column in columns], dim=-1).sum(0)
+        self.by_depth += np.stack([column.sum(0, dtype=np.float64) for column in columns], axis=-1)
         some = drafted > 0
-        ends = (some & stopped, some & ~stopped, live & ~some)
-        self.ends += torch.stack(ends, dim=-1).double().sum(0)
+        self.ends += [np.count_nonzero(rows) for rows in (some & stopped, some & ~stopped, live & ~some)]
 
-    def _reached(self, tokens: Tensor) -> Tensor:
-        """(batch,) → (batch, k_max) bool, whether a row has a token at each depth."""
+    def _reached(self, tokens: np.ndarray) -> np.ndarray:
+        """(rows,) → (rows, k_max) bool, whether a row has a token at each depth."""
         return tokens[:, None] >= self.depths
 
-    def _padded(self, predicted: Tensor) -> Tensor:
-        """(batch, depths) → (batch, k_max), NaN where nothing was predicted."""
-        missing = len(self.depths) - predicted.shape[1]
-        return torch.nn.functional.pad(predicted.double(), (0, missing), value=torch.nan)
+    def _padded(self, verified: VerifiedRound) -> np.ndarray:
+        """(rows, k_max) predictions, NaN where nothing was predicted."""
+        padded = np.full((len(verified.live), len(self.depths)), np.nan)
+        known = verified.predicted[: len(self.depths)]
+        if known:
+            padded[:, : len(known)] = np.array(known).T
+        return padded
 
     def read(self) -> tuple[list[list[float]], list[float]]:
-        """Both sums on the host, as of the last `add`. Waits for the device; any thread may call it."""
-        with torch.cuda.stream(self.stream):  # behind the rounds, whatever stream the calling thread uses; None: no-op
-            self._sum()
-            values = torch.cat([self.by_depth.flatten(), self.ends]).tolist()
-        width = len(COLUMNS)
-        depths = [values[start : start + width] for start in range(0, width * len(self.by_depth), width)]
-        return depths, values[-len(ENDS) :]
+        """Both sums, as of the last `add`."""
+        self._sum()
+        return self.by_depth.tolist(), self.ends.tolist()
+
+
+def _joined(parts: Iterable[Sequence[int]], kind: type) -> np.ndarray:
+    return np.array(list(chain.from_iterable(parts)), dtype=kind)

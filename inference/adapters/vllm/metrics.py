@@ -25,17 +25,14 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accept_head.files import write_json
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from accept_head.inference.policy import VerifyOutcome
+    from accept_head.inference.adapters.vllm.counts import VerifiedRound
 
 FOLDER = "ACCEPT_HEAD_METRICS_DIR"  # environment variable; set it yourself to keep the files
 VERSION = 1  # of a file
@@ -64,8 +61,8 @@ def _remove(folder: str, owner: int) -> None:
 class DraftMetrics:
     """Sums over the verified rounds of one engine, in one worker. Ranks that draft the same need only one of these.
 
-    k_max: tokens of the longest draft. device: of what `record` is given. publish: write the sums to the folder that
-    FOLDER names, if it names one. logger: for a line every log_every seconds; 0 = never.
+    k_max: tokens of the longest draft. publish: write the sums to the folder that FOLDER names, if it names one.
+    logger: for a line every log_every seconds; 0 = never.
     """
 
     in_this_process: ClassVar[weakref.WeakSet[DraftMetrics]] = weakref.WeakSet()  # those that publish
@@ -75,14 +72,13 @@ class DraftMetrics:
         self,
         k_max: int,
         *,
-        device: torch.device | str = "cpu",
         publish: bool = True,
         logger: logging.Logger | None = None,
         log_every: float = 10.0,
     ):
         from accept_head.inference.adapters.vllm.counts import DraftCounts
 
-        self.counts = DraftCounts(k_max, device)
+        self.counts = DraftCounts(k_max)
         self.rounds, self.draft_forwards, self.policy_seconds = 0, 0, 0.0
         self.lock = threading.Lock()  # of the sums: the timer's thread and a scrape read them
         self.timer: threading.Timer | None = None
@@ -102,27 +98,20 @@ class DraftMetrics:
         self.in_this_process.add(self)
         return file
 
-    def record(
-        self, outcome: VerifyOutcome, predicted: Sequence[Tensor], steps: int, stopped: Tensor, seconds: float
-    ) -> None:
-        """Count one round of a batch. The host does not wait for the device, but for `read` if that is at it just now.
-
-        outcome: what was drafted, submitted and accepted; rows that are not live do not count. predicted: P̂ of the
-        token at depth 1, 2, …, (batch,) each, NaN where a row has none; may be shorter than the drafts, or empty.
-        steps: draft forwards of the round. stopped: (batch,) bool, rows whose draft the policy ended before its limit.
-        seconds: that head and policy took, as far as the host knows.
-        """
+    def record(self, verified: VerifiedRound, steps: int, seconds: float) -> None:
+        """Count one round of a batch. steps: its draft forwards. seconds: that head and policy took, as far as the host
+        knows."""
         with self.lock:
             if self.rounds == self.logged["rounds"]:
                 self.logged_at = time.monotonic()  # time without rounds is none of a line's
-            self.counts.add(outcome, predicted, stopped)
+            self.counts.add(verified)
             self.rounds += 1
             self.draft_forwards += steps
             self.policy_seconds += seconds
             self._flush_soon()
 
     def read(self) -> Counts:
-        """The sums so far, on the host; waits for the device.
+        """The sums so far.
 
         rounds: of the batch. row_rounds: rounds of single rows, that is their target steps, by what ended the draft:
         `policy`, `limit`, `none` (nothing was drafted). drafted, verified, accepted: tokens. draft_forwards: of the

@@ -6,6 +6,7 @@ lengths on the batch that it was called with; the handler, which gets the same b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 LENGTHS = "accept_head_lengths"
 
 
-def leave_lengths(input_batch: Any, lengths: Tensor) -> None:
-    """lengths: (batch,) int, drafted tokens to verify."""
+def leave_lengths(input_batch: Any, lengths: Sequence[int]) -> None:
+    """lengths: drafted tokens of each row to verify."""
     setattr(input_batch, LENGTHS, lengths)
 
 
@@ -22,7 +23,7 @@ def ragged_handler(base: Any) -> Any:
     """vLLM's DraftTokensHandler, with lists as long as the adapter says."""
 
     class RaggedDraftTokensHandler(base):
-        lengths: Tensor | None = None
+        lengths: Sequence[int] | None = None
 
         def set_draft_tokens(self, input_batch: Any, draft_tokens: Tensor) -> None:
             super().set_draft_tokens(input_batch, draft_tokens)
@@ -31,8 +32,7 @@ def ragged_handler(base: Any) -> Any:
         def get_draft_tokens(self) -> Any:
             drafts = super().get_draft_tokens()
             if drafts is not None and self.lengths is not None:
-                # The host needs them now: the scheduler's next step depends on it, and it does not run ahead.
-                for ids, length in zip(drafts.draft_token_ids, self.lengths.tolist(), strict=True):
+                for ids, length in zip(drafts.draft_token_ids, self.lengths, strict=True):
                     del ids[length:]
             return drafts
 

@@ -43,21 +43,26 @@ class SignalReader:
         sampled: bool,
         logger: logging.Logger,
         score: Function | None = None,
+        signals: bool = True,
     ) -> bool:
         """Make one call of it, if that is quicker; whether it did. logits, hidden: like those to come, (batch, vocab)
         and (batch, hidden). sampled: q will be given, too. score: a head's, (hidden, signals, ids) → (batch,), of the
-        state that a token is drawn from; what it says then comes with the signals."""
+        state that a token is drawn from; what it says then comes with the signals, or alone without `signals`."""
         if not self.needs - {Signal.MAX_PROB}:
             return False  # one or two operations are as quick
         name = "the draft's signals" if score is None else "the head with the draft's signals"
         state = hidden if score is not None else None
         temperature, ids = logits.new_ones(len(logits), dtype=torch.float32), logits.argmax(-1)
+        alone = score is not None and not signals
 
-        def of_q(q: Tensor, ids: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
-            return _scored(score, signals_of_q(q, ids), ids, hidden)
+        def of_q(q: Tensor, ids: Tensor, hidden: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+            return _scored(score, signals_of_q(q, ids), ids, hidden, alone)
 
-        def of_logits(logits: Tensor, temperature: Tensor, ids: Tensor, hidden: Tensor | None) -> tuple[Tensor, ...]:
-            return _scored(score, signals_of_logits(logits, _at_least_greedy(temperature), ids), ids, hidden)
+        def of_logits(
+            logits: Tensor, temperature: Tensor, ids: Tensor, hidden: Tensor | None
+        ) -> Tensor | tuple[Tensor, ...]:
+            found = signals_of_logits(logits, _at_least_greedy(temperature), ids)
+            return _scored(score, found, ids, hidden, alone)
 
         at_once = compiled(of_logits, (logits, temperature, ids, state), name=f"{name} (logits)", logger=logger)
         if at_once is of_logits:
@@ -73,7 +78,7 @@ class SignalReader:
         if not self.needs:
             return Distribution()
         if self.of_q_at_once is not None:
-            return Distribution(*self.of_q_at_once(q, ids.long(), hidden))
+            return self._found(self.of_q_at_once(q, ids.long(), hidden))
         needs = self.needs
         return Distribution(
             draft_logprob(q, ids.long()) if Signal.LOGPROB in needs else None,
@@ -94,13 +99,23 @@ class SignalReader:
             temperature = self.ones.get(len(ids))
             if temperature is None:
                 temperature = self.ones[len(ids)] = torch.ones(len(ids), device=ids.device)
-        return Distribution(*self.of_logits_at_once(logits, temperature, ids.long(), hidden))
+        return self._found(self.of_logits_at_once(logits, temperature, ids.long(), hidden))
+
+    def _found(self, results: Tensor | tuple[Tensor, ...]) -> Distribution:
+        return Distribution(scored=results) if isinstance(results, Tensor) else Distribution(*results)
 
 
 def _scored(
-    score: Function | None, signals: tuple[Tensor, Tensor, Tensor], ids: Tensor, hidden: Tensor | None
-) -> tuple[Tensor, ...]:
-    return signals if score is None else (*signals, score(hidden, torch.stack(signals, dim=-1), ids))
+    score: Function | None,
+    signals: tuple[Tensor, Tensor, Tensor],
+    ids: Tensor,
+    hidden: Tensor | None,
+    alone: bool,
+) -> Tensor | tuple[Tensor, ...]:
+    if score is None:
+        return signals
+    said: Tensor = score(hidden, torch.stack(signals, dim=-1), ids)
+    return said if alone else (*signals, said)
 
 
 def draft_distribution(logits: Tensor, temperature: Tensor | None) -> Tensor:

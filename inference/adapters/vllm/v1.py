@@ -35,7 +35,7 @@ class AcceptHeadProposer(DraftModelProposer):
         super().__init__(vllm_config, device, runner)
         self.runner = runner
         self.host: PolicyHost | None = None
-        self.verdict: Verdict | None = None
+        self.verified: tuple[list[int], Tensor] | None = None  # drafted tokens of each request, and sampled ones
         if build_policy(vllm_config, device) is not None:
             check_hooks(DraftModelProposer, HOOKS)
             fix_cpu_sampling()
@@ -49,22 +49,18 @@ class AcceptHeadProposer(DraftModelProposer):
     ) -> Any:
         """Called before `propose` whenever drafts were verified. The count, (batch,), is of sampled tokens, 0 for one
         whose prompt is not fed yet."""
-        ends = spec_decode_metadata.cu_num_draft_tokens
-        submitted = torch.diff(ends, prepend=torch.zeros_like(ends[:1]))
-        self.verdict = Verdict(submitted, (valid_sampled_tokens_count - 1).clamp(min=0))
+        self.verified = spec_decode_metadata.num_draft_tokens, valid_sampled_tokens_count
         return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
 
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor | list[list[int]]:
         """→ lists of drafted ids, one a request, where a policy decides."""
+        verified, self.verified = self.verified, None
         if self.host is None:
             return super().propose(num_speculative_tokens, **inputs)
-        metadata, rejected = inputs["common_attn_metadata"], inputs["num_rejected_tokens_gpu"]
-        batch = metadata.batch_size()
-        verdict, self.verdict = self.verdict, None
-        lengths = metadata.seq_lens[:batch].long() + 1 - (0 if rejected is None else rejected.long())
-        # A request whose prompt is not fed yet is drafted, too, and the draft thrown away: it must not keep us at it.
-        live = ~self.runner.discard_request_mask.gpu[:batch]
         with host_reads():
+            lengths, verdict = _told(inputs["common_attn_metadata"], verified)
+            # A request whose prompt is not fed yet is drafted, too, for nothing: it must not keep us at it.
+            live = (~self.runner.discard_request_mask.np[: len(lengths)]).tolist()
             most = self.host.begin(self.runner.input_batch.req_ids, live, lengths, num_speculative_tokens, verdict)
         self.drawn_ids: list[Tensor] = []
         self.drawn_from: list[Tensor] = []
@@ -95,9 +91,22 @@ class AcceptHeadProposer(DraftModelProposer):
         return ids, probs
 
 
-def _ragged(drawn: list[Tensor], counts: Tensor) -> list[list[int]]:
-    """drawn: (batch,) ids a step. counts: (batch,) how many of them each row keeps."""
+def _told(metadata: Any, verified: tuple[list[int], Tensor] | None) -> tuple[list[int], Verdict | None]:
+    """(tokens of each request now, what became of its draft). What the host knows anyway it does not ask the device
+    for: all but how many tokens were sampled."""
+    lengths = [fed + 1 for fed in metadata.seq_lens_cpu_upper_bound[: metadata.batch_size()].tolist()]
+    if verified is None:
+        return lengths, None
+    submitted, sampled = verified[0], verified[1].tolist()
+    # The bound is met if all that was drafted was accepted; scheduling is synchronous.
+    rejected = [drafted + 1 - tokens if drafted else 0 for drafted, tokens in zip(submitted, sampled, strict=True)]
+    lengths = [length - tokens for length, tokens in zip(lengths, rejected, strict=True)]
+    return lengths, Verdict(submitted, [max(0, tokens - 1) for tokens in sampled])
+
+
+def _ragged(drawn: list[Tensor], counts: list[int]) -> list[list[int]]:
+    """drawn: (batch,) ids a step. counts: how many of them each row keeps."""
     if not drawn:
-        return [[] for _ in range(len(counts))]
-    table = torch.cat([counts[:, None], torch.stack(drawn, dim=1).to(counts.dtype)], dim=1).tolist()
-    return [row[1 : 1 + row[0]] for row in table]
+        return [[] for _ in counts]
+    steps = torch.stack(drawn).tolist() if drawn[0].is_cuda else [ids.tolist() for ids in drawn]
+    return [list(row[:count]) for row, count in zip(zip(*steps, strict=True), counts, strict=True)]

@@ -58,14 +58,16 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
         # attn_metadata, slot_mappings, last_hidden_states and aux_hidden_states come before them.
         num_sampled, num_rejected = inputs[4], inputs[5]
         rows = self.rows = input_batch.num_reqs
-        sampled, rejected = num_sampled[:rows].long(), num_rejected[:rows].long()
-        accepted = (sampled - 1).clamp(min=0)
         wanted = options.get("num_speculative_tokens")
         limit = self.num_speculative_steps if wanted is None else wanted
-        lengths = input_batch.seq_lens[:rows].long() - rejected + 1
-        live = sampled > 0  # a request whose prompt is not fed yet samples nothing
         with host_reads():
-            self.host.begin(input_batch.req_ids, live, lengths, limit, Verdict(accepted + rejected, accepted))
+            numbers = (num_sampled[:rows], num_rejected[:rows], input_batch.seq_lens[:rows])
+            sampled, rejected, fed = torch.stack([each.long() for each in numbers]).tolist()
+            accepted = [max(0, tokens - 1) for tokens in sampled]
+            submitted = [taken + refused for taken, refused in zip(accepted, rejected, strict=True)]
+            lengths = [tokens - refused + 1 for tokens, refused in zip(fed, rejected, strict=True)]
+            live = [tokens > 0 for tokens in sampled]  # a request whose prompt is not fed yet samples nothing
+            self.host.begin(input_batch.req_ids, live, lengths, limit, Verdict(submitted, accepted))
         with contextlib.suppress(EndOfRound):
             super().propose(input_batch, *inputs, **options)
         leave_lengths(input_batch, self.host.end())

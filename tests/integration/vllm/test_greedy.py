@@ -53,6 +53,7 @@ POLICIES = (
     "head:{drawn}:0.5,lag=0",
     "head:{both}:0.5",
     "head:{before}:0.5,online=true",
+    "head:{embedding}:0.5,online=true,train=true",
     "head:{before}:0.5,costs=0.2",
     "head:{both}:0.5,online=true,costs=0.2",
     "fixed:6,costs=0.3",

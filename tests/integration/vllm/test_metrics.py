@@ -10,15 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from prometheus_client import REGISTRY, generate_latest
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 
 from accept_head.inference.adapters.vllm import metrics as module
+from accept_head.inference.adapters.vllm.counts import VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics, share_metrics
 from accept_head.inference.adapters.vllm.scrape import PREFIX, Collector
-from accept_head.inference.policy import VerifyOutcome
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -32,13 +31,15 @@ def folder(tmp_path, monkeypatch):
 
 def record(metrics: DraftMetrics) -> None:
     """Three rows: 2 of 2 accepted, 0 of 2, and one without a draft."""
-    outcome = VerifyOutcome(
-        drafted=torch.tensor([2, 2, 0]),
-        accepted=torch.tensor([2, 0, 0]),
-        live=torch.ones(3, dtype=torch.bool),
-        lengths=torch.full((3,), 9),
+    verified = VerifiedRound(
+        live=[True] * 3,
+        drafted=[2, 2, 0],
+        verified=[2, 2, 0],
+        accepted=[2, 0, 0],
+        stopped=[True, False, False],
+        predicted=[[0.5, 0.75, 0.0]],
     )
-    metrics.record(outcome, [torch.tensor([0.5, 0.75, 0.0])], 3, torch.tensor([True, False, False]), 0.25)
+    metrics.record(verified, 3, 0.25)
 
 
 def snapshot(name: str) -> list[Counter | Gauge]:
