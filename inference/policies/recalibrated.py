@@ -80,6 +80,10 @@ class RecalibratedHeadPolicy(HeadPolicy):
                 "head train is true, which goes with online=true, and without per_tenant and tenant_share: all tenants "
                 "teach one head, and how much is not bounded"
             )
+        if train and calibration:
+            raise InputError(
+                "head train is true, and calibration, too: its maps are of the head as it is, expected one of both"
+            )
         self.training = OnlineTraining(head) if train else None
         self.learns_state = online and state and not train
         super().__init__(head, threshold, k_min=k_min, k_max=k_max, lag=lag, rule=rule)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, InputError, Sampling
+from accept_head.depth_calibration import DepthCalibration
 from accept_head.head import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
@@ -247,10 +248,26 @@ def test_it_is_refused_where_it_could_not_be_trusted_or_does_not_fit():
     for options in ({}, {"online": True, "per_tenant": True}, {"online": True, "tenant_share": 0.5}):
         with pytest.raises(InputError, match="head train is true, which goes with online=true"):
             RecalibratedHeadPolicy(head, 0.5, train=True, **options)
+    maps = DepthCalibration(method="affine", slopes=(1.0,), intercepts=(0.0,))
+    with pytest.raises(InputError, match="head train is true, and calibration, too"):
+        RecalibratedHeadPolicy(head, 0.5, train=True, online=True, calibration=maps)
     with pytest.raises(InputError, match="predicts 'token', this one 'both'"):
         RecalibratedHeadPolicy(both, 0.5, train=True, online=True)
     with pytest.raises(InputError, match="lr is -1"):
         OnlineTraining(head, lr=-1)
+
+
+def test_without_a_table_the_scorer_follows_weights_that_move():
+    """As a table of projected embeddings would not."""
+    head = random_head(16, reads="before", embeddings=torch.randn(9, 16))
+    hidden, ids = torch.randn(5, 16), torch.tensor([0, 3, 8, 3, 1])
+    live, folded = head.scorer(table=False), head.scorer()
+    assert torch.allclose(live(hidden, None, ids), folded(hidden, None, ids), atol=1e-6)
+    with torch.no_grad():
+        head.embedding_input.weight.mul_(3.0)
+    moved = head.probability(hidden, token_ids=ids)
+    assert torch.allclose(live(hidden, None, ids), moved, atol=1e-6)
+    assert not torch.allclose(folded(hidden, None, ids), moved, atol=1e-3)
 
 
 def test_text_is_the_targets_own_whatever_it_learns():
