@@ -93,8 +93,13 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     Sums are taken in float64, and the result is always a token of positive probability, so rounding at the upper end
     cannot select a token that was filtered out.
     """
+    return draw_several(probabilities, uniform.unsqueeze(-1)).squeeze(-1)
+
+
+def draw_several(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """The same, some draws of each distribution: uniforms (..., draws) → ids (..., draws)."""
     cumulative = probabilities.double().cumsum(-1)
-    threshold = uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[..., -1:]
-    index = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
-    last_positive = (cumulative < cumulative[..., -1:]).sum(-1)
+    threshold = uniforms.to(cumulative.dtype) * cumulative[..., -1:]
+    index = torch.searchsorted(cumulative, threshold, right=True)
+    last_positive = (cumulative < cumulative[..., -1:]).sum(-1, keepdim=True)
     return torch.minimum(index, last_positive)

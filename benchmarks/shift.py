@@ -9,7 +9,8 @@ Test prompts are served one after the other, by replay (eq. 3.1, c = 0.126), in 
 without knowing anything. Thresholds are tuned on dev prompts: of the head's own distribution for (a) and (b), of the
 new one for (c). share_regained = (b − a) / (c − a), 95 % by bootstrap over prompts.
 
-shifted (a); online (b), the old threshold; online_trained (b), the same with train=true, the head itself learns on;
+shifted (a); online (b), the old threshold; online_trained (b), the same with train=true, the head itself learns on, of
+the drafted tokens and of the alternatives to them that verification can judge; alone_trained, of the drafted ones only;
 online_by_costs (b), no threshold, rounds end by costs; retrained (c). `after`: the stream begins with the text that the
 retrained head learnt from, served once, in its order; what is judged is the test prompts again, which come after. To
 compare: online_without_state, the head's last layer stays as it is; slope_and_intercepts, nothing but these is learnt;
@@ -42,14 +43,17 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
 from accept_head.hub import load_head
+from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.calibrate import rounds_of
 from accept_head.inference.comparison import throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.policy import Signal
 from accept_head.inference.recalibration import OnlineRecalibration
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
+from accept_head.inference.replay_alternatives import alternatives_of
 from accept_head.inference.replay_host import replay
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.training.collect import collect
@@ -200,17 +204,34 @@ def fine_tune(data: Path | None, tokens: int = 300_000, lr: float = 4e-3) -> Non
 # --- the comparison --------------------------------------------------------------------------------------------------
 
 
+class Alone(RecalibratedHeadPolicy):
+    """As in a host that tells no alternatives."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.needs -= {Signal.ALTERNATIVES}
+
+
 class Bench:
     def __init__(self) -> None:
         self.draft = load_model(str(PAIR / "draft"), "--draft")
         self.fingerprint = checkpoint_fingerprint(str(PAIR / "draft"))
         self.loaded: dict[Path, CoupledTraces] = {}
+        self.others: dict[Path, Alternatives] = {}
 
     def traces(self, name: str, split: str, seed: int = 0) -> CoupledTraces:
         path = traces(name, split, seed)
         if path not in self.loaded:
             self.loaded[path] = load_coupled(path, self.draft, self.fingerprint, k_max=K_MAX)
         return self.loaded[path]
+
+    def alternatives(self, name: str, split: str, seed: int) -> Alternatives | None:
+        """What verification also says of each position; greedily nothing."""
+        served, path = SERVED[name], traces(name, split, seed)
+        if served.temperature and path not in self.others:
+            target = load_model(str(served.target), "--target")
+            self.others[path] = alternatives_of(self.traces(name, split, seed), target, self.draft)
+        return self.others.get(path)
 
     def head(self, name: str) -> Any:
         return load_head(head(name), hidden_size=hidden_size(self.draft), embeddings=input_embeddings(self.draft))
@@ -265,6 +286,7 @@ class Bench:
             "shifted": HeadPolicy(shifted, old, k_max=K_MAX),
             "online": corrected(old, online=True),
             "online_trained": corrected(old, online=True, train=True),
+            "alone_trained": Alone(shifted, old, k_max=K_MAX, online=True, train=True),
             "online_by_costs": by_costs(corrected(1.0, online=True)),
             "retrained": HeadPolicy(self.head(now), thresholds["retrained"], k_max=K_MAX),
             "online_without_state": corrected(old, online=True, state=False),
@@ -293,7 +315,9 @@ class Bench:
         parts = []
         for seed in SERVED[name].test_seeds if split == "test" else SERVED[name].seeds:
             learns = isinstance(policy, BatchStopPolicy) or getattr(policy, "recalibration", None) is not None
-            parts.append(replay(self.traces(name, split, seed), policy, name, batch=1 if learns else None).counts)
+            others = self.alternatives(name, split, seed) if Signal.ALTERNATIVES in policy.needs else None
+            batch = 1 if learns else None
+            parts.append(replay(self.traces(name, split, seed), policy, name, batch=batch, alternatives=others).counts)
         return np.concatenate(parts)
 
     def fixed(self, name: str, k: int) -> np.ndarray:

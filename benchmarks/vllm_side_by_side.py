@@ -44,7 +44,7 @@ from accept_head.sampling import Sampling
 FIXED = (1, 2, 3, 5, 8)
 K_MAX = 8
 # The head with other thresholds than its decoding.json's: what it drafts in vain against what it calls the target for.
-THRESHOLDS = (0.3, 0.4, 0.55, 0.75)
+THRESHOLDS = (0.4, 0.6, 0.75, 0.85)
 PILOT_LENGTHS = (0, 1, 2, 3, 5, 8)
 
 
@@ -335,7 +335,7 @@ def _parse() -> Any:
     parser.add_argument("--prompts", default=str(TINY / "prompts" / "test.jsonl"))
     parser.add_argument("--dev_prompts", default=str(TINY / "prompts" / "dev.jsonl"))
     parser.add_argument("--head", default=str(TINY / "heads" / "sampled"))
-    parser.add_argument("--greedy_head", default=str(TINY / "heads" / "greedy"))
+    parser.add_argument("--greedy_head", default=str(TINY / "heads" / "greedy_both"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument(

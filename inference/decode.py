@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
 from accept_head.head_use import Checkpoint, check_use
+from accept_head.inference.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import CachedModel, Compile
 from accept_head.inference.chunks import Chunk, Chunks
@@ -46,7 +47,7 @@ from accept_head.pair import Forward
 from accept_head.randomness import uniforms
 from accept_head.sampling import draw
 
-DRAFT, ACCEPT, REDRAW, MATCH = range(4)  # what a random number is for
+DRAFT, ACCEPT, REDRAW, MATCH, ALTERNATIVES = range(5)  # what a random number is for
 
 
 class Decoder(Feeding):
@@ -114,11 +115,12 @@ class Decoder(Feeding):
             begin = time.perf_counter()
             drafted = self._draft()
             verified, logits, scores = self._verify(drafted)
+            alternatives = self._alternatives(drafted, scores) if Signal.ALTERNATIVES in policy.needs else None
             outcome = self.call("accept", self._accept, drafted.counts, verified, mutates=self.rows.tensors)
             if Signal.DIVERGENCE in policy.needs:
                 outcome = replace(outcome, divergence=drafted.divergence(scores, processing.sampling.temperature))
             if Signal.ACCEPTANCE in policy.needs:
-                outcome = replace(outcome, acceptance=verified.acceptance)
+                outcome = replace(outcome, acceptance=verified.acceptance, alternatives=alternatives)
             if watch:
                 watch(Round(self.rows, drafted, verified, logits, scores, outcome))
             del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
@@ -237,6 +239,16 @@ class Decoder(Feeding):
         q = torch.stack(drawn_from, dim=1) if k else p[:, :0]
         u = rows.uniforms
         return verify(p, q, candidates, submitted, u[:, ACCEPT, :k], u[:, REDRAW, 0])
+
+    def _alternatives(self, drafted: Drafted, scores: Tensor) -> Alternatives | None:
+        """What the ratio test would say of other draws at each slot. scores: (batch, k + 1, vocab), the target's."""
+        if not drafted.slots or self.processing.greedy or self.verifier != "ratio":
+            return None
+        rows, q = self.rows, torch.stack(drafted.probabilities[: drafted.slots], dim=1)
+        slot, number = (torch.arange(n, device=q.device) for n in (drafted.slots, DRAWS))
+        keys, rounds = rows.keys[:, None, None], rows.rounds[:, None, None]
+        random = uniforms(self.seed, keys, rounds, slot[:, None], ALTERNATIVES, number)
+        return draw_alternatives(self.processing.probabilities(scores[:, :-1]), q, random)
 
     def _accept(self, drafted: Drafted, verified: Verified) -> VerifyOutcome:
         return self.rows.accept(drafted, verified, self.ends)

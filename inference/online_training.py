@@ -15,12 +15,16 @@ from torch import Tensor, nn
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, Score
+from accept_head.inference.alternatives import DRAWS, Alternatives
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.inference.recalibration import OnlineRecalibration
+from accept_head.signals import SIGNALS
+
+LOGPROB = SIGNALS.index("draft_logprob")
 
 
 class Judged(NamedTuple):
-    """The last `slots` tokens that the head was asked about, (slots, …): what it read, and what came of them.
+    """Tokens that the head was asked about, (n, …): what it read, and what came of them.
 
     weight: 1 of those that verification told of, 0 of the others. label: a(Y) where it is known, else 0 or 1.
     """
@@ -32,12 +36,37 @@ class Judged(NamedTuple):
     label: Tensor
     weight: Tensor
 
+
+class Memory(NamedTuple):
+    """The last `slots` positions that the head was asked about: hidden (slots, hidden_size), signals (slots, 3) and
+    depth (slots,), and of each some draws, (slots, draws): the token that was drafted, then its alternatives."""
+
+    hidden: Tensor
+    signals: Tensor
+    depth: Tensor
+    token_ids: Tensor
+    logprob: Tensor
+    label: Tensor
+    weight: Tensor
+
     @classmethod
-    def none(cls, slots: int, hidden: Tensor) -> Judged:
-        """Room on the device of `hidden`, (n, hidden_size), and in its dtype."""
-        numbers = [hidden.new_zeros(slots, dtype=dtype) for dtype in (torch.long, torch.long, *[torch.float32] * 2)]
-        signals = hidden.new_zeros(slots, 3, dtype=torch.float32)
-        return cls(hidden.new_zeros(slots, hidden.shape[-1]), signals, *numbers)
+    def empty(cls, slots: int, draws: int, hidden: Tensor) -> Memory:
+        """On the device of `hidden`, (n, hidden_size), and in its dtype."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return hidden.new_zeros(*shape, dtype=dtype)
+
+        states, signals = hidden.new_zeros(slots, hidden.shape[-1]), zeros(slots, 3)
+        depth, ids = zeros(slots, dtype=torch.long), zeros(slots, draws, dtype=torch.long)
+        return cls(states, signals, depth, ids, *[zeros(slots, draws) for _ in range(3)])
+
+    def judged(self, places: Tensor) -> Judged:
+        """(n,) of all draws, one position after the other, as the head reads them."""
+        slots, draws = places // self.weight.shape[1], places % self.weight.shape[1]
+        signals = self.signals[slots]
+        signals[:, LOGPROB] = self.logprob[slots, draws]  # the only one of them that is of the token
+        token_ids, label, weight = (part[slots, draws] for part in (self.token_ids, self.label, self.weight))
+        return Judged(self.hidden[slots], signals, token_ids, self.depth[slots], label, weight)
 
 
 class OnlineTraining:
@@ -46,13 +75,15 @@ class OnlineTraining:
     Every INTERVAL rounds STEPS of Adam go down the cross-entropy of tokens drawn from the last SLOTS that were judged
     (accepted tokens and the first rejected one, as in OnlineRecalibration), of the *corrected* logit: what slope and
     intercepts say already is not learnt twice. Labels are a(Y) where the host tells it, which is what a head is trained
-    on; the outcome of the test, which is a(Y) on average, where it does not. Decisions are made by a running average of
-    the weights, over about 1/AVERAGE steps.
+    on; the outcome of the test, which is a(Y) on average, where it does not. A host that tells a(Y) tells it of some
+    alternatives to each token, too, and these are learnt from alike (not by a head that reads the state *at* a token:
+    the state at another one is not known). Decisions are made by a running average of the weights, over about 1/AVERAGE
+    steps.
 
     lr: of Adam; 0.064 / hidden_size when left out, a sixth of that of `accept-head train`. All judged tokens count
     alike, whoever they are of: there is no bound on what one tenant can teach it, so it is for traffic that is trusted.
 
-    Memory: SLOTS·hidden_size numbers in the dtype of the draft's states, and five times the head's weights. The host
+    Takes SLOTS·hidden_size numbers in the dtype of the draft's states, and five times the head's weights. The host
     waits for nothing. What was learnt outlives `start`; `served` is the head as it is now, which can be saved.
 
     Raises InputError when lr is out of range, or when the head predicts more than a(Y).
@@ -72,8 +103,9 @@ class OnlineTraining:
         self.served.requires_grad_(False)
         parameters = [parameter.requires_grad_(True) for parameter in self.learner.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=lr or 0.064 / head.config.hidden_size, betas=(0.9, 0.99))
-        self.draws = torch.Generator(parameters[0].device).manual_seed(0)
-        self.judged: Judged | None = None
+        self.random = torch.Generator(parameters[0].device).manual_seed(0)
+        self.judges_others = head.config.reads == "before"
+        self.memory: Memory | None = None
         self.place = self.noted = self.rounds = 0
         self.round: list[tuple[int, int]] = []  # first slot and rows of each depth that was judged
         self.scorer: Score = self.served.scorer(table=False)
@@ -90,20 +122,23 @@ class OnlineTraining:
 
     def _note(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> None:
         rows = len(hidden)
-        if self.judged is None:
-            self.judged = Judged.none(max(self.SLOTS, rows), hidden)
-        slots = len(self.judged.weight)
-        if self.place + rows > slots:
+        if self.memory is None:
+            draws = 1 + DRAWS * self.judges_others
+            self.memory = Memory.empty(max(self.SLOTS, rows), draws, hidden)
+        memory = self.memory
+        if self.place + rows > len(memory.weight):
             self.place = 0
         here = slice(self.place, self.place + rows)
-        self.judged.weight[here] = 0.0
-        # A copy: what the host shows may be written over by its next forward.
-        self.judged.hidden[here] = hidden
+        memory.weight[here] = 0.0
+        # A copy: what the host shows may be written over by its next forward. One state that is no number, of a model
+        # in half precision, say, would stay in Adam's averages for ever.
+        memory.hidden[here] = hidden.nan_to_num(0.0, 0.0, 0.0)
         if signals is not None:
-            self.judged.signals[here] = signals
+            memory.signals[here] = signals
+            memory.logprob[here, 0] = signals[:, LOGPROB]
         if token_ids is not None:
-            self.judged.token_ids[here] = token_ids
-        self.judged.depth[here] = len(self.round)
+            memory.token_ids[here, 0] = token_ids
+        memory.depth[here] = len(self.round)
         self.round.append((self.place, rows))
         self.place += rows
         self.noted = max(self.noted, self.place)
@@ -115,16 +150,27 @@ class OnlineTraining:
     def observe(self, outcome: VerifyOutcome, correction: OnlineRecalibration) -> None:
         """Learn from the round whose tokens were judged last."""
         tokens, self.round = self.round, []
-        if self.judged is not None:
+        if self.memory is not None:
             labels, told = outcome.labels(len(tokens)), torch.where(outcome.live, outcome.judged, 0)
             for depth, (place, rows) in enumerate(tokens):
-                here = slice(place, place + rows)
-                counts = depth < told
-                self.judged.label[here] = torch.where(counts, labels[:, depth], 0.0)
-                self.judged.weight[here] = counts.float()
+                here, counts = slice(place, place + rows), (depth < told) & labels[:, depth].isfinite()
+                self.memory.label[here, 0] = torch.where(counts, labels[:, depth], 0.0)
+                self.memory.weight[here, 0] = counts.float()
+                self._note_others(outcome.alternatives, depth, here, counts)
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0 and self.noted >= self.FEWEST:
             self._train(len(outcome.live), correction)
+
+    def _note_others(self, others: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
+        """The alternatives at a depth of the rows that count, (rows,) bool, where the host tells of any."""
+        if not self.judges_others or others is None or depth >= others.token_ids.shape[1]:
+            return
+        assert self.memory is not None
+        known = counts[:, None] & others.acceptance[:, depth].isfinite()
+        self.memory.token_ids[here, 1:] = others.token_ids[:, depth]
+        self.memory.logprob[here, 1:] = torch.where(known, others.logprob[:, depth].float(), 0.0)
+        self.memory.label[here, 1:] = torch.where(known, others.acceptance[:, depth].float(), 0.0)
+        self.memory.weight[here, 1:] = known.float()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -143,13 +189,11 @@ class OnlineTraining:
             self.scorer = self.served.scorer(table=False)
 
     def _sample(self, size: int) -> Judged:
-        """(size, …) tokens that verification told of, each as likely as any other."""
-        assert self.judged is not None
-        known = Judged(*[part[: self.noted] for part in self.judged])
-        upto = known.weight.double().cumsum(0)
-        drawn = torch.rand(size, generator=self.draws, device=upto.device, dtype=torch.float64) * upto[-1]
-        places = torch.searchsorted(upto, drawn, right=True).clamp(max=self.noted - 1)
-        return Judged(*[part[places] for part in known])
+        """(size, …) draws that verification told of, each as likely as any other."""
+        assert self.memory is not None
+        upto = self.memory.weight[: self.noted].flatten().double().cumsum(0)
+        drawn = torch.rand(size, generator=self.random, device=upto.device, dtype=torch.float64) * upto[-1]
+        return self.memory.judged(torch.searchsorted(upto, drawn, right=True).clamp(max=len(upto) - 1))
 
     def _loss(self, tokens: Judged, correction: OnlineRecalibration) -> Tensor:
         config = self.learner.config

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once, usable
 from accept_head.pair import Forward
 from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
@@ -31,6 +32,7 @@ class Signal(Enum):
     MAX_PROB = auto()  # max q
     DIVERGENCE = auto()  # KL(p ‖ q), nats, of plain softmaxes at the sampling temperature, at verified positions
     ACCEPTANCE = auto()  # a(Y) = min(1, p(Y)/q(Y)) of verified tokens, from a host that tests it; else nothing is said
+    ALTERNATIVES = auto()  # further draws Y' ∼ q of verified positions, with a(Y'); from the same hosts
     SECONDS = auto()  # that the round took
 
 
@@ -119,8 +121,9 @@ class VerifyOutcome:
 
     divergence, acceptance: (batch, most drafted), of which the first min(submitted, accepted + 1) of a row count: what
     was drafted after a rejection follows a prefix that is not the text's. acceptance: a(Y), of which the outcome is a
-    draw; None, too, where the test knows no more than the outcome (greedy, `match`, other hosts). seconds: of the whole
-    round. None if not asked for.
+    draw; None, too, where the test knows no more than the outcome (greedy, `match`, other hosts). alternatives: of the
+    same positions, (batch, most drafted, DRAWS), and None where acceptance is. seconds: of the whole round. None if not
+    asked for.
     """
 
     drafted: Tensor
@@ -130,6 +133,7 @@ class VerifyOutcome:
     divergence: Tensor | None = None
     seconds: float | None = None
     acceptance: Tensor | None = None
+    alternatives: Alternatives | None = None
     submitted: Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

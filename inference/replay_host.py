@@ -16,6 +16,7 @@ from torch import Tensor
 
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.coupled import CoupledTraces
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
 from accept_head.inference.replay import HIDDEN, Replayed, Walked, check_k_max, draft_step, replayed_of
@@ -30,10 +31,12 @@ def replay(
     *,
     batch: int | None = None,
     costs: ForwardCosts | PairCosts | None = None,
+    alternatives: Alternatives | None = None,
 ) -> Replayed:
     """What `policy` would have cost. batch: rows decoded together; all responses when left out. costs: what a round
     takes, for policies that learn from its seconds: draft steps as many as the row that drafts longest, and one
-    verification; for PairCosts of as many tokens as the decode loop gives the models.
+    verification; for PairCosts of as many tokens as the decode loop gives the models. alternatives: by
+    `alternatives_of`, for policies that learn from them; without, they are told none.
 
     Raises InputError when the policy drafts more than the rollouts hold, asks for seconds and there are no costs, or is
     not lossless under the ratio test: its text would be another one than the traces'.
@@ -42,7 +45,7 @@ def replay(
     check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
     if Signal.SECONDS in policy.needs and costs is None:
         raise InputError(f"{name} learns from the seconds of a round: its replay needs the forward costs")
-    host = _Host(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs)
+    host = _Host(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives)
     while host.live.any():
         host.round()
     walked = Walked(host.counts[:, None].double().numpy(), *host.histograms[:, None].numpy())
@@ -52,13 +55,21 @@ def replay(
 class _Host:
     """Rows that each go through one response after the other. All tensors of the host's own are on the CPU."""
 
-    def __init__(self, traces: CoupledTraces, policy: DraftPolicy, batch: int, costs: ForwardCosts | PairCosts | None):
+    def __init__(
+        self,
+        traces: CoupledTraces,
+        policy: DraftPolicy,
+        batch: int,
+        costs: ForwardCosts | PairCosts | None,
+        alternatives: Alternatives | None,
+    ):
         self.traces, self.policy, self.costs = traces, policy, costs
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
         self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
         soft = Signal.ACCEPTANCE in policy.needs and not traces.config.sampling.greedy
         self.acceptance = self.known("acceptance") if soft else None
+        self.alternatives = alternatives if Signal.ALTERNATIVES in policy.needs else None
         self.counts = torch.zeros(len(traces.lengths), 4, dtype=torch.long)
         self.counts[:, 0] = traces.lengths
         self.histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
@@ -126,6 +137,7 @@ class _Host:
             lengths=lengths.to(device),
             divergence=divergence,
             acceptance=acceptance,
+            alternatives=self.alternatives and Alternatives(*[part.to(device) for part in self.alternatives.at(slots)]),
             seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
         )
         self.policy.observe(outcome)

@@ -106,6 +106,8 @@ class RecalibratedHeadPolicy(HeadPolicy):
         )
         if online:
             self.needs |= {Signal.ACCEPTANCE}
+        if self.training is not None and self.training.judges_others:
+            self.needs |= {Signal.ALTERNATIVES}
 
     def _scorer(self, head: AcceptanceHead) -> Score:
         if self.training is not None:

@@ -13,6 +13,7 @@ from accept_head.depth_calibration import DepthCalibration
 from accept_head.head import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
+from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.online_training import Judged, OnlineTraining
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policy import Signal, VerifyOutcome
@@ -118,7 +119,7 @@ def test_decisions_are_made_by_the_average_of_the_steps_and_the_given_head_stays
     mean = before["output.weight"].clone()
     learner = OnlineTraining(head, lr=0.1)
     for _ in range(learner.STEPS):  # the same two steps, and the average by hand
-        learner.judged, learner.noted = train.judged, train.noted
+        learner.memory, learner.noted = train.memory, train.noted
         learner.optimizer.zero_grad()
         learner._loss(learner._sample(learner.MOST), correction()).backward()
         learner.optimizer.step()
@@ -219,6 +220,21 @@ def test_new_tokens_take_the_place_of_the_oldest(monkeypatch):
         train.score(torch.full((3, HIDDEN), float(number)))
         train.observe(outcome([1] * 3, [1] * 3), correction())
     assert set(train._sample(400).hidden[:, 0].tolist()) == {6.0, 7.0, 8.0}
+
+
+def test_what_is_no_number_does_not_stay_in_the_weights(monkeypatch):
+    monkeypatch.setattr(OnlineTraining, "FEWEST", 1)
+    train = OnlineTraining(linear_head())
+    broken = torch.tensor([[float("nan")] * HIDDEN, [float("inf")] * HIDDEN, [1.0] * HIDDEN])
+    others = torch.tensor([0.5, float("nan"), 0.5, 0.5]).expand(3, 1, -1)
+    for _ in range(2 * train.INTERVAL):
+        train.start_round()
+        train.score(broken)
+        told = outcome([1] * 3, [1] * 3, acceptance=torch.tensor([[0.5], [0.5], [float("nan")]]))
+        object.__setattr__(told, "alternatives", Alternatives(torch.zeros(3, 1, 4, dtype=int), others, others))
+        train.observe(told, correction())
+    assert all(each.isfinite().all() for each in train.served.parameters())
+    assert train._sample(200).label.unique().tolist() == [0.5]
 
 
 def test_where_nothing_was_judged_a_step_changes_nothing(monkeypatch):

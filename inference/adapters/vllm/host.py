@@ -42,7 +42,7 @@ from accept_head.inference.policy import (
 
 # What a host that does not show its target's logits can give.
 KNOWN = OF_Q | {Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN, Signal.SECONDS}
-OPTIONAL = {Signal.ACCEPTANCE}  # what policies do without: vLLM's test says its outcome, no more
+OPTIONAL = {Signal.ACCEPTANCE, Signal.ALTERNATIVES}  # policies do without: vLLM's test says its outcome, no more
 NOTHING = Distribution()
 
 
