@@ -40,8 +40,10 @@ from accept_head.inference.policies import (
     MaxProbPolicy,
     MeanMaxProbPolicy,
     OnlineLogisticPolicy,
+    RecalibratedHeadPolicy,
     SvipPolicy,
 )
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal
 from accept_head.signals import SIGNALS
 
@@ -68,13 +70,25 @@ GRAPH = PairCosts(draft=_forward(0.0, 0.01), target=_forward(1.0, 4.0))
 DEAR = PairCosts(draft=_forward(0.0, 0.002), target=_forward(0.1, 0.4))  # dear verification: tokens are dropped
 
 
-def head(**options: Any) -> HeadPolicy:
+def built(reads: Any = "drawn") -> AcceptanceHead:
     """A head whose scores are all over [0, 1]."""
     torch.manual_seed(7)
     statistics: Any = {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
-    built = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=1, reads=options.pop("reads", "drawn"), **statistics))
-    torch.nn.init.normal_(built.output.weight, std=1.0)
-    return HeadPolicy(built, 0.6, **options)
+    head = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=1, reads=reads, **statistics))
+    torch.nn.init.normal_(head.output.weight, std=1.0)
+    return head
+
+
+def head(reads: Any = "drawn", **options: Any) -> HeadPolicy:
+    return HeadPolicy(built(reads), 0.6, **options)
+
+
+def learning(train: bool) -> RecalibratedHeadPolicy:
+    """It learns within the few rounds that are played."""
+    policy = RecalibratedHeadPolicy(built("before"), 0.6, online=True, train=train, prior=0.1)
+    if policy.training is not None:
+        policy.training.INTERVAL, policy.training.FEWEST = 2, 1
+    return policy
 
 
 POLICIES: dict[str, Callable[[], DraftPolicy]] = {
@@ -99,6 +113,10 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "head, lag 0": lambda: head(lag=0),
     "head, lag 1": lambda: head(lag=1),
     "head that reads before": lambda: head(reads="before"),
+    "head, `online=true`": lambda: learning(train=False),
+    "head, `online=true,train=true`": lambda: learning(train=True),
+    "head, `costs=`": lambda: BatchStopPolicy(head(reads="before"), COSTS),
+    "max-prob, `costs=`": lambda: BatchStopPolicy(MaxProbPolicy(0.3), COSTS),
 }
 
 

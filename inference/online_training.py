@@ -107,17 +107,20 @@ class OnlineTraining:
         self.judges_others = head.config.reads == "before"
         self.memory: Memory | None = None
         self.place = self.noted = self.rounds = 0
+        self.learning = True
         self.round: list[tuple[int, int]] = []  # first slot and rows of each depth that was judged
         self.scorer: Score = self.served.scorer(table=False)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def start_round(self) -> None:
-        self.round = []
+    def start_round(self, learning: bool = True) -> None:
+        """learning: whether what is judged from here on is to be remembered."""
+        self.round, self.learning = [], learning
 
     def score(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
-        """P̂ of the next depth's tokens, (batch,), as HeadPolicy asks for it; they are remembered."""
-        self._note(hidden, signals, token_ids)
+        """P̂ of the next depth's tokens, (batch,), as HeadPolicy asks for it."""
+        if self.learning:
+            self._note(hidden, signals, token_ids)
         return self.scorer(hidden, signals, token_ids)
 
     def _note(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> None:

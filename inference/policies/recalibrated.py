@@ -184,7 +184,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         if self.recalibration is not None:
             self.recalibration.start_round()
         if self.training is not None:
-            self.training.start_round()
+            self.training.start_round(self.recalibration is not None and self.recalibration.learning)
         return super().start_round(live)
 
     def observe(self, outcome: VerifyOutcome) -> None:

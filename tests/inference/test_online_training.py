@@ -315,6 +315,20 @@ def test_what_it_learns_changes_what_is_drafted_and_frozen_it_is_the_head(folder
         assert torch.equal(policy.training.served.output.weight, head.output.weight) != learning
 
 
+def test_frozen_it_keeps_what_it_remembers(folder):  # noqa: F811
+    traces = make_sample(3, responses=30, max_new_tokens=40).couple(folder)
+    policy = RecalibratedHeadPolicy(head_of(reads="before", signals=True), 0.6, k_max=5, online=True, train=True)
+    eager(policy)
+    replay(traces, policy, "trained", batch=3)
+    before = [part.clone() for part in policy.training.memory]
+    assert before[-1].sum() > 0
+    for learning in (False, True):
+        policy.recalibration.learning = learning
+        replay(traces, policy, "trained", batch=2)
+        same = [torch.equal(one, other) for one, other in zip(before, policy.training.memory, strict=True)]
+        assert all(same) != learning
+
+
 def test_what_it_learnt_outlives_start_and_can_be_saved(folder, tmp_path):  # noqa: F811
     policy = RecalibratedHeadPolicy(head_of(reads="before", signals=True), 0.6, k_max=5, online=True, train=True)
     eager(policy)
