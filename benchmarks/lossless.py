@@ -116,7 +116,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "head, `online=true`": lambda: learning(train=False),
     "head, `online=true,train=true`": lambda: learning(train=True),
     "head, `costs=`": lambda: BatchStopPolicy(head(reads="before"), COSTS),
-    "max-prob, `costs=`": lambda: BatchStopPolicy(MaxProbPolicy(0.3), COSTS),
+    "max-prob, `costs=`": lambda: BatchStopPolicy(MaxProbPolicy(0.6), COSTS),
 }
 
 

@@ -120,7 +120,9 @@ class Decoder(Feeding):
             if Signal.DIVERGENCE in policy.needs:
                 outcome = replace(outcome, divergence=drafted.divergence(scores, processing.sampling.temperature))
             if Signal.ACCEPTANCE in policy.needs:
-                outcome = replace(outcome, acceptance=verified.acceptance, alternatives=alternatives)
+                outcome = replace(outcome, acceptance=verified.acceptance)
+            if alternatives is not None:
+                outcome = replace(outcome, alternatives=alternatives)
             if watch:
                 watch(Round(self.rows, drafted, verified, logits, scores, outcome))
             del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own

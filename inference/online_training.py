@@ -137,8 +137,8 @@ class OnlineTraining:
         # in half precision, say, would stay in Adam's averages for ever.
         memory.hidden[here] = hidden.nan_to_num(0.0, 0.0, 0.0)
         if signals is not None:
-            memory.signals[here] = signals
-            memory.logprob[here, 0] = signals[:, LOGPROB]
+            memory.signals[here] = signals.float().nan_to_num(0.0, 0.0, 0.0)
+            memory.logprob[here, 0] = memory.signals[here, LOGPROB]
         if token_ids is not None:
             memory.token_ids[here, 0] = token_ids
         memory.depth[here] = len(self.round)

@@ -63,7 +63,7 @@ def test_what_is_said_of_them_is_the_ratio_tests():
 
 
 class Watching(FixedPolicy):
-    needs = frozenset({Signal.ALTERNATIVES, Signal.ACCEPTANCE})
+    needs = frozenset({Signal.ALTERNATIVES})
 
     def __init__(self):
         super().__init__(3)

@@ -224,12 +224,12 @@ def test_new_tokens_take_the_place_of_the_oldest(monkeypatch):
 
 def test_what_is_no_number_does_not_stay_in_the_weights(monkeypatch):
     monkeypatch.setattr(OnlineTraining, "FEWEST", 1)
-    train = OnlineTraining(linear_head())
+    train = OnlineTraining(random_head(HIDDEN, reads="before", signals=True))
     broken = torch.tensor([[float("nan")] * HIDDEN, [float("inf")] * HIDDEN, [1.0] * HIDDEN])
     others = torch.tensor([0.5, float("nan"), 0.5, 0.5]).expand(3, 1, -1)
     for _ in range(2 * train.INTERVAL):
         train.start_round()
-        train.score(broken)
+        train.score(broken, broken[:, :3], torch.zeros(3, dtype=torch.long))
         told = outcome([1] * 3, [1] * 3, acceptance=torch.tensor([[0.5], [0.5], [float("nan")]]))
         object.__setattr__(told, "alternatives", Alternatives(torch.zeros(3, 1, 4, dtype=int), others, others))
         train.observe(told, correction())
