@@ -27,7 +27,7 @@ CONFIG_NAME = "trace_config.json"
 MOST_SHARDS = 100_000
 ORIGINS = ("target", "draft", "target_revision", "draft_revision", "dtype", "dataset")
 # Fields that older traces lack.
-LATER = ("responses", "target_revision", "draft_revision", "dtype", "dataset", "backend")
+LATER = ("responses", "target_revision", "draft_revision", "dtype", "dataset", "backend", "alternatives")
 IMPORTED, UNSCORED = "specdecpp:", "specdecpp-unscored:"  # what `responses` begins with, of imported traces
 
 # Per position i of the response, all of the response's length:
@@ -48,11 +48,22 @@ POSITION_COLUMNS = {
 }
 
 
-def trace_features() -> Features:
+# What else the draft might have drawn (alternatives.py): of each position TraceConfig.alternatives, one position after
+# the other. Only where the config has them.
+ALTERNATIVE_COLUMNS = {
+    "alternative_ids": "int32",  # Y' ∼ q
+    "alternative_logprob": "float32",  # log q(Y')
+    "alternative_acceptance": "float32",  # a(Y')
+}
+MOST_ALTERNATIVES = 1024
+
+
+def trace_features(*, alternatives: bool = False) -> Features:
     """The schema of one record, as `datasets.Features`."""
     from datasets import Features, List, Value
 
-    columns = {name: List(Value(kind)) for name, kind in POSITION_COLUMNS.items()}
+    kinds = POSITION_COLUMNS | (ALTERNATIVE_COLUMNS if alternatives else {})
+    columns = {name: List(Value(kind)) for name, kind in kinds.items()}
     return Features(
         {
             "index": Value("int64"),  # the prompt's line in the prompts file
@@ -79,6 +90,7 @@ class TraceConfig:
     target_revision, draft_revision: commits of models that came from the Hub. dtype: the draft's, as it was loaded.
     dataset: name of the data set that the prompts were read from.
     backend: what generated the responses, if not transformers: it has other random numbers.
+    alternatives: further draws of the draft at each position; None when there are none.
     """
 
     target: str
@@ -102,6 +114,7 @@ class TraceConfig:
     dtype: str | None = None
     dataset: str | None = None
     backend: str | None = None
+    alternatives: int | None = None
 
     @property
     def scored(self) -> bool:
@@ -159,6 +172,9 @@ class TraceConfig:
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected text")
             if field.type == "int" and (type(value) is not int or value < (0 if field.name == "seed" else 1)):
                 raise InputError(f"{path}: field {field.name!r} is {value!r}, expected a positive integer")
+        drawn = self.alternatives
+        if drawn is not None and not (type(drawn) is int and 1 <= drawn <= MOST_ALTERNATIVES):
+            raise InputError(f"{path}: field 'alternatives' is {drawn!r}, expected 1 to {MOST_ALTERNATIVES}")
         if self.num_shards > MOST_SHARDS:
             raise InputError(f"{path}: num_prompts / shard_size is {self.num_shards}, expected at most {MOST_SHARDS}")
         return self
@@ -194,7 +210,8 @@ def write_shard(folder: Path, shard: int, records: Sequence[dict[str, Any]]) -> 
     """Write one shard atomically, with a checksum of all its bytes: it is there whole or not at all."""
     from datasets import Dataset
 
-    dataset = Dataset.from_list(list(records), features=trace_features())
+    alternatives = bool(records) and "alternative_ids" in records[0]
+    dataset = Dataset.from_list(list(records), features=trace_features(alternatives=alternatives))
     with atomic_path(shard_path(folder, shard)) as temporary:
         dataset.to_parquet(temporary, write_page_checksum=True)
         seal_parquet(temporary)
@@ -276,7 +293,7 @@ def _read_table(folder: Path, config: TraceConfig, shard: int) -> Any:
 
     path = shard_path(folder, shard)
     first, rows = shard * config.shard_size, config.shard_rows(shard)
-    schema = trace_features().arrow_schema
+    schema = trace_features(alternatives=config.alternatives is not None).arrow_schema
     try:
         check_parquet(path)
         table = pq.read_table(path, page_checksum_verification=True, memory_map=True)
@@ -299,6 +316,9 @@ def _read_table(folder: Path, config: TraceConfig, shard: int) -> Any:
     for name in POSITION_COLUMNS:
         if not pc.all(pc.equal(pc.list_value_length(table[name]), lengths)).as_py():
             raise InputError(f"{path}: column {name!r} is not as long as 'response_ids' in every record")
+    for name in ALTERNATIVE_COLUMNS if config.alternatives is not None else ():
+        if not pc.all(pc.equal(pc.list_value_length(table[name]), pc.multiply(lengths, config.alternatives))).as_py():
+            raise InputError(f"{path}: column {name!r} is not {config.alternatives} times as long as 'response_ids'")
     unknown = () if config.scored else ("overlap", "target_logprob", "divergence")
     check_values(path, table, vocab_size=config.vocab_size, unknown=unknown)
     return table.replace_schema_metadata(schema.metadata)

@@ -20,25 +20,30 @@ BOUNDS = {
     "draft_logprob": (-math.inf, ROUNDING),
     "draft_entropy": (-ROUNDING, math.inf),
     "draft_max_prob": (0.0, 1 + ROUNDING),
+    "alternative_logprob": (-math.inf, ROUNDING),
+    "alternative_acceptance": (0.0, 1.0),
 }
-IDS = ("prompt_ids", "response_ids", "draft_ids")
+IDS = ("prompt_ids", "response_ids", "draft_ids", "alternative_ids")
 
 
 def check_values(path: Path, table: Any, *, vocab_size: int, unknown: tuple[str, ...] = ()) -> None:
     """Raises InputError naming the shard and the column that holds what it cannot.
 
-    table: a pyarrow table with the columns of a trace, without nulls. unknown: columns in which NaN is allowed.
+    table: a pyarrow table with the columns of a trace, without nulls; those of alternatives may be missing. unknown:
+    columns in which NaN is allowed.
     """
     import pyarrow.compute as pc
 
     prompts, responses = (pc.list_value_length(table[name]) for name in ("prompt_ids", "response_ids"))
     if pc.any(pc.and_(pc.equal(prompts, 0), pc.greater(responses, 0))).as_py():
         raise InputError(f"{path}: column 'prompt_ids' is empty where there is a response")
-    for name in IDS:
+    for name in (name for name in IDS if name in table.schema.names):
         ids = pc.min_max(pc.list_flatten(table[name])).as_py()
         if ids["min"] is not None and not (ids["min"] >= 0 and ids["max"] < vocab_size):
             raise InputError(f"{path}: column {name!r} has ids beyond the vocabulary (0 to {vocab_size - 1})")
     for name, (least, most) in BOUNDS.items():
+        if name not in table.schema.names:
+            continue
         values = pc.list_flatten(table[name])
         # min_max passes over NaN, so it is looked for by itself.
         if name not in unknown and pc.any(pc.is_nan(values)).as_py():

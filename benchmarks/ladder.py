@@ -51,7 +51,7 @@ RULE_NAMES = ("max-prob", "confidence", "entropy", "online-logistic")
 # How each head is trained, on all the text there is: of T = 1, then of greedy decoding. None: the shipped head.
 SMALL_STEPS = {"batch_size": 4, "micro_batch_size": 4}
 PAPER = {"recipe": "specdecpp", "w_rej": 1.0}
-OURS = {**SMALL_STEPS, "depth": 2}
+OURS = {**SMALL_STEPS, "depth": 2, "alternatives": 0}  # these: alternatives.py
 HEADS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "specdecpp": (PAPER, PAPER),
     "specdecpp, small steps": ({**PAPER, **SMALL_STEPS, "epochs": 6}, {**PAPER, **SMALL_STEPS, "epochs": 8}),

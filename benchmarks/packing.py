@@ -39,7 +39,7 @@ from accept_head.trace import read_traces
 from accept_head.training.run import train
 
 EPOCHS = 3
-SAME = {"depth": 2, "batch_size": 4, "micro_batch_size": 4}
+SAME = {"depth": 2, "batch_size": 4, "micro_batch_size": 4, "alternatives": 0}
 PACKINGS: dict[str, dict[str, Any]] = {
     "mixing, r 0.15": {"packing": "mixing", "r": 0.15},
     "mixing, r 0.5": {"packing": "mixing", "r": 0.5},

@@ -1,7 +1,8 @@
 """Question: how much of what retraining a head would regain after a shift does online recalibration regain, by itself?
 
-Heads of one recipe on the embedded pair, and four shifts between what a head was trained on and what is served:
-domain       trained on maths, serves stories and prose
+Heads of one recipe on the embedded pair, and shifts between what a head was trained on and what is served:
+domain       trained on maths, serves stories and prose: the stream that `train=true` was made on
+to_maths     trained on stories and prose, serves maths; to_code: serves code
 temperature  trained at T = 1, serves T = 0.6
 greedy       trained at T = 1, serves greedily
 target       trained with the target, serves with one that was fine-tuned on code (the draft stays)
@@ -38,12 +39,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from record import REPOSITORY, RESULTS, TINY, write_result
 
+from accept_head.alternatives import Alternatives
 from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
 from accept_head.hub import load_head
-from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.calibrate import rounds_of
 from accept_head.inference.comparison import throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
@@ -62,7 +63,8 @@ from accept_head.training.run import train
 WORK = Path("runs/shift")
 PAIR = TINY.relative_to(REPOSITORY)
 COSTS, K_MAX, NEW_TOKENS, DRAWS = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8, 96, 2000
-RECIPE = {"depth": 2, "embedding": True, "signals": True, "predicts": "token", "packing": "prefix", "epochs": 6}
+READS = {"depth": 2, "embedding": True, "signals": True, "predicts": "token"}
+RECIPE = {**READS, "packing": "prefix", "alternatives": 0, "epochs": 6}
 ALL = ("code", "instruction", "math", "prose", "stories")
 
 
@@ -80,13 +82,16 @@ SERVED = {
     "t1": Served(),
     "t0.6": Served(temperature=0.6),
     "greedy": Served(temperature=0.0),
-    "maths": Served(("math",), seeds=(0, 1)),
+    "maths": Served(("math",), seeds=(0, 1), test_seeds=(0, 1, 2, 3)),
+    "code": Served(("code",), seeds=(0, 1), test_seeds=(0, 1, 2, 3)),
     "stories_prose": Served(("prose", "stories"), test_seeds=(0, 1, 2, 3)),
     "tuned": Served(target=WORK / "target"),
 }
 SHIFTS = {
     "none": ("t1", "t1"),
     "domain": ("maths", "stories_prose"),
+    "to_maths": ("stories_prose", "maths"),
+    "to_code": ("stories_prose", "code"),
     "temperature": ("t1", "t0.6"),
     "greedy": ("t1", "greedy"),
     "target": ("t1", "tuned"),

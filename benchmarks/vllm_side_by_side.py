@@ -36,6 +36,7 @@ from accept_head.inference.batch_table import best_table, tokens_per_round
 from accept_head.inference.bench_figures import TWIN, Cell, noise_floor, rows, static_by_domain
 from accept_head.inference.bench_measure import Chunk, Timed, make_chunks
 from accept_head.inference.bench_tables import cell_table
+from accept_head.inference.comparison import RESAMPLES
 from accept_head.inference.generation import make_requests
 from accept_head.inference.policy import RowPolicy
 from accept_head.inference.rows import Request
@@ -44,8 +45,11 @@ from accept_head.sampling import Sampling
 FIXED = (1, 2, 3, 5, 8)
 K_MAX = 8
 # The head with other thresholds than its decoding.json's: what it drafts in vain against what it calls the target for.
-# On dev prompts, by replay, these call the target as often as K = 2, 3, 4 and 5, within 3 %.
-THRESHOLDS = {True: (0.4, 0.65, 0.75, 0.85), False: (0.4, 0.62, 0.75, 0.85)}  # greedy, or sampled
+# On dev prompts, by replay, these call the target as often as this fixed K, or up to 3 % less.
+THRESHOLDS = {  # greedy, or sampled
+    True: {2: 0.4, 3: 0.65, 4: 0.75, 5: 0.85},
+    False: {2: 0.4, 3: 0.62, 4: 0.75, 5: 0.85},
+}
 PILOT_LENGTHS = (0, 1, 2, 3, 5, 8)
 
 
@@ -75,32 +79,34 @@ def main() -> None:
         write_json(with_head, pilot["costs_with_head"])
         for batch in options.batches:
             requests, domains = _requests(engines, options.prompts, options)
-            count = min(len(requests), options.count * (1 if batch < 16 else 2))
+            count = min(len(requests), options.counts[options.batches.index(batch)])
             chosen = np.random.default_rng(batch).permutation(len(requests))[:count]
             requests = [Request(i, requests[j].prompt, options.max_new_tokens, i) for i, j in enumerate(chosen)]
             chunks = make_chunks(requests, [domains[j] for j in chosen], batch=batch)
-            arms = make_arms(
-                head, THRESHOLDS[sampling.greedy], str(costs), str(with_head), pilot["table"], max(options.batches)
-            )
-            cell = run_cell(engines, arms, chunks, sampling, batch, options.repeats)
+            thresholds = THRESHOLDS[sampling.greedy]
+            levels = tuple(thresholds.values())
+            arms = make_arms(head, levels, str(costs), str(with_head), pilot["table"], max(options.batches))
+            cell = run_cell(engines, arms, chunks, sampling, batch, options.repeats, thresholds)
             cells.append({"batch_size": batch, "temperature": temperature, **cell})
             console.print(cell_table({"cell": f"batch {batch}, T = {temperature:g}", **cells[-1]}))
             console.print(_against_fixed(cells[-1]))
-        cells[-1]["pilot"] = pilot
+            if batch == options.batches[-1]:
+                cells[-1]["pilot"] = pilot
+            print(f"wrote {_write(cells, options)}", flush=True)  # each cell as it comes: all of them take hours
     shutil.rmtree(work, ignore_errors=True)
-    path = write_result(
-        options.name,
-        {
-            "vllm": installed_version(),
-            "numpy": version("numpy"),
-            "target": options.target.replace(f"{REPOSITORY}/", ""),
-            "draft": options.draft.replace(f"{REPOSITORY}/", ""),
-            "heads": {"sampled": _relative(options.head), "greedy": _relative(options.greedy_head)},
-            "max_new_tokens": options.max_new_tokens,
-            "cells": cells,
-        },
-    )
-    print(f"wrote {path}")
+
+
+def _write(cells: list[dict[str, Any]], options: Any) -> Path:
+    result = {
+        "vllm": installed_version(),
+        "numpy": version("numpy"),
+        "target": _relative(options.target),
+        "draft": _relative(options.draft),
+        "heads": {"sampled": _relative(options.head), "greedy": _relative(options.greedy_head)},
+        "max_new_tokens": options.max_new_tokens,
+        "cells": cells,
+    }
+    return write_result(options.name, result)
 
 
 def make_arms(
@@ -125,7 +131,13 @@ def make_arms(
 
 
 def run_cell(
-    engines: Engines, arms: dict[str, Drafting], chunks: list[Chunk], sampling: Sampling, batch: int, repeats: int
+    engines: Engines,
+    arms: dict[str, Drafting],
+    chunks: list[Chunk],
+    sampling: Sampling,
+    batch: int,
+    repeats: int,
+    thresholds: dict[int, float],
 ) -> dict[str, Any]:
     names, runs = list(arms), []
     for drafting in arms.values():  # warm
@@ -157,6 +169,7 @@ def run_cell(
         "same_tokens": greedy,
         "slo_limits": None,
         "heads_against_fixed": heads_against_fixed(table),
+        "matched": matched(cell, thresholds),
         "policies": table,
     }
 
@@ -174,6 +187,43 @@ def heads_against_fixed(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
         names = ("drafted_per_accepted", "target_calls_per_token", "draft_forwards_per_token", "throughput")
         ratios = {name: head[name] / fixed[name] - 1 for name in names}
         found.append({"fixed": fixed["name"], "head": head["name"], **ratios})
+    return found
+
+
+def matched(cell: Cell, thresholds: dict[int, float], seed: int = 0) -> list[dict[str, Any]]:
+    """Each fixed K that ran, and the head whose threshold was chosen for it on dev prompts: nothing is chosen on the
+    prompts that are judged. Ratios are the head's by the fixed K's, less 1: [value, low, high], 95 % by bootstrap over
+    chunks."""
+    count = len(cell.chunks)
+    chunk_of = {request.index: number for number, chunk in enumerate(cell.chunks) for request in chunk.requests}
+    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
+    weights = np.concatenate([np.ones((1, count)), draws])  # the first is the cell itself
+
+    def figures(name: str) -> dict[str, np.ndarray]:
+        sums = np.zeros((count, 4))
+        for done in cell.finished[name]:
+            stats = done.stats
+            sums[chunk_of[done.request.index]] += stats.drafted, stats.accepted, stats.rounds, stats.generated
+        drafted, accepted, rounds, generated = (weights @ sums).T
+        seconds = weights @ cell.seconds[cell.place(name)].sum(0)
+        return {
+            "drafted_per_accepted": drafted / np.maximum(accepted, 1),
+            "target_calls_per_token": rounds / generated,
+            "throughput": generated / seconds,
+        }
+
+    found = []
+    for k, threshold in thresholds.items():
+        head, fixed = f"head:{threshold}", f"fixed:{k}"
+        if fixed not in cell.names:
+            continue
+        own, its = figures(head), figures(fixed)
+        ratios = {name: own[name] / its[name] - 1 for name in own}
+        values = {
+            name: [float(value[0]), *map(float, np.quantile(value[1:], [0.025, 0.975]))]
+            for name, value in ratios.items()
+        }
+        found.append({"fixed": fixed, "head": head, "best": fixed == cell.best_static(), **values})
     return found
 
 
@@ -317,6 +367,12 @@ def _against_fixed(cell: dict[str, Any]) -> str:
             + f"{100 * found['draft_forwards_per_token']:+.0f} %".ljust(22)
             + f"{100 * found['throughput']:+.1f} %"
         )
+    lines.append("thresholds chosen for that K on dev prompts, 95 % intervals:")
+    for found in cell["matched"]:
+        ratios = [found[name] for name in ("drafted_per_accepted", "target_calls_per_token", "throughput")]
+        texts = ["{:+.1f} % ({:+.1f} to {:+.1f})".format(*(100 * value for value in ratio)) for ratio in ratios]
+        best = " (best)" if found["best"] else ""
+        lines.append(f"{found['head']} : {found['fixed']}{best}".ljust(24) + "   ".join(texts))
     return "\n".join(lines)
 
 
@@ -343,7 +399,7 @@ def _parse() -> Any:
     parser.add_argument("--greedy_head", default=str(TINY / "heads" / "greedy_both"))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--count", type=int, default=40, help="prompts; twice as many from batch 16 on")
+    parser.add_argument("--counts", type=int, nargs="+", default=[160, 80, 80], help="prompts, for each batch size")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--max_model_len", type=int, default=512)
@@ -351,7 +407,10 @@ def _parse() -> Any:
     parser.add_argument("--enforce_eager", type=lambda text: text == "true", default=True)
     parser.add_argument("--gpu_memory", type=float, help="share of the GPU's memory for each of the two engines")
     parser.add_argument("--name", default="vllm_side_by_side")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if len(options.counts) != len(options.batches):
+        parser.error(f"--counts has {len(options.counts)} values, expected {len(options.batches)}, one a batch size")
+    return options
 
 
 if __name__ == "__main__":

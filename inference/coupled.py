@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from accept_head.errors import InputError
 from accept_head.inference.rollouts import read_rollouts, roll_out
 from accept_head.pair import context_tokens
-from accept_head.trace import TraceConfig, check_coupled, check_made_by, read_traces
+from accept_head.trace import ALTERNATIVE_COLUMNS, TraceConfig, check_coupled, check_made_by, read_traces
 from accept_head.trace_values import check_context
 
 SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard
@@ -102,7 +102,8 @@ def load_coupled(
 
 def couple(config: TraceConfig, traces: Any, paths: list[Path], k_max: int) -> CoupledTraces:
     """Tables of `traces`, the first records of a folder, from the rollouts of its first shards."""
-    records = traces.with_format("numpy")[:]
+    read = [name for name in traces.column_names if name not in ALTERNATIVE_COLUMNS]  # which only training reads
+    records = traces.select_columns(read).with_format("numpy")[:]
     lengths = np.array([len(ids) for ids in records["response_ids"]])
     starts = np.cumsum([0, *lengths[:-1]])
     flat = {name: np.concatenate(records[name]) for name in ("accepted", "draft_ids")}

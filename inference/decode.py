@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.errors import InputError
 from accept_head.head_use import Checkpoint, check_use
-from accept_head.inference.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import CachedModel, Compile
 from accept_head.inference.chunks import Chunk, Chunks

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from accept_head.alternatives import DRAWS, Alternatives
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, Score
-from accept_head.inference.alternatives import DRAWS, Alternatives
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.inference.recalibration import OnlineRecalibration
 from accept_head.signals import SIGNALS

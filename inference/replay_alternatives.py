@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability
+from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.errors import InputError
-from accept_head.inference.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference.coupled import CoupledTraces
 from accept_head.randomness import uniforms
 

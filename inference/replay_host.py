@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accept_head.alternatives import Alternatives
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
-from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.coupled import CoupledTraces
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
 from accept_head.inference.replay import HIDDEN, Replayed, Walked, check_k_max, draft_step, replayed_of

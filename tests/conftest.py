@@ -127,13 +127,18 @@ def random_pair(random_pair_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def make_traces() -> Callable[..., list[dict[str, Any]]]:
-    """Makes trace records of random content: any lengths, about half of the drafts accepted."""
+    """Makes trace records of random content: any lengths, about half of the drafts accepted. alternatives: to the drawn
+    token of each position."""
     import numpy as np
 
     def make(
-        lengths: Sequence[tuple[int, int]], seed: int = 0, vocab: int = 261, first_index: int = 0
+        lengths: Sequence[tuple[int, int]],
+        seed: int = 0,
+        vocab: int = 261,
+        first_index: int = 0,
+        alternatives: int = 0,
     ) -> list[dict[str, Any]]:
-        random = np.random.default_rng(seed)
+        random, others = np.random.default_rng(seed), np.random.default_rng([seed, 1])
         records = []
         for index, (prompt, response) in enumerate(lengths, start=first_index):
             ids, drafts = random.integers(5, vocab, response), random.integers(5, vocab, response)
@@ -155,6 +160,13 @@ def make_traces() -> Callable[..., list[dict[str, Any]]]:
                     "divergence": [0.5] * response,
                 }
             )
+            if alternatives:
+                draws = response * alternatives
+                records[-1] |= {
+                    "alternative_ids": others.integers(5, vocab, draws).tolist(),
+                    "alternative_logprob": (-3 * others.random(draws)).tolist(),
+                    "alternative_acceptance": others.random(draws).tolist(),
+                }
         return records
 
     return make

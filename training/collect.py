@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from accept_head.alternatives import DRAWS
 from accept_head.errors import InputError
 from accept_head.files import writable_folder
 from accept_head.pair import (
@@ -29,7 +30,14 @@ from accept_head.pair import (
 )
 from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace import CONFIG_NAME, TraceConfig, check_shard, missing_shards, write_shard
+from accept_head.trace import (
+    CONFIG_NAME,
+    MOST_ALTERNATIVES,
+    TraceConfig,
+    check_shard,
+    missing_shards,
+    write_shard,
+)
 from accept_head.training.engine_request import check_said_by_target
 from accept_head.training.halving import Halving
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
@@ -62,6 +70,7 @@ def collect(
     max_prompts: int | None = None,
     batch_size: int = 32,
     shard_size: int | None = None,
+    alternatives: int | None = None,
     seed: int = 0,
     dtype: str = "auto",
     device_map: str | None = None,
@@ -103,6 +112,8 @@ def collect(
         batch_size: Prompts generated together. It decides which random numbers a response gets.
         shard_size: Prompts in one shard, the unit of work that an interruption loses; 64 when left out, or that of
             `responses`.
+        alternatives: Further draws of the draft at each position, with the chance that each would be accepted: a head
+            learns from them what it would else need more text for. 4 when left out; none greedily.
         seed: Seed of responses and coupling.
         dtype: auto, float32, bfloat16 or float16.
         device_map: `auto` spreads the target over all devices of this process.
@@ -134,6 +145,12 @@ def collect(
     for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
+    if alternatives is None:
+        alternatives = 0 if sampling.greedy else DRAWS
+    if not 0 <= alternatives <= MOST_ALTERNATIVES:
+        raise InputError(f"alternatives is {alternatives}, expected 0 to {MOST_ALTERNATIVES}")
+    if alternatives and sampling.greedy:
+        raise InputError(f"alternatives is {alternatives}, but at temperature 0 the draft can draw one token only")
     if (prompts is None) == (responses is None):
         given = "neither of them is" if prompts is None else "both are"
         raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
@@ -147,8 +164,9 @@ def collect(
             raise InputError("--dry_run estimates what --prompts cost; with --responses there is little to estimate")
         plan = collect_plan(
             target, draft, out=Path(out), prompts=prompts, field=field, split=split, max_prompts=max_prompts,
-            max_new_tokens=max_new_tokens or 128, batch_size=batch_size, concurrency=concurrency, dtype=dtype,
-            backend=backend, model_shapes=model_shapes, trust_remote_code=trust_remote_code,
+            max_new_tokens=max_new_tokens or 128, batch_size=batch_size, alternatives=alternatives,
+            concurrency=concurrency, dtype=dtype, backend=backend, model_shapes=model_shapes,
+            trust_remote_code=trust_remote_code,
         )  # fmt: skip
         print(plan)
         return
@@ -200,6 +218,7 @@ def collect(
         dtype=str(pair.draft.dtype).removeprefix("torch."),
         dataset=prompts if prompts is not None and not Path(prompts).exists() else None,
         backend=None if backend == "transformers" else backend,
+        alternatives=alternatives or None,
     )
     responder = make_responder(
         backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code
@@ -332,6 +351,7 @@ def score_responses(
         seed=config.seed,
         indices=[prompt.index for prompt in batch],
         drawn_with=drawn_with,
+        alternatives=config.alternatives or 0,
         halving=halving,
     )
     return [

@@ -23,9 +23,9 @@ MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0 and 1
 class PackedTraces(Dataset):
     """Traces as draft inputs. An item is (epoch, row): token mixing draws its mask anew each epoch."""
 
-    def __init__(self, traces: TraceDataset, packing: Packing, *, r: float, seed: int):
+    def __init__(self, traces: TraceDataset, packing: Packing, *, r: float, seed: int, alternatives: int = 0):
         self.traces = traces.with_format("torch")
-        self.packing, self.r, self.seed = packing, r, seed
+        self.packing, self.r, self.seed, self.alternatives = packing, r, seed, alternatives
 
     def __len__(self) -> int:
         return len(self.traces)
@@ -35,7 +35,7 @@ class PackedTraces(Dataset):
         trace = self.traces[row]
         index = int(trace["index"])
         if self.packing != "mixing":
-            return pack_fixed(trace, self.packing), index
+            return pack_fixed(trace, self.packing, self.alternatives), index
         steps = torch.arange(len(trace["response_ids"]))
         return pack_mixed(trace, uniforms(self.seed, index, steps, MIXING_STREAM, epoch), self.r), index
 
@@ -122,12 +122,13 @@ class TraceData(L.LightningDataModule):
         batch_size: int,
         micro_batch_size: int,
         seed: int,
+        alternatives: int = 0,
         workers: int = 0,
         cache: FeatureCache | None = None,
     ):
         super().__init__()
         self.cache = cache
-        self.train = PackedTraces(train, packing, r=r, seed=seed)
+        self.train = PackedTraces(train, packing, r=r, seed=seed, alternatives=alternatives)
         self.dev = PackedTraces(dev, "prefix" if packing == "prefix" else "exact", r=r, seed=seed)
         self.sampler_options: dict[str, Any] = {
             "epochs": epochs,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from accept_head.alternatives import DRAWS
 from accept_head.errors import InputError
 from accept_head.files import readable_size
 from accept_head.head import AcceptanceHead, HeadConfig
@@ -42,6 +43,7 @@ def collect_plan(
     max_prompts: int | None,
     max_new_tokens: int,
     batch_size: int,
+    alternatives: int,
     concurrency: int | None,
     dtype: str,
     backend: str,
@@ -72,6 +74,7 @@ def collect_plan(
         batch_size=batch_size,
         generating=min(together, count),
         backend=backend,
+        alternatives=alternatives,
     )
     lines = [
         "dry run of collect: no weights are loaded, nothing is written",
@@ -108,7 +111,8 @@ def train_plan(
 ) -> str:
     """What `train` would do and cost, as text. common: the recipe that all of `recipes`, the heads, share."""
     shape = ModelShape.of(draft, "--draft", model_shapes=model_shapes, trust_remote_code=trust_remote_code)
-    traces, prompt_tokens, positions, traces_line = _traces(folders, stand_ins=model_shapes is not None)
+    traces, prompt_tokens, positions, there, traces_line = _traces(folders, stand_ins=model_shapes is not None)
+    alternatives = int(common.for_alternatives(there).alternatives)
     parameters = sum(_head_parameters(recipe, shape) for recipe in recipes.values())
     cost = TrainCost(
         draft=shape,
@@ -120,13 +124,15 @@ def train_plan(
         epochs=common.epochs,
         forwards=2 if common.packing == "exact" else 1,
         micro_batch_size=micro_batch_size,
+        alternatives=alternatives,
     )
     heads = f"{len(recipes)} heads, {parameters:,} parameters" if len(recipes) > 1 else f"{parameters:,} parameters"
     lines = [
         "dry run of train: no weights are loaded, nothing is written",
         *_shape_lines([("draft", shape)]),
         f"  traces     {traces_line}",
-        f"  head       {heads}; {common.packing} packing, {common.epochs} epochs",
+        f"  head       {heads}; {common.packing} packing, {common.epochs} epochs"
+        + (f", {alternatives} alternatives to each token" if alternatives else ""),
         f"estimate, in {precision}, without a feature cache (docs/scale.md):",
         f"  disk       {readable_size(cost.disk)}; "
         f"the draft's checkpoint {readable_size(2 * shape.parameters)} in bfloat16",
@@ -203,22 +209,24 @@ def _count_lines(source: str, field: str) -> int | None:
     return count
 
 
-def _traces(folders: list[Path], *, stand_ins: bool) -> tuple[int, int, int, str]:
-    """(traces, prompt tokens, positions, what to say of them)"""
+def _traces(folders: list[Path], *, stand_ins: bool) -> tuple[int, int, int, int, str]:
+    """(traces, prompt tokens, positions, alternatives to each token that all of them have, what to say of them)"""
     if stand_ins and not any(folder.exists() for folder in folders):
         prompts, positions = ASSUMED_TRACES * ASSUMED_PROMPT_TOKENS, ASSUMED_TRACES * ASSUMED_NEW_TOKENS
         said = (
             f"{', '.join(map(str, folders))}: NOT THERE YET; reckoned with {ASSUMED_TRACES:,} of "
             f"{ASSUMED_PROMPT_TOKENS} + {ASSUMED_NEW_TOKENS} tokens, so multiply by your thousands"
         )
-        return ASSUMED_TRACES, prompts, positions, said
-    counts = []
+        return ASSUMED_TRACES, prompts, positions, DRAWS, said
+    counts, alternatives = [], []
     for folder in folders:
-        _, dataset = read_traces(folder)
+        config, dataset = read_traces(folder)
         columns = (dataset.data.column(name).combine_chunks() for name in ("prompt_ids", "response_ids"))
         counts.append((len(dataset), *(len(column.flatten()) for column in columns)))
+        alternatives.append(config.alternatives or 0)
     traces, prompts, positions = map(sum, zip(*counts, strict=True))
-    return traces, prompts, positions, f"{', '.join(map(str, folders))}: {traces:,} with {positions:,} positions"
+    said = f"{', '.join(map(str, folders))}: {traces:,} with {positions:,} positions"
+    return traces, prompts, positions, min(alternatives), said
 
 
 def _head_parameters(recipe: Recipe, shape: ModelShape) -> int:

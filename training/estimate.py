@@ -15,6 +15,7 @@ STREAMING = 0.6  # share of memory bandwidth that decoding reaches
 USABLE = 0.9  # share of a device's memory
 # A response position in a shard: two ids, seven float32 and a bit are 36.1 bytes; parquet's dictionaries add a quarter.
 POSITION_BYTES = 46
+ALTERNATIVE_BYTES = 11  # of each at a position: an id and two float32, of which some compress
 PROMPT_BYTES = 4  # a prompt token in a shard
 ADAM_BYTES = 16  # a parameter in training: weight, gradient and two moments, float32
 
@@ -40,7 +41,8 @@ DEVICES = (
 @dataclass(frozen=True)
 class CollectCost:
     """Of `collect`. number: bytes a weight. prompt_tokens: of all prompts. new_tokens: most of a response. batch_size:
-    prompts scored together; generating: responses that grow together. backend: what generates, as in `collect`."""
+    prompts scored together; generating: responses that grow together. backend: what generates, as in `collect`.
+    alternatives: further draws at each position."""
 
     target: ModelShape
     draft: ModelShape
@@ -51,6 +53,7 @@ class CollectCost:
     batch_size: int
     generating: int
     backend: str
+    alternatives: int = 0
 
     @property
     def positions(self) -> int:
@@ -88,7 +91,8 @@ class CollectCost:
 
     @property
     def disk(self) -> float:
-        return self.positions * POSITION_BYTES + self.prompt_tokens * PROMPT_BYTES
+        position = POSITION_BYTES + self.alternatives * ALTERNATIVE_BYTES
+        return self.positions * position + self.prompt_tokens * PROMPT_BYTES
 
     def devices(self, device: Device) -> int:
         return math.ceil(self.memory / (USABLE * device.memory))
@@ -111,7 +115,7 @@ class CollectCost:
 @dataclass(frozen=True)
 class TrainCost:
     """Of `train`. number: bytes a number of the draft. forwards: draft tokens a trace token, 2 with exact packing.
-    head_parameters: of all heads of a sweep. length: tokens of one trace."""
+    head_parameters: of all heads of a sweep. alternatives: that heads learn of, to each position's token."""
 
     draft: ModelShape
     head_parameters: int
@@ -122,6 +126,7 @@ class TrainCost:
     epochs: int
     forwards: int
     micro_batch_size: int
+    alternatives: int = 0
 
     @property
     def memory(self) -> float:
@@ -140,4 +145,5 @@ class TrainCost:
     def seconds(self, device: Device) -> float:
         draft = 2 * self.draft.parameters * self.forwards * (self.prompt_tokens + self.positions)
         peak = UTILIZATION * device.peak[self.number]
-        return self.epochs * (draft / peak + 6 * self.head_parameters * self.positions / (UTILIZATION * device.peak[4]))
+        judged = self.positions * (1 + self.alternatives)
+        return self.epochs * (draft / peak + 6 * self.head_parameters * judged / (UTILIZATION * device.peak[4]))

@@ -34,15 +34,17 @@ from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, readable_size, sha256, writable_folder, write_json
 from accept_head.pair import hidden_size
 from accept_head.signals import SIGNALS
+from accept_head.trace import ALTERNATIVE_COLUMNS
 from accept_head.training.mixing import LABELS, DraftBatch, Packing, StateBatch, collate, pack_fixed
 
 if TYPE_CHECKING:
     from accept_head.training.splits import Part
 
-CACHE_VERSION = 1  # of what a packing says of a trace, and of the files
+CACHE_VERSION = 2  # of what a packing says of a trace, and of the files
 FOLDER_NAME, CONFIG_NAME = "features", "feature_config.json"
 READ_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "accepted", "acceptance", "overlap", *SIGNALS)
 LABEL_BYTES = 4 * len(LABELS) + len(LABELS) + 4 * len(SIGNALS) + 8  # a position's labels, mask, signals and drawn id
+ALTERNATIVE_BYTES = 8 + 2 * 4  # id, and log q and a
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class FeatureConfig:
 
     traces: fingerprint of their config. draft_fingerprint, dtype, hidden_size: of the draft as it runs. precision: of
     the run. packing: exact or prefix. places: the labels whose positions are kept, some of token and next; what is said
-    `after` a token stands where its token label does.
+    `after` a token stands where its token label does. alternatives: kept of each position.
     """
 
     traces: str
@@ -61,6 +63,7 @@ class FeatureConfig:
     precision: str
     packing: Packing
     places: list[str]
+    alternatives: int = 0
     version: int = CACHE_VERSION
 
     def fingerprint(self) -> str:
@@ -70,7 +73,8 @@ class FeatureConfig:
     def position_bytes(self) -> int:
         """Bytes on disk of each position of a response."""
         places = len(self.places) if self.packing == "exact" else 1  # prefix: at one place stands all that is asked
-        return places * (self.hidden_size * getattr(torch, self.dtype).itemsize + LABEL_BYTES)
+        state = self.hidden_size * getattr(torch, self.dtype).itemsize
+        return places * (state + LABEL_BYTES + ALTERNATIVE_BYTES * self.alternatives)
 
 
 class FeatureCache:
@@ -85,9 +89,11 @@ class FeatureCache:
         packing: Packing,
         axes: Sequence[int],
         precision: str,
+        alternatives: int = 0,
     ):
         """parts: Splits.parts. where: a folder for all of them; None = beside the traces, in each folder of `parts`.
-        axes: the LABELS that heads are trained on. Raises InputError for token mixing."""
+        axes: the LABELS that heads are trained on. alternatives: that they learn of; a folder of dev traces may have
+        fewer. Raises InputError for token mixing."""
         check_cacheable(packing)
         self.folders = [
             FeatureFolder(
@@ -100,6 +106,7 @@ class FeatureCache:
                     precision=precision,
                     packing=packing,
                     places=sorted({LABELS[axis] for axis in axes} - {"after"}, key=LABELS.index),
+                    alternatives=min(alternatives, part.config.alternatives or 0),
                 ),
                 part,
             )
@@ -191,7 +198,8 @@ class FeatureFolder:
         traces, done = self.part.traces.with_format("torch"), []
         for start in range(0, len(rows), traces_at_once):
             some = list(rows[start : start + traces_at_once])
-            done.append(states_of(collate([pack_fixed(traces[row], self.config.packing) for row in some], some)))
+            packed = [pack_fixed(traces[row], self.config.packing, self.config.alternatives) for row in some]
+            done.append(states_of(collate(packed, some)))
         tensors = {name: tensor.contiguous() for name, tensor in vars(StateBatch.joined(done)).items()}
         with atomic_path(self.file(shard)) as temporary:
             save_tensors({**tensors, "traces": self._digest_of_traces(shard)}, temporary)
@@ -226,7 +234,8 @@ class FeatureFolder:
     def _digest_of_traces(self, shard: int) -> Tensor:
         """SHA-256 of the records themselves, (32,) uint8: under the same settings another machine may say others."""
         records = self.part.traces.with_format("numpy")[self._rows(shard)]
-        parts = [np.ascontiguousarray(values) for name in READ_COLUMNS for values in records[name]]
+        names = READ_COLUMNS + (tuple(ALTERNATIVE_COLUMNS) if self.config.alternatives else ())
+        parts = [np.ascontiguousarray(values) for name in names for values in records[name]]
         digest = sha256(b"".join(value.tobytes() for part in parts for value in (np.int64(len(part)), part)))
         return torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from accept_head.signals import SIGNALS
+from accept_head.trace import ALTERNATIVE_COLUMNS
 
 Packing = Literal["mixing", "exact", "prefix"]
 
@@ -22,6 +23,7 @@ Packing = Literal["mixing", "exact", "prefix"]
 # prompt's end. after: β_{i+1} at the place of token label i. It counts where Y_i is accepted: the text goes on with it
 # there, and what is drawn next is Y_{i+1}. So P̂·β̂ of a head that is told Y_i is the chance that both are accepted.
 LABELS = ("token", "next", "after")
+TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
 
 
 @dataclass
@@ -30,8 +32,9 @@ class DraftBatch:
 
     input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
     labels, mask: (batch, seq, 3): last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
-    where the token label counts; drawn_ids: (batch, seq) the token there. indices: (batch,) prompt index of each trace,
-    for messages.
+    where the token label counts; drawn_ids: (batch, seq) the token there. alternative_ids: (batch, seq, m) what else
+    might have been drawn there; alternatives: (batch, seq, m, 2), log q and a of these. indices: (batch,) prompt index
+    of each trace, for messages.
     """
 
     input_ids: Tensor
@@ -41,6 +44,8 @@ class DraftBatch:
     mask: Tensor
     signals: Tensor
     drawn_ids: Tensor
+    alternative_ids: Tensor
+    alternatives: Tensor
     indices: Tensor
 
     def to(self, device: torch.device) -> DraftBatch:
@@ -55,6 +60,8 @@ class DraftBatch:
             mask=self.mask[used],
             signals=self.signals[used],
             drawn_ids=self.drawn_ids[used],
+            alternative_ids=self.alternative_ids[used],
+            alternatives=self.alternatives[used],
             counts=used.sum(-1),
             indices=self.indices,
         )
@@ -66,7 +73,7 @@ class StateBatch:
     know of a DraftBatch once the draft has run.
 
     hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3); signals: (n, 3); drawn_ids: (n,).
-    counts: (traces,) places of each trace. indices: (traces,).
+    alternative_ids: (n, m); alternatives: (n, m, 2). counts: (traces,) places of each trace. indices: (traces,).
     """
 
     hidden: Tensor
@@ -74,11 +81,39 @@ class StateBatch:
     mask: Tensor
     signals: Tensor
     drawn_ids: Tensor
+    alternative_ids: Tensor
+    alternatives: Tensor
     counts: Tensor
     indices: Tensor
 
     def to(self, device: torch.device) -> StateBatch:
         return StateBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+    def with_alternatives(self) -> StateBatch:
+        """(n × (1 + m)) places: after each its alternatives, drawn from the same state, of which the token label alone
+        is known."""
+        each = 1 + self.alternative_ids.shape[1]
+        if each == 1:
+            return self
+        first = torch.arange(len(self.drawn_ids), device=self.drawn_ids.device) * each
+        others = torch.ones(len(first) * each, dtype=torch.bool, device=first.device).index_fill(0, first, False)
+        labels, mask, signals = (part.repeat_interleave(each, 0) for part in (self.labels, self.mask, self.signals))
+        logprob, acceptance = self.alternatives.flatten(0, 1).unbind(-1)
+        signals[others, LOGPROB] = logprob  # the only one of them that is of the token
+        labels[others, TOKEN] = acceptance
+        mask[:, :TOKEN] &= ~others.unsqueeze(-1)
+        mask[:, TOKEN + 1 :] &= ~others.unsqueeze(-1)
+        return StateBatch(
+            hidden=self.hidden.repeat_interleave(each, 0),
+            labels=labels,
+            mask=mask,
+            signals=signals,
+            drawn_ids=torch.cat([self.drawn_ids.unsqueeze(-1), self.alternative_ids], -1).flatten(),
+            alternative_ids=self.alternative_ids.new_zeros(len(others), 0),
+            alternatives=self.alternatives.new_zeros(len(others), 0, 2),
+            counts=self.counts * each,
+            indices=self.indices,
+        )
 
     @classmethod
     def joined(cls, batches: Sequence[StateBatch]) -> StateBatch:
@@ -88,7 +123,7 @@ class StateBatch:
 @dataclass
 class Packed:
     """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 3), of LABELS;
-    signals: (seq, 3); drawn_ids: (seq,)."""
+    signals: (seq, 3); drawn_ids: (seq,); alternative_ids: (seq, m); alternatives: (seq, m, 2)."""
 
     ids: Tensor
     positions: Tensor
@@ -97,6 +132,8 @@ class Packed:
     mask: Tensor
     signals: Tensor
     drawn_ids: Tensor
+    alternative_ids: Tensor
+    alternatives: Tensor
 
 
 def mix_tokens(response_ids: Tensor, draft_ids: Tensor, uniform: Tensor, r: float) -> Tensor:
@@ -117,7 +154,8 @@ def pack_mixed(trace: dict[str, Any], uniform: Tensor, r: float) -> Packed:
     mask[start:, 2] &= mixed == draft
     length = len(ids)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
+    drawn = *_drawn(trace, start, length), *_alternatives(trace, start, length, 0)
+    return Packed(ids, torch.arange(length), allowed, labels, mask, *drawn)
 
 
 def pack_exact(trace: dict[str, Any]) -> Packed:
@@ -133,29 +171,32 @@ def pack_exact(trace: dict[str, Any]) -> Packed:
     allowed[trunk:, trunk:] = torch.eye(count, dtype=torch.bool)
     labels, mask = _next_labels(trace, extra=count)
     _label_drawn(trace, labels, mask, trunk)
-    return Packed(ids, positions, allowed, labels, mask, *_drawn(trace, trunk, trunk + count))
+    drawn = *_drawn(trace, trunk, trunk + count), *_alternatives(trace, trunk, trunk + count, 0)
+    return Packed(ids, positions, allowed, labels, mask, *drawn)
 
 
-def pack_prefix(trace: dict[str, Any]) -> Packed:
-    """[x, X₁..X_N]: the label and the signals of Y_i stand at X_{i−1}, and those of Y₁ at the prompt's end."""
+def pack_prefix(trace: dict[str, Any], alternatives: int = 0) -> Packed:
+    """[x, X₁..X_N]: the label and the signals of Y_i stand at X_{i−1}, and those of Y₁ at the prompt's end; there, too,
+    the first so many alternatives to Y_i, which are drawn from the same state."""
     prompt, response = trace["prompt_ids"], trace["response_ids"]
     ids = torch.cat([prompt, response])
     length, start = len(ids), len(prompt) - 1
     labels, mask = _next_labels(trace, extra=0)
     _label_drawn(trace, labels, mask, start)
     allowed = torch.ones(length, length, dtype=torch.bool).tril()
-    return Packed(ids, torch.arange(length), allowed, labels, mask, *_drawn(trace, start, length))
+    drawn = *_drawn(trace, start, length), *_alternatives(trace, start, length, alternatives)
+    return Packed(ids, torch.arange(length), allowed, labels, mask, *drawn)
 
 
-def pack_fixed(trace: dict[str, Any], packing: Packing) -> Packed:
-    """By `exact` or `prefix` packing, which feed the draft the same tokens in every epoch."""
-    return (pack_exact if packing == "exact" else pack_prefix)(trace)
+def pack_fixed(trace: dict[str, Any], packing: Packing, alternatives: int = 0) -> Packed:
+    """By `exact` or `prefix` packing, which feed the draft the same tokens in every epoch. alternatives: `prefix`."""
+    return pack_exact(trace) if packing == "exact" else pack_prefix(trace, alternatives)
 
 
 def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
     """Pad on the right. A padded query attends to itself, so that no attention row is empty."""
     width = max(len(item.ids) for item in packed)
-    rows = len(packed)
+    rows, most = len(packed), packed[0].alternative_ids.shape[1]
     batch = DraftBatch(
         input_ids=torch.zeros(rows, width, dtype=torch.long),
         position_ids=torch.zeros(rows, width, dtype=torch.long),
@@ -164,6 +205,8 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         mask=torch.zeros(rows, width, len(LABELS), dtype=torch.bool),
         signals=torch.zeros(rows, width, len(SIGNALS)),
         drawn_ids=torch.zeros(rows, width, dtype=torch.long),
+        alternative_ids=torch.zeros(rows, width, most, dtype=torch.long),
+        alternatives=torch.zeros(rows, width, most, 2),
         indices=torch.tensor(indices),
     )
     for row, item in enumerate(packed):
@@ -175,6 +218,8 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         batch.mask[row, :length] = item.mask
         batch.signals[row, :length] = item.signals
         batch.drawn_ids[row, :length] = item.drawn_ids
+        batch.alternative_ids[row, :length] = item.alternative_ids
+        batch.alternatives[row, :length] = item.alternatives
     return batch
 
 
@@ -185,6 +230,17 @@ def _drawn(trace: dict[str, Any], start: int, length: int) -> tuple[Tensor, Tens
     signals[here] = torch.stack([trace[name] for name in SIGNALS], dim=-1)
     ids[here] = trace["draft_ids"].long()
     return signals, ids
+
+
+def _alternatives(trace: dict[str, Any], start: int, length: int, most: int) -> tuple[Tensor, Tensor]:
+    """The first so many alternatives to each drawn token, from `start` on: ids (length, most), and log q and a of them,
+    (length, most, 2)."""
+    ids, values = torch.zeros(length, most, dtype=torch.long), torch.zeros(length, most, 2)
+    if most:
+        here, count = slice(start, start + len(trace["draft_ids"])), len(trace["draft_ids"])
+        found, logprob, acceptance = (trace[name].view(count, -1)[:, :most] for name in ALTERNATIVE_COLUMNS)
+        ids[here], values[here] = found.long(), torch.stack([logprob, acceptance], -1)
+    return ids, values
 
 
 def _label_drawn(trace: dict[str, Any], labels: Tensor, mask: Tensor, start: int) -> None:

@@ -102,6 +102,7 @@ class HeadTraining(L.LightningModule):
         return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
 
     def _positions(self, batch: StateBatch) -> Positions:
+        batch = batch.with_alternatives()
         labels, mask = batch.labels[:, self.axes], batch.mask[:, self.axes]
         head = self.candidates[0].head  # all normalise the same signals alike
         return Positions(
@@ -162,7 +163,8 @@ class HeadTraining(L.LightningModule):
 
     def train_quality(self, index: int) -> dict[str, dict[str, float]]:
         """For each prediction of one head: mean binary KL over the training positions of the last epoch, and their
-        number. Measured by the way, in the steps of that epoch, each before its own update, without loss weights."""
+        number, alternatives counted. Measured by the way, in the steps of that epoch, each before its own update,
+        without loss weights."""
         kl, count = self.train_sums[index].view(2, -1).tolist()
         return {
             prediction: {"count": round(count[axis]), "binary_kl": kl[axis] / max(count[axis], 1)}

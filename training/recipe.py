@@ -25,7 +25,8 @@ class Recipe:
     a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
     the traces. batch_size: traces an optimizer step, over all processes; `auto`, as in AUTO_BATCH. lr: Adam's peak,
     after warmup_share of all steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see
-    `for_hidden_size`.
+    `for_hidden_size`. alternatives: to each drawn token, that a head with prefix packing learns of, too; `all` that the
+    traces have, see `for_alternatives`.
     """
 
     depth: int = 3
@@ -36,6 +37,7 @@ class Recipe:
     w_acc: float = 1.0
     w_rej: float = 1.0
     packing: Packing = "mixing"
+    alternatives: int | Literal["all"] = 0
     r: float = 0.15
     epochs: int = 3
     batch_size: int | Literal["auto"] = 32
@@ -50,6 +52,13 @@ class Recipe:
             raise InputError(f"epochs is {self.epochs}, expected a positive integer")
         if self.batch_size != "auto" and self.batch_size < 1:
             raise InputError(f"batch_size is {self.batch_size}, expected a positive integer or auto")
+        if self.alternatives != "all" and self.alternatives < 0:
+            raise InputError(f"alternatives is {self.alternatives}, expected a number from 0 on, or all")
+        if isinstance(self.alternatives, int) and self.alternatives and not self.knows_alternatives:
+            raise InputError(
+                f"alternatives is {self.alternatives}, but only a head that predicts token or both, with prefix "
+                "packing, can learn of tokens that were not fed to the draft"
+            )
         if isinstance(self.width, int) and self.width < 1:
             raise InputError(f"width is {self.width}, expected a positive integer or auto")
         for name in ("r", "warmup_share"):
@@ -62,6 +71,22 @@ class Recipe:
         width = min(hidden_size, MOST_CHANNELS) if self.width == "auto" else self.width
         width = None if width == hidden_size else width
         return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size, width=width)
+
+    @property
+    def knows_alternatives(self) -> bool:
+        """Whether what a head reads of a token is known of one that the draft was not fed with."""
+        return self.packing == "prefix" and self.predicts != "next"
+
+    def for_alternatives(self, there: int) -> Recipe:
+        """Its alternatives settled, where the traces have so many of each token. Raises InputError for more."""
+        if self.alternatives == "all":
+            return replace(self, alternatives=there if self.knows_alternatives else 0)
+        if self.alternatives > there:
+            raise InputError(
+                f"alternatives is {self.alternatives}, but the traces have {there}; `accept-head collect` with "
+                f"--alternatives {self.alternatives} makes such"
+            )
+        return self
 
     def for_traces(self, traces: int, processes: int) -> Recipe:
         """Its batch_size settled: `auto` is so many traces a process, a power of two; a number is cut to the traces
@@ -86,7 +111,14 @@ RECIPES = {
     # before the token is as good a judge as the one at it, and judges one draft forward earlier. The embedding says
     # which token it was. Small steps: docs/log.md.
     "default": Recipe(
-        depth=2, signals=True, embedding=True, width="auto", packing="prefix", epochs=6, batch_size="auto"
+        depth=2,
+        signals=True,
+        embedding=True,
+        width="auto",
+        packing="prefix",
+        alternatives="all",
+        epochs=6,
+        batch_size="auto",
     ),
 }
 

@@ -44,6 +44,7 @@ def train(
     w_acc: float | None = None,
     w_rej: float | list[float] | None = None,
     packing: Packing | None = None,
+    alternatives: int | Literal["all"] | None = None,
     r: float | None = None,
     epochs: int | None = None,
     batch_size: int | Literal["auto"] | None = None,
@@ -84,6 +85,8 @@ def train(
         w_rej: Loss weight of rejection; or a list, like [1,3,6,12].
         packing: `exact`, or `mixing` (the paper's token mixing), for a head that reads the state at the drawn token;
             `prefix` for one that reads the state before it and so needs no draft forward on the token it judges.
+        alternatives: Alternatives to each drawn token that the head learns of, too, with `prefix`; `all` that every
+            folder of traces has. See `collect --alternatives`.
         r: Share of target tokens in token mixing.
         epochs: Passes over the traces.
         batch_size: Traces an optimizer step, over all processes and accumulated micro-batches. `auto` is an 800th of
@@ -105,8 +108,8 @@ def train(
     if predicts == "next":  # they describe a drawn token, which such a head does not know
         signals, embedding = signals or False, embedding or False
     chosen = RECIPES[recipe].override(
-        predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing, r=r,
-        epochs=epochs, batch_size=batch_size, warmup_share=warmup_share,
+        predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing,
+        alternatives=alternatives, r=r, epochs=epochs, batch_size=batch_size, warmup_share=warmup_share,
     )  # fmt: skip
     variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
@@ -143,6 +146,7 @@ def train(
     train_set, dev_set = splits.train, splits.dev
     if embedding is None and input_embeddings(draft_model).shape[-1] != hidden_size(draft_model):
         chosen = chosen.override(embedding=False)  # as of OPT-350m, whose embeddings are narrower
+    chosen = chosen.for_alternatives(min(config.alternatives or 0 for config in splits.configs))
     chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
     if not isinstance(batch_size, int):
         chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
@@ -155,6 +159,7 @@ def train(
         batch_size=int(chosen.batch_size),
         micro_batch_size=micro_batch_size,
         seed=seed,
+        alternatives=int(chosen.alternatives),
         workers=workers,
     )
     recipes = variants(chosen, depth, w_rej)
@@ -167,6 +172,7 @@ def train(
             packing=chosen.packing,
             axes=module.axes,
             precision=precision,
+            alternatives=int(chosen.alternatives),
         )
     sweep = list(recipes) != [""]
     run = {

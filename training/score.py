@@ -9,14 +9,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap
+from accept_head.alternatives import draw_alternatives
 from accept_head.pair import Pair, input_device
 from accept_head.randomness import uniforms
 from accept_head.sampling import Sampling
 from accept_head.signals import SIGNALS, draft_signals
+from accept_head.trace import ALTERNATIVE_COLUMNS
 from accept_head.training.halving import Halving
 
 # Logits turned into probabilities at a time: bounds memory at about 0.5 GB whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
+# Counters of `uniforms`: data.py has 2 and 3, rollouts 4, the replay of alternatives 5.
+ACCEPT_STREAM, REDRAW_STREAM, ALTERNATIVES_STREAM = 0, 1, 6
 
 
 def scoring_halving() -> Halving:
@@ -32,14 +36,16 @@ def score(
     seed: int,
     indices: Sequence[int],
     drawn_with: Sampling | None = None,
+    alternatives: int = 0,
     halving: Halving | None = None,
 ) -> list[dict[str, list]]:
-    """The per-position columns of each trace (see trace.POSITION_COLUMNS).
+    """The per-position columns of each trace (see trace.POSITION_COLUMNS, and ALTERNATIVE_COLUMNS where there are any).
 
     indices: each prompt's index; with `seed` and the position it decides the coupling's random numbers, so a trace does
     not depend on the batch it was scored in.
     drawn_with: the settings that the target drew the responses with, `sampling` when left out. Y ∼ q needs the
     distribution of X, whatever that was; the labels are those of `sampling`.
+    alternatives: further draws at each position; the other columns are the same with and without.
 
     Raises InputError when not even one sequence fits in memory.
     """
@@ -47,8 +53,9 @@ def score(
     def score_some(start: int, stop: int) -> list[dict[str, list]]:
         rows = slice(start, stop)
         return _score_batch(
-            pair, prompts[rows], responses[rows], sampling, drawn_with or sampling, seed, list(indices[rows])
-        )
+            pair, prompts[rows], responses[rows], sampling, drawn_with or sampling, seed, list(indices[rows]),
+            alternatives,
+        )  # fmt: skip
 
     return (halving or scoring_halving())(len(prompts), score_some)
 
@@ -62,6 +69,7 @@ def _score_batch(
     drawn_with: Sampling,
     seed: int,
     indices: list[int],
+    alternatives: int,
 ) -> list[dict[str, list]]:
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(response) for response in responses]
@@ -78,7 +86,7 @@ def _score_batch(
 
     chunk = max(1, CHUNK_ELEMENTS // pair.vocab_size)
     parts = [
-        _score_positions(p, q, x, sampling, drawn_with, seed, counter)
+        _score_positions(p, q, x, sampling, drawn_with, seed, counter, alternatives)
         for p, q, x, counter in zip(
             target_logits.split(chunk),
             draft_logits.split(chunk),
@@ -89,7 +97,7 @@ def _score_batch(
     ]
     columns_of_all = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
     split = {name: values.split(lengths) for name, values in columns_of_all.items()}
-    return [{name: values[row].tolist() for name, values in split.items()} for row in range(len(responses))]
+    return [{name: values[row].flatten().tolist() for name, values in split.items()} for row in range(len(responses))]
 
 
 def _score_positions(
@@ -100,15 +108,22 @@ def _score_positions(
     drawn_with: Sampling,
     seed: int,
     counters: Tensor,
+    alternatives: int,
 ) -> dict[str, Tensor]:
-    """Logits: (positions, vocab); x: (positions,); counters: (positions, 2) of prompt index and step."""
+    """(positions,) each, those of alternatives (positions, alternatives). Logits: (positions, vocab); x: (positions,);
+    counters: (positions, 2) of prompt index and step."""
     p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
     p_of_x = p if drawn_with == sampling else drawn_with.probabilities(target_logits)
     index, step = counters.unbind(-1)
-    accept_uniform, redraw_uniform = uniforms(seed, index, step, 0), uniforms(seed, index, step, 1)
+    accept_uniform, redraw_uniform = (uniforms(seed, index, step, n) for n in (ACCEPT_STREAM, REDRAW_STREAM))
     draft_ids, accepted = couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)
     signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
     temperature = sampling.temperature or 1.0
+    others = {}
+    if alternatives:
+        draws = torch.arange(alternatives, device=x.device)
+        random = uniforms(seed, index.unsqueeze(-1), step.unsqueeze(-1), ALTERNATIVES_STREAM, draws)
+        others = dict(zip(ALTERNATIVE_COLUMNS, draw_alternatives(p, q, random), strict=True))
     return {
         "response_ids": x,
         "draft_ids": draft_ids,
@@ -118,6 +133,7 @@ def _score_positions(
         "target_logprob": p.gather(-1, x.unsqueeze(-1)).squeeze(-1).clamp(min=torch.finfo(p.dtype).tiny).log(),
         "divergence": divergence(target_logits / temperature, draft_logits / temperature),
         **dict(zip(SIGNALS, signals.unbind(-1), strict=True)),
+        **others,
     }
 
 

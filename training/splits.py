@@ -75,7 +75,8 @@ def read_splits(folders: Sequence[Path], dev_folder: Path | None, *, draft_finge
         _check_alike(config, f"--traces {folder}", configs[0], folders[0])
         if (twin := fingerprints.index(fingerprints[place])) < place:
             raise InputError(f"--traces {folder}: holds the same traces as {folders[twin]}; give each folder once")
-    together = parts[0].traces if len(parts) == 1 else concatenate_datasets([part.traces for part in parts])
+    columns = [name for name in parts[0].traces.column_names if all(name in part.traces.column_names for part in parts)]
+    together = concatenate_datasets([part.traces.select_columns(columns) for part in parts])  # some lack alternatives
     if dev_folder is not None:
         dev = _read_made_by(dev_folder, len(parts), draft_fingerprint)
         _check_alike(dev.config, f"--dev_traces {dev_folder}", configs[0], folders[0])

@@ -15,6 +15,7 @@ import torch
 from accept_head.errors import InputError
 from accept_head.sampling import Sampling
 from accept_head.trace import (
+    ALTERNATIVE_COLUMNS,
     CONFIG_NAME,
     POSITION_COLUMNS,
     TraceConfig,
@@ -381,3 +382,70 @@ def test_a_record_without_a_column_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="overlap"):
         write_shard(tmp_path, 0, [bad])
     assert names(tmp_path) == []
+
+
+# --- alternatives
+
+
+ALTERNATIVES = 3
+
+
+def with_alternatives(folder, change=lambda columns: None):
+    """The folder's traces, with alternatives at every position. change: of one record's columns, in place."""
+    config = TraceConfig(**{**vars(CONFIG), "alternatives": ALTERNATIVES})
+    config.save(folder)
+    written = []
+    for shard in range(config.num_shards):
+        records = shard_records(shard)
+        for each in records:
+            length, generator = ALTERNATIVES * len(each["response_ids"]), torch.Generator().manual_seed(each["index"])
+            numbers = torch.rand(length, generator=generator)
+            ids = torch.randint(CONFIG.vocab_size, (length,), generator=generator)
+            values = ids.tolist(), (-numbers).tolist(), numbers.tolist()
+            each |= dict(zip(ALTERNATIVE_COLUMNS, values, strict=True))
+        change(records[0])
+        write_shard(folder, shard, records)
+        written += records
+    return config, written
+
+
+def test_alternatives_survive_the_round_trip(tmp_path):
+    config, written = with_alternatives(tmp_path)
+    read, traces = read_traces(tmp_path)
+    assert read == config and list(traces) == written
+    assert config.fingerprint() != CONFIG.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("alternative_ids", [1, 2], "is not 3 times as long as 'response_ids'"),
+        ("alternative_acceptance", [], "is not 3 times as long as 'response_ids'"),
+        ("alternative_ids", CONFIG.vocab_size, "has ids beyond the vocabulary"),
+        ("alternative_ids", -1, "has ids beyond the vocabulary"),
+        ("alternative_acceptance", 1.5, "has 1.5 in it"),
+        ("alternative_acceptance", float("nan"), "has NaN in it"),
+        ("alternative_logprob", 0.5, "has 0.5 in it"),
+        ("alternative_logprob", float("-inf"), "has -inf in it"),
+    ],
+)
+def test_alternatives_that_cannot_be_are_refused_by_column(tmp_path, name, value, expected):
+    def change(columns):
+        columns[name] = value if isinstance(value, list) else [value, *columns[name][1:]]
+
+    with_alternatives(tmp_path, change)
+    with pytest.raises(InputError, match=f"shard-00000.parquet: column '{name}' {expected}"):
+        read_traces(tmp_path)
+
+
+def test_a_folder_whose_config_has_alternatives_must_have_them(folder):
+    rewrite_config(folder, lambda values: values.update(alternatives=2))
+    with pytest.raises(InputError, match=r"shard-00000\.parquet: damaged or not a trace shard"):
+        read_traces(folder)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1025, 2.0, "4", True, [4]])
+def test_a_number_of_alternatives_that_cannot_be_is_refused(folder, value):
+    rewrite_config(folder, lambda values: values.update(alternatives=value))
+    with pytest.raises(InputError, match=f"{CONFIG_NAME}: field 'alternatives' is .*, expected 1 to 1024"):
+        read_traces(folder)

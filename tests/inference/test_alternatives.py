@@ -8,8 +8,8 @@ import torch
 from scipy.stats import chisquare
 
 from accept_head import InputError, Sampling
+from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference import generate
-from accept_head.inference.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference.decode import ALTERNATIVES
 from accept_head.inference.online_training import OnlineTraining
 from accept_head.inference.policies import FixedPolicy, RecalibratedHeadPolicy

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, InputError, Sampling
+from accept_head.alternatives import Alternatives
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.head import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
-from accept_head.inference.alternatives import Alternatives
 from accept_head.inference.online_training import Judged, OnlineTraining
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policy import Signal, VerifyOutcome

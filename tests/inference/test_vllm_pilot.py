@@ -88,7 +88,7 @@ def test_every_arm_is_a_policy_that_there_is_or_vllms_own(tmp_path, embedded_pai
     path.write_text(json.dumps(exact()))
     head = str(embedded_pair_folder / "heads" / "sampled")
     table = [list(row) for row in best_table(rounds(), SIZES, bench.PILOT_LENGTHS, tokens_per_round(np.full(8, 0.5)))]
-    arms = bench.make_arms(head, bench.THRESHOLDS[False], str(path), str(path), table, 16)
+    arms = bench.make_arms(head, tuple(bench.THRESHOLDS[False].values()), str(path), str(path), table, 16)
     policies = {name: make_policy(arm.policy, embedded_pair, host=VLLM) for name, arm in arms.items() if arm.policy}
     assert {name for name, policy in policies.items() if isinstance(policy, BatchStopPolicy)} == {
         "head, costs",

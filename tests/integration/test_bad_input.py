@@ -133,6 +133,8 @@ COLLECT_CASES = {
     ),
     "a negative temperature": lambda g: (collect(g, temperature=-1), ["temperature", "-1"]),
     "a temperature that is not a number": lambda g: (collect(g, temperature="nan"), ["temperature", "nan"]),
+    "a negative number of alternatives": lambda g: (collect(g, alternatives=-1), ["alternatives", "-1"]),
+    "alternatives to an argmax": lambda g: (collect(g, alternatives=2, temperature=0), ["alternatives", "temperature"]),
     "a negative top_k": lambda g: (collect(g, top_k=-1), ["top_k", "-1"]),
     "a top_p above 1": lambda g: (collect(g, top_p=1.5), ["top_p", "1.5"]),
     "a top_k that is not a number": lambda g: (collect(g, top_k="many"), ["top_k", "many"]),
@@ -221,6 +223,11 @@ TRAIN_CASES = {
     "a negative depth": lambda g: (train(g, depth=-1), ["depth", "-1"]),
     "an unknown recipe": lambda g: (train(g, recipe="best"), ["recipe", "best"]),
     "an unknown prediction": lambda g: (train(g, predicts="all"), ["predicts", "all"]),
+    "alternatives that the traces lack": lambda g: (train(g, alternatives=9), ["alternatives is 9", "collect"]),
+    "alternatives with exact packing": lambda g: (
+        train(g, alternatives=1, packing="exact"),
+        ["alternatives", "prefix"],
+    ),
     "an unknown packing": lambda g: (train(g, packing="loose"), ["packing", "loose"]),
     "an unknown precision": lambda g: (train(g, precision="fp8"), ["precision", "fp8"]),
     "signals for a prediction of the next token": lambda g: (

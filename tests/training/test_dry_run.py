@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pyarrow.parquet as pq
 import pytest
@@ -81,6 +82,8 @@ def test_the_formulas_of_docs_scale_by_hand():
                       micro_batch_size=4)  # fmt: skip
     draft, head = 2 * 1000 * 2 * 250 / (0.4 * 312e12), 6 * 30 * 200 / (0.4 * 19.5e12)
     assert train.seconds(device) == pytest.approx(3 * (draft + head))
+    assert cost(alternatives=4).disk == 200 * (46 + 4 * 11) + 50 * 4
+    assert replace(train, alternatives=4).seconds(device) == pytest.approx(3 * (draft + 5 * head))
 
 
 def test_a_model_over_several_devices_costs_more_hours_with_device_map_than_with_vllm(shapes):
@@ -96,9 +99,10 @@ def test_a_model_over_several_devices_costs_more_hours_with_device_map_than_with
 def test_disk_is_that_of_real_traces_within_a_fifth(embedded_traces):
     for folder in embedded_traces:
         config, traces = read_traces(folder)
-        estimate = cost(prompts=config.num_prompts, new_tokens=1, prompt_tokens=sum(map(len, traces["prompt_ids"])))
+        shape = {"prompts": config.num_prompts, "new_tokens": 1, "alternatives": config.alternatives}
+        estimate = cost(**shape, prompt_tokens=sum(map(len, traces["prompt_ids"])))
         positions = sum(map(len, traces["response_ids"]))
-        estimated = estimate.disk + (positions - estimate.positions) * 46
+        estimated = estimate.disk + (positions - estimate.positions) * (46 + 11 * config.alternatives)
         measured = sum(path.stat().st_size for path in folder.glob("*.parquet"))
         assert 0.8 < measured / estimated < 1.2, (measured, estimated)
 

@@ -6,7 +6,7 @@ import pickle
 import random
 import shutil
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import lightning as L
@@ -19,12 +19,13 @@ from accept_head.signals import SIGNALS
 from accept_head.trace import write_shard
 from accept_head.training.data import TraceData
 from accept_head.training.feature_cache import FeatureCache
+from accept_head.training.mixing import StateBatch
 from accept_head.training.module import Candidate, HeadTraining
 from accept_head.training.splits import read_splits
 from tests.training.test_splits import CONFIG
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3), (4, 4), (1, 7)]  # 3 shards of 4, 4 and 2
-NAMES = ["hidden", "labels", "mask", "signals", "drawn_ids", "counts", "indices"]
+NAMES = [field.name for field in fields(StateBatch)]
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +38,9 @@ def folder_of(tmp_path_factory, make_traces):
     """Makes a folder of traces. records: seed of what is in it, under whatever config."""
     place = tmp_path_factory.mktemp("traces")
 
-    def make(name, *, seed=0, records=None):
-        config = replace(CONFIG, seed=seed, num_prompts=len(LENGTHS), shard_size=4)
-        made = make_traces(LENGTHS, seed=seed if records is None else records)
+    def make(name, *, seed=0, records=None, alternatives=0):
+        config = replace(CONFIG, seed=seed, num_prompts=len(LENGTHS), shard_size=4, alternatives=alternatives or None)
+        made = make_traces(LENGTHS, seed=seed if records is None else records, alternatives=alternatives)
         folder = place / name
         folder.mkdir()
         config.save(folder)
@@ -132,13 +133,13 @@ def test_features_are_those_of_one_ordinary_forward_a_position(splits, draft, tm
 Fitted = namedtuple("Fitted", "weights dev forwards trainer")
 
 
-def fit(draft, splits, cache, kind="before", workers=0):
+def fit(draft, splits, cache, kind="before", workers=0, alternatives=0):
     """forwards: of the draft. dev: binary KLs."""
     module = module_of(draft, kind)
     forwards = []
     handle = draft.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
     options = {"packing": packing_of(kind), "r": 0.5, "epochs": 2, "batch_size": 4, "micro_batch_size": 2, "seed": 0}
-    data = TraceData(splits.train, splits.dev, **options, workers=workers, cache=cache)
+    data = TraceData(splits.train, splits.dev, **options, alternatives=alternatives, workers=workers, cache=cache)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(
         accelerator="cpu", max_steps=10, accumulate_grad_batches=2, use_distributed_sampler=False, **quiet
@@ -158,6 +159,27 @@ def test_a_head_trained_from_the_cache_is_the_same_up_to_rounding_and_needs_no_d
     assert first.dev == pytest.approx(plain.dev, abs=1e-5)
     assert torch.equal(first.weights, again.weights) and first.dev == again.dev
     assert (first.forwards, again.forwards) == (3 * (2 + 2 + 1), 0) and plain.forwards > 20
+
+
+def test_alternatives_come_from_the_cache_as_from_the_traces(folder_of, draft, tmp_path):
+    """The folder of dev traces has none; of those that there are, a run may take fewer, and has features of its own."""
+    folders = [folder_of("a3", alternatives=3), folder_of("b3", seed=1, alternatives=3)]
+    splits = read_splits(folders, folder_of("dev0", seed=2), draft_fingerprint="b2", seed=0)
+    plain = {count: fit(draft, splits, None, alternatives=count) for count in (0, 2, 3)}
+    for count, without in plain.items():
+        cache = cache_of(splits, tmp_path / "cache", draft, alternatives=count)
+        cached = fit(draft, splits, cache, alternatives=count)
+        torch.testing.assert_close(cached.weights, without.weights, rtol=1e-3, atol=1e-5)
+        assert cached.dev == pytest.approx(without.dev, abs=1e-5)
+        for folder in cache.folders:
+            found, said = (sum(sizes) for sizes in zip(
+                *((folder.file(shard).stat().st_size, folder.size(shard)) for shard in range(folder.count)),
+                strict=True,
+            ))  # fmt: skip
+            assert said < found < said + 2000 * folder.count, "the room that is asked for is not what is written"
+    assert (plain[3].weights - plain[2].weights).abs().max() > 1e-3
+    assert (plain[2].weights - plain[0].weights).abs().max() > 1e-3
+    assert len(list((tmp_path / "cache").iterdir())) == 3 * 2 + 1  # dev features are the same in all three
 
 
 def test_the_heads_would_differ_if_the_states_did(splits, draft, filled):

@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.signals import SIGNALS
-from accept_head.trace import trace_features
+from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.data import TraceData
 from accept_head.training.module import Candidate, HeadTraining
 
@@ -53,13 +53,25 @@ def new_head(predicts="both", depth=2, seed=0):
     return head
 
 
-def fit(head, draft, traces, *, micro_batch_size=8, batch_size=8, steps=1, packing="exact", w_rej=W_REJ, **changes):
+def fit(
+    head,
+    draft,
+    traces,
+    *,
+    micro_batch_size=8,
+    batch_size=8,
+    steps=1,
+    packing="exact",
+    w_rej=W_REJ,
+    alternatives=0,
+    **changes,
+):
     """head: one, or a list of Candidates. An epoch of 8 traces is one step."""
     candidates = head if isinstance(head, list) else [Candidate("", head, w_rej)]
     options = {"lr": 1e-3, "total_steps": 10, "steps_per_epoch": 1, "warmup_share": 0.0, "w_acc": W_ACC, **changes}
     module = Recording(candidates, draft, **options)
     options = {"packing": packing, "r": 0.5, "epochs": 10, "batch_size": batch_size, "seed": 0}
-    data = TraceData(traces, traces, micro_batch_size=micro_batch_size, **options)
+    data = TraceData(traces, traces, micro_batch_size=micro_batch_size, alternatives=alternatives, **options)
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=steps,
@@ -119,6 +131,29 @@ def test_gradients_of_a_step_are_those_of_one_ratio_over_all_its_traces(draft, t
     seen = fit(head, draft, traces, micro_batch_size=micro_batch_size, packing=packing).seen
     for got, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("predicts", ["before", "ahead"])
+@pytest.mark.parametrize("micro_batch_size", [2, 8])
+def test_gradients_with_alternatives_are_those_of_one_ratio_over_all_draws(
+    draft, make_traces, micro_batch_size, predicts
+):
+    """Each alternative as a trace of its own would have it: another token drawn, of which the acceptance is known."""
+    records = make_traces(LENGTHS, alternatives=2)
+    head, data = new_head(predicts), Dataset.from_list(records, features=trace_features(alternatives=True))
+    others = [with_alternative(trace, number) for number in range(2) for trace in records]
+    expected, without = (gradients_by_hand(head, draft, [group]) for group in ([*records, *others], records))
+    seen = fit(head, draft, data, micro_batch_size=micro_batch_size, packing="prefix", alternatives=2).seen
+    for got, wanted in zip(seen, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+    assert max((a - b).abs().max() for a, b in zip(seen, without, strict=True)) > 1e-2, "the test has no power"
+
+
+def with_alternative(trace, number):
+    """The trace, had the draft drawn that alternative everywhere. What comes after it is not known."""
+    its = {name.removeprefix("alternative_"): trace[name][number::2] for name in ALTERNATIVE_COLUMNS}
+    changed = {"draft_ids": its["ids"], "draft_logprob": its["logprob"], "acceptance": its["acceptance"]}
+    return {**trace, **changed, "accepted": [False] * len(its["ids"])}
 
 
 def test_gradient_test_would_see_a_mean_of_per_trace_ratios(draft, traces):

@@ -28,6 +28,25 @@ def test_default_feeds_no_wrong_prefix_and_weighs_both_outcomes_alike():
     assert (recipe.w_acc, recipe.w_rej) == (1, 1)
 
 
+def test_alternatives_are_all_that_there_are_and_none_where_the_drawn_token_is_fed():
+    recipe = RECIPES["default"]
+    assert recipe.for_alternatives(4).alternatives == 4 and recipe.for_alternatives(0).alternatives == 0
+    assert recipe.override(alternatives=2).for_alternatives(4).alternatives == 2
+    assert recipe.override(packing="exact").for_alternatives(4).alternatives == 0
+    assert recipe.override(predicts="next").for_alternatives(4).alternatives == 0
+    assert RECIPES["specdecpp"].for_alternatives(4).alternatives == 0, "not in the paper"
+    with pytest.raises(InputError, match="alternatives is 5, but the traces have 4"):
+        recipe.override(alternatives=5).for_alternatives(4)
+
+
+@pytest.mark.parametrize("change", [{"packing": "exact"}, {"packing": "mixing"}, {"predicts": "next"}], ids=str)
+def test_alternatives_are_refused_where_a_head_cannot_learn_of_them(change):
+    with pytest.raises(
+        InputError, match=r"^alternatives is 4, but only a head that predicts token or both, with prefix"
+    ):
+        RECIPES["default"].override(alternatives=4, **change)
+
+
 def test_override_replaces_what_is_given_and_nothing_else():
     changed = RECIPES["specdecpp"].override(depth=0, r=0.0, w_rej=None, lr=5e-4)
     assert changed == Recipe(depth=0, r=0.0, w_rej=6.0, lr=5e-4)
@@ -52,6 +71,7 @@ def test_override_replaces_what_is_given_and_nothing_else():
         ("r", 1.1),
         ("r", float("nan")),
         ("warmup_share", 1.5),
+        ("alternatives", -1),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(name, value):

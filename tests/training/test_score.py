@@ -13,7 +13,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from accept_head import Pair, Sampling
 from accept_head.prompts import Prompt
-from accept_head.trace import read_traces
+from accept_head.trace import ALTERNATIVE_COLUMNS, read_traces
 from accept_head.training.collect import make_records
 from accept_head.training.score import score
 
@@ -200,6 +200,54 @@ def test_greedy_acceptance_says_whether_the_two_argmaxes_agree(related_pair):
     assert 0 < sum(agreed) < len(agreed)
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
+def test_alternatives_have_the_acceptance_of_a_slow_loop_and_leave_all_else_as_it_is(related_pair, sequences, sampling):
+    prompts, _ = sequences
+    responses = likely_responses(related_pair, prompts, sampling, 8)
+    responses[1] = responses[1][:3]
+    options = {"seed": 5, "indices": [7, 8, 2, 3]}
+    without = score(related_pair, prompts, responses, sampling, **options)
+    seen = set()
+    for prompt, response, columns, plain in zip(
+        prompts, responses, score(related_pair, prompts, responses, sampling, **options, alternatives=3), without,
+        strict=True,
+    ):  # fmt: skip
+        others = {name: np.array(columns.pop(name)).reshape(len(response), 3) for name in ALTERNATIVE_COLUMNS}
+        assert columns == plain
+        p_rows, q_rows = (
+            distributions(model, prompt, response, sampling, 261) for model in (related_pair.target, related_pair.draft)
+        )
+        for i, (p, q) in enumerate(zip(p_rows, q_rows, strict=True)):
+            ids = others["alternative_ids"][i]
+            assert (q[ids] > 0).all(), "an alternative that the draft cannot draw"
+            assert others["alternative_logprob"][i] == pytest.approx(np.log(q[ids]), abs=2e-4)
+            assert others["alternative_acceptance"][i] == pytest.approx(np.minimum(1, p[ids] / q[ids]), abs=2e-4)
+            seen |= set(ids.tolist())
+    assert len(seen) > 10
+
+
+def test_alternatives_have_the_drafts_distribution_and_know_nothing_of_the_drawn_token(random_pair):
+    """Chi-square over 2,000 x 3 draws of one position; right ones fail with p = 1e-4. Drawn again with the numbers of
+    the coupling, they would mostly be the drawn token itself."""
+    sampling, prompt, draws = Sampling(temperature=1.5, top_k=0), [1, 90, 91, 92], 2000
+    p, q = (distributions(model, prompt, [5], sampling, 261)[0] for model in (random_pair.target, random_pair.draft))
+    scored = score(
+        random_pair, [prompt] * draws, [[5]] * draws, sampling, seed=1, indices=list(range(draws)), alternatives=3
+    )
+    drawn = np.array([row["alternative_ids"] for row in scored])
+    for column in (*drawn.T, drawn.ravel()):
+        counts = np.bincount(column, minlength=261)
+        assert _p_value(counts, q * len(column)) > 1e-4
+    assert _p_value(counts, p * len(column)) < 1e-4, "the test has no power"
+    for first, second in ((0, 1), (1, 2), (0, 2)):
+        same, expected = (drawn[:, first] == drawn[:, second]).mean(), (q**2).sum()
+        assert abs(same - expected) < Z_LIMIT * math.sqrt(expected * (1 - expected) / draws)
+    drafted = np.array([row["draft_ids"][0] for row in scored])
+    frequent = np.bincount(drafted).argmax()
+    same, expected = (drawn[drafted == frequent] == frequent).mean(), q[frequent]
+    assert abs(same - expected) < Z_LIMIT * math.sqrt(expected * (1 - expected) / (3 * (drafted == frequent).sum()))
+
+
 def test_batch_composition_does_not_change_what_is_drafted(random_pair, sequences):
     prompts, responses = sequences
     options = {"sampling": Sampling(temperature=1.2), "seed": 9}
@@ -319,6 +367,7 @@ class _Settings:
     sampling = Sampling()
     max_new_tokens = 10
     seed = 0
+    alternatives = None
 
 
 def test_a_target_with_more_outputs_than_the_draft_answers_in_the_shared_vocabulary(random_llama, byte_tokenizer):

@@ -11,7 +11,7 @@ from datasets import concatenate_datasets
 
 from accept_head import InputError, Sampling
 from accept_head.trace import read_traces, write_shard
-from accept_head.training.data import split_dev
+from accept_head.training.data import PackedTraces, split_dev
 from accept_head.training.splits import read_splits
 from tests.accept_head.test_trace import CONFIG as SOME
 
@@ -25,7 +25,7 @@ def folder_of(tmp_path, make_traces):
 
     def make(name, *, seed=0, **changes):
         config = replace(CONFIG, seed=seed, **changes)
-        records = make_traces([(3, 5)] * config.num_prompts, seed=seed)
+        records = make_traces([(3, 5)] * config.num_prompts, seed=seed, alternatives=config.alternatives or 0)
         folder = tmp_path / name
         folder.mkdir()
         config.save(folder)
@@ -52,6 +52,22 @@ def test_one_folder_is_split_as_ever(folder_of):
     both = splits(folder, seed=3)
     assert (rows(both.train), rows(both.dev)) == (rows(train), rows(dev))
     assert both.content() == config.content() and both.record() == {}
+
+
+def test_alternatives_are_read_where_every_folder_has_them(folder_of):
+    """A folder without leaves no holes: its neighbours' alternatives are passed over."""
+    plain, dev = folder_of("plain"), folder_of("dev", seed=4)
+    some, more = (folder_of(f"has {count}", seed=count, alternatives=count) for count in (2, 3))
+    mixed, shared = splits(some, plain, dev=dev), splits(some, more, dev=dev)
+    assert "alternative_ids" not in mixed.train.column_names
+    assert rows(mixed.train) == rows(read_traces(some)[1]) + rows(read_traces(plain)[1])
+    lengths = [len(ids) for ids in shared.train["alternative_ids"]]
+    assert lengths == [2 * 5] * PROMPTS + [3 * 5] * PROMPTS
+    for train, count in ((mixed.train, 0), (shared.train, 2)):  # of which a run reads as many as the fewest
+        packed, _ = PackedTraces(train, "prefix", r=0.15, seed=0, alternatives=count)[(0, 2 * PROMPTS - 1)]
+        trace = train[2 * PROMPTS - 1]
+        expected = [trace["alternative_ids"][3 * i : 3 * i + count] for i in range(5)] if count else [[]] * 5
+        assert packed.alternative_ids[2:7].tolist() == expected
 
 
 def test_traces_of_all_folders_train_in_the_order_given(folder_of):

@@ -1,8 +1,9 @@
 """What else the draft might have drawn at a verified position, and how that would have fared.
 
 The ratio test holds p and q against each other for one token, but it has all of both: a(y) of any y is known. Some more
-draws Y' ∼ q, with their a(Y'), tell what a head that learns while it serves would else have to wait for: how acceptance
-depends on the token, from the state that all of them were drawn from.
+draws Y' ∼ q, with their a(Y'), tell what a head would else need more text for: how acceptance depends on the token,
+from the state that all of them were drawn from. `collect` writes them beside the drawn token, and a head that learns
+while it serves is told them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from accept_head.acceptance import acceptance_probability
 from accept_head.sampling import draw_several
 
-DRAWS = 4  # a position: with 8 heads learn no faster
+DRAWS = 4  # a position: with 8 heads hardly learn more
 
 
 class Alternatives(NamedTuple):
