@@ -27,6 +27,7 @@ WORK = REPOSITORY / "runs" / "alternatives"
 MOST = 8
 DRAWS = {100: (0, 4), 200: (0, 1, 4, 8), 400: (0, 4), 800: (0, 1, 4, 8)}  # by prompts
 SEEDS = (0, 1)
+RECIPE = {name: value for name, value in RECIPES[1.0].items() if name != "alternatives"}
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
             for seed in SEEDS:
                 about = {"prompts": prompts, "positions": positions, "alternatives": draws, "seed": seed}
                 rows += [{**about, **row} for row in head(folder, f"{prompts} prompts, {draws} draws", draws, seed)]
-        path = write_result("alternatives", {"recipe": RECIPES[1.0], "costs": COSTS, "text": TEXT, "rows": rows})
+        path = write_result("alternatives", {"recipe": RECIPE, "costs": COSTS, "text": TEXT, "rows": rows})
     print(f"wrote {path}")
 
 
@@ -68,7 +69,8 @@ def head(folder: Path, name: str, draws: int, seed: int) -> list[dict[str, Any]]
             out=str(out),
             cache=str(WORK / "features"),
             seed=seed,
-            **{**RECIPES[1.0], "alternatives": draws},
+            alternatives=draws,
+            **RECIPE,
         )
     dev = read_json(out / "metrics.json")["dev"]["token"]
     quality = {"dev_binary_kl": dev["binary_kl"], "dev_ece": dev["ece"]}

@@ -51,6 +51,8 @@ THRESHOLDS = {  # greedy, or sampled
     False: {2: 0.4, 3: 0.62, 4: 0.75, 5: 0.85},
 }
 PILOT_LENGTHS = (0, 1, 2, 3, 5, 8)
+FIXED_NAMES = [f"fixed:{k}" for k in FIXED]
+NEEDED = ("none", "fixed:2", "fixed:2" + TWIN)  # the speed-up's base, and the noise floor
 
 
 def main() -> None:
@@ -86,6 +88,7 @@ def main() -> None:
             thresholds = THRESHOLDS[sampling.greedy]
             levels = tuple(thresholds.values())
             arms = make_arms(head, levels, str(costs), str(with_head), pilot["table"], max(options.batches))
+            arms = {name: arm for name, arm in arms.items() if not options.arms or name in (*NEEDED, *options.arms)}
             cell = run_cell(engines, arms, chunks, sampling, batch, options.repeats, thresholds)
             cells.append({"batch_size": batch, "temperature": temperature, **cell})
             console.print(cell_table({"cell": f"batch {batch}, T = {temperature:g}", **cells[-1]}))
@@ -149,7 +152,7 @@ def run_cell(
                 run = engines.run(arms[names[index]], chunk.requests, sampling, batch)
                 timed = Timed(repeat, number, names[index], run.wall, run.cpu, len(run.live), run.finished)
                 runs.append(timed)
-    cell = Cell(runs, chunks, names, [f"fixed:{k}" for k in FIXED], "fixed:2")
+    cell = Cell(runs, chunks, names, [name for name in FIXED_NAMES if name in names], "fixed:2")
     greedy = sampling.greedy
     table = rows(cell, same_tokens=greedy)
     for row in table:
@@ -179,7 +182,7 @@ def heads_against_fixed(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
     one that the batch stops is left out. Ratios are the head's by the fixed K's, less 1."""
     found = []
     heads = [row for row in table if row["name"].split(":")[0] == "head"]
-    for fixed in (row for row in table if row["name"] in [f"fixed:{k}" for k in FIXED]):
+    for fixed in (row for row in table if row["name"] in FIXED_NAMES):
         enough = [row for row in heads if row["target_calls_per_token"] <= fixed["target_calls_per_token"]]
         if not enough:
             continue
@@ -215,7 +218,7 @@ def matched(cell: Cell, thresholds: dict[int, float], seed: int = 0) -> list[dic
     found = []
     for k, threshold in thresholds.items():
         head, fixed = f"head:{threshold}", f"fixed:{k}"
-        if fixed not in cell.names:
+        if fixed not in cell.names or head not in cell.names:
             continue
         own, its = figures(head), figures(fixed)
         ratios = {name: own[name] / its[name] - 1 for name in own}
@@ -400,6 +403,7 @@ def _parse() -> Any:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--counts", type=int, nargs="+", default=[160, 80, 80], help="prompts, for each batch size")
+    parser.add_argument("--arms", nargs="+", default=[], help="only these, by the names of the table; else all")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--max_model_len", type=int, default=512)

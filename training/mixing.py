@@ -92,26 +92,23 @@ class StateBatch:
     def with_alternatives(self) -> StateBatch:
         """(n × (1 + m)) places: after each its alternatives, drawn from the same state, of which the token label alone
         is known."""
-        each = 1 + self.alternative_ids.shape[1]
-        if each == 1:
+        places, most = self.alternative_ids.shape
+        if most == 0:
             return self
-        first = torch.arange(len(self.drawn_ids), device=self.drawn_ids.device) * each
-        others = torch.ones(len(first) * each, dtype=torch.bool, device=first.device).index_fill(0, first, False)
-        labels, mask, signals = (part.repeat_interleave(each, 0) for part in (self.labels, self.mask, self.signals))
-        logprob, acceptance = self.alternatives.flatten(0, 1).unbind(-1)
-        signals[others, LOGPROB] = logprob  # the only one of them that is of the token
-        labels[others, TOKEN] = acceptance
-        mask[:, :TOKEN] &= ~others.unsqueeze(-1)
-        mask[:, TOKEN + 1 :] &= ~others.unsqueeze(-1)
+        hidden, labels, mask, signals = (
+            part.unsqueeze(1).repeat(1, 1 + most, 1) for part in (self.hidden, self.labels, self.mask, self.signals)
+        )
+        signals[:, 1:, LOGPROB], labels[:, 1:, TOKEN] = self.alternatives.unbind(-1)  # entropy and max q stay
+        mask[:, 1:, :TOKEN] = mask[:, 1:, TOKEN + 1 :] = False
         return StateBatch(
-            hidden=self.hidden.repeat_interleave(each, 0),
-            labels=labels,
-            mask=mask,
-            signals=signals,
+            hidden=hidden.flatten(0, 1),
+            labels=labels.flatten(0, 1),
+            mask=mask.flatten(0, 1),
+            signals=signals.flatten(0, 1),
             drawn_ids=torch.cat([self.drawn_ids.unsqueeze(-1), self.alternative_ids], -1).flatten(),
-            alternative_ids=self.alternative_ids.new_zeros(len(others), 0),
-            alternatives=self.alternatives.new_zeros(len(others), 0, 2),
-            counts=self.counts * each,
+            alternative_ids=self.alternative_ids.new_zeros(places * (1 + most), 0),
+            alternatives=self.alternatives.new_zeros(places * (1 + most), 0, 2),
+            counts=self.counts * (1 + most),
             indices=self.indices,
         )
 

@@ -12,8 +12,11 @@ import pytest
 from accept_head.cost import PairCosts
 from accept_head.inference import make_policy
 from accept_head.inference.batch_table import best_table, tokens_per_round
+from accept_head.inference.bench_figures import Cell
+from accept_head.inference.bench_measure import Chunk, Timed
 from accept_head.inference.cost_file import pair_costs
 from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
+from accept_head.inference.rows import DecodeStats, Finished, Request
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_side_by_side as bench
@@ -98,3 +101,57 @@ def test_every_arm_is_a_policy_that_there_is_or_vllms_own(tmp_path, embedded_pai
     tables = {name: arm.table for name, arm in arms.items() if arm.table is not None}
     assert len(arms) == len(policies) + len(tables) + 1 and arms["none"].policy is arms["none"].table is None
     assert all(len(lookup) == 17 and max(lookup) <= bench.K_MAX for lookup in tables.values())
+
+
+# --- a head against a fixed K ----------------------------------------------------------------------------------------
+
+
+def cell_of(drafted, *, chunks=6, seconds=1.0):
+    """Chunks of two requests; `drafted`: of each request, by arm. All accept 20 tokens in 20 rounds and generate 40; a
+    run of the head takes so many seconds, one of a fixed K 1."""
+    requests = [Request(number, [1], 40, number) for number in range(2 * chunks)]
+    parts = [Chunk("code", requests[2 * number : 2 * number + 2]) for number in range(chunks)]
+    runs = []
+    for number, chunk in enumerate(parts):
+        for name, each in drafted.items():
+            finished = [
+                Finished(
+                    request,
+                    [0] * 40,
+                    DecodeStats(
+                        generated=40, drafted=each[request.index], submitted=each[request.index], accepted=20,
+                        rounds=20, draft_forwards=each[request.index], seconds=1.0,
+                    ),
+                )
+                for request in chunk.requests
+            ]  # fmt: skip
+            wall = seconds if name.startswith("head") else 1.0
+            runs.append(Timed(0, number, name, wall, wall, 40, finished))
+    return Cell(runs, parts, list(drafted), ["fixed:2", "fixed:3"], "fixed:2")
+
+
+def test_a_matched_head_is_compared_with_its_own_fixed_k_by_ratios_of_sums():
+    drafted = {"fixed:2": [30] * 12, "fixed:3": [50] * 12, "head:0.4": [24] * 12, "head:0.65": [30, 50] * 6}
+    found = bench.matched(cell_of(drafted, seconds=0.8), {2: 0.4, 3: 0.65, 4: 0.75, 5: 0.85})
+    assert [(row["fixed"], row["head"]) for row in found] == [("fixed:2", "head:0.4"), ("fixed:3", "head:0.65")]
+    for row, saved in zip(found, (24 / 30 - 1, 40 / 50 - 1), strict=True):
+        value, low, high = row["drafted_per_accepted"]
+        assert value == pytest.approx(saved) and low == pytest.approx(high) == pytest.approx(saved)  # all chunks alike
+        assert row["target_calls_per_token"] == pytest.approx([0, 0, 0])
+        assert row["throughput"] == pytest.approx([0.25] * 3)
+
+
+def test_the_interval_of_a_matched_head_is_that_of_drawing_chunks_anew():
+    random, chunks = np.random.default_rng(0), 40
+    drafted = {
+        "fixed:2": random.integers(25, 60, 2 * chunks).tolist(),
+        "head:0.4": random.integers(20, 50, 2 * chunks).tolist(),
+    }
+    cell = cell_of({**drafted, "fixed:3": drafted["fixed:2"]}, chunks=chunks)
+    ((value, low, high),) = [row["drafted_per_accepted"] for row in bench.matched(cell, {2: 0.4})]
+    sums = {name: np.array(each).reshape(chunks, 2).sum(1) for name, each in drafted.items()}
+    draws = random.integers(chunks, size=(20_000, chunks))
+    ratios = sums["head:0.4"][draws].sum(1) / sums["fixed:2"][draws].sum(1) - 1
+    assert value == pytest.approx(sums["head:0.4"].sum() / sums["fixed:2"].sum() - 1)
+    assert [low, high] == pytest.approx(np.quantile(ratios, [0.025, 0.975]).tolist(), abs=0.01)
+    assert high - low > 0.05
