@@ -19,19 +19,19 @@ DRAWS = 4  # a position: with 8 heads hardly learn more
 
 
 class Alternatives(NamedTuple):
-    """(..., DRAWS) each: ids of Y' ∼ q, log q(Y') and a(Y') = min(1, p(Y')/q(Y')), at each of (...) positions."""
+    """(..., draws) each: ids of Y' ∼ q, log q(Y') and a(Y') = min(1, p(Y')/q(Y')), at each of (...) positions."""
 
     token_ids: Tensor
     logprob: Tensor
     acceptance: Tensor
 
     def at(self, places: Tensor) -> Alternatives:
-        """Of these positions, (...) → (..., DRAWS); of a table with the shape (positions, DRAWS)."""
+        """Of these positions, (...) → (..., draws); of a table with the shape (positions, draws)."""
         return Alternatives(*[part[places] for part in self])
 
 
 def draw_alternatives(p: Tensor, q: Tensor, uniforms: Tensor) -> Alternatives:
-    """p, q: (..., vocab), after sampling processing. uniforms: (..., DRAWS) in [0, 1)."""
+    """p, q: (..., vocab), after sampling processing. uniforms: (..., draws) in [0, 1)."""
     ids = draw_several(q, uniforms)
     several_p, several_q = (each.unsqueeze(-2).expand(*ids.shape, each.shape[-1]) for each in (p, q))
     return Alternatives(ids, q.gather(-1, ids).log(), acceptance_probability(several_p, several_q, ids))

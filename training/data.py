@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accept_head.errors import InputError
 from accept_head.randomness import uniforms
+from accept_head.training.batches import DraftBatch, Packed, StateBatch, collate
 from accept_head.training.feature_cache import FeatureCache
-from accept_head.training.mixing import DraftBatch, Packed, Packing, StateBatch, collate, pack_fixed, pack_mixed
+from accept_head.training.mixing import Packing, pack_fixed, pack_mixed
 
 MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0 and 1
 

@@ -35,7 +35,8 @@ from accept_head.files import atomic_path, read_json, readable_size, sha256, wri
 from accept_head.pair import hidden_size
 from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS
-from accept_head.training.mixing import LABELS, DraftBatch, Packing, StateBatch, collate, pack_fixed
+from accept_head.training.batches import LABELS, DraftBatch, StateBatch, collate
+from accept_head.training.mixing import Packing, pack_fixed
 
 if TYPE_CHECKING:
     from accept_head.training.splits import Part

@@ -7,8 +7,6 @@ the state before Y_i needs (x, X₁..X_{i−1}) only: the prefix packing, exact 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,121 +14,9 @@ from torch import Tensor
 
 from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS
+from accept_head.training.batches import LABELS, Packed
 
 Packing = Literal["mixing", "exact", "prefix"]
-
-# What a head may be asked at a place of a draft input. token: a(Y_i). next: β_{i+1} where X_i was fed last, β₁ at the
-# prompt's end. after: β_{i+1} at the place of token label i. It counts where Y_i is accepted: the text goes on with it
-# there, and what is drawn next is Y_{i+1}. So P̂·β̂ of a head that is told Y_i is the chance that both are accepted.
-LABELS = ("token", "next", "after")
-TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
-
-
-@dataclass
-class DraftBatch:
-    """One forward of the draft and what the head should say of it.
-
-    input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
-    labels, mask: (batch, seq, 3): last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
-    where the token label counts; drawn_ids: (batch, seq) the token there. alternative_ids: (batch, seq, m) what else
-    might have been drawn there; alternatives: (batch, seq, m, 2), log q and a of these. indices: (batch,) prompt index
-    of each trace, for messages.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    allowed: Tensor
-    labels: Tensor
-    mask: Tensor
-    signals: Tensor
-    drawn_ids: Tensor
-    alternative_ids: Tensor
-    alternatives: Tensor
-    indices: Tensor
-
-    def to(self, device: torch.device) -> DraftBatch:
-        return DraftBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
-
-    def at(self, hidden: Tensor, axes: Sequence[int]) -> StateBatch:
-        """The places where one of LABELS[axes] counts. hidden: (batch, seq, hidden_size), of this very forward."""
-        used = self.mask[..., axes].any(-1)
-        return StateBatch(
-            hidden=hidden[used],
-            labels=self.labels[used],
-            mask=self.mask[used],
-            signals=self.signals[used],
-            drawn_ids=self.drawn_ids[used],
-            alternative_ids=self.alternative_ids[used],
-            alternatives=self.alternatives[used],
-            counts=used.sum(-1),
-            indices=self.indices,
-        )
-
-
-@dataclass
-class StateBatch:
-    """What heads read and should say at the n places of some traces that count, trace by trace: all that is left to
-    know of a DraftBatch once the draft has run.
-
-    hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3); signals: (n, 3); drawn_ids: (n,).
-    alternative_ids: (n, m); alternatives: (n, m, 2). counts: (traces,) places of each trace. indices: (traces,).
-    """
-
-    hidden: Tensor
-    labels: Tensor
-    mask: Tensor
-    signals: Tensor
-    drawn_ids: Tensor
-    alternative_ids: Tensor
-    alternatives: Tensor
-    counts: Tensor
-    indices: Tensor
-
-    def to(self, device: torch.device) -> StateBatch:
-        return StateBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
-
-    def with_alternatives(self) -> StateBatch:
-        """(n × (1 + m)) places: after each its alternatives, drawn from the same state, of which the token label alone
-        is known."""
-        places, most = self.alternative_ids.shape
-        if most == 0:
-            return self
-        hidden, labels, mask, signals = (
-            part.unsqueeze(1).repeat(1, 1 + most, 1) for part in (self.hidden, self.labels, self.mask, self.signals)
-        )
-        signals[:, 1:, LOGPROB], labels[:, 1:, TOKEN] = self.alternatives.unbind(-1)  # entropy and max q stay
-        mask[:, 1:, :TOKEN] = mask[:, 1:, TOKEN + 1 :] = False
-        return StateBatch(
-            hidden=hidden.flatten(0, 1),
-            labels=labels.flatten(0, 1),
-            mask=mask.flatten(0, 1),
-            signals=signals.flatten(0, 1),
-            drawn_ids=torch.cat([self.drawn_ids.unsqueeze(-1), self.alternative_ids], -1).flatten(),
-            alternative_ids=self.alternative_ids.new_zeros(places * (1 + most), 0),
-            alternatives=self.alternatives.new_zeros(places * (1 + most), 0, 2),
-            counts=self.counts * (1 + most),
-            indices=self.indices,
-        )
-
-    @classmethod
-    def joined(cls, batches: Sequence[StateBatch]) -> StateBatch:
-        return cls(**{name: torch.cat([vars(batch)[name] for batch in batches]) for name in vars(batches[0])})
-
-
-@dataclass
-class Packed:
-    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 3), of LABELS;
-    signals: (seq, 3); drawn_ids: (seq,); alternative_ids: (seq, m); alternatives: (seq, m, 2)."""
-
-    ids: Tensor
-    positions: Tensor
-    allowed: Tensor
-    labels: Tensor
-    mask: Tensor
-    signals: Tensor
-    drawn_ids: Tensor
-    alternative_ids: Tensor
-    alternatives: Tensor
 
 
 def mix_tokens(response_ids: Tensor, draft_ids: Tensor, uniform: Tensor, r: float) -> Tensor:
@@ -188,36 +74,6 @@ def pack_prefix(trace: dict[str, Any], alternatives: int = 0) -> Packed:
 def pack_fixed(trace: dict[str, Any], packing: Packing, alternatives: int = 0) -> Packed:
     """By `exact` or `prefix` packing, which feed the draft the same tokens in every epoch. alternatives: `prefix`."""
     return pack_exact(trace) if packing == "exact" else pack_prefix(trace, alternatives)
-
-
-def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
-    """Pad on the right. A padded query attends to itself, so that no attention row is empty."""
-    width = max(len(item.ids) for item in packed)
-    rows, most = len(packed), packed[0].alternative_ids.shape[1]
-    batch = DraftBatch(
-        input_ids=torch.zeros(rows, width, dtype=torch.long),
-        position_ids=torch.zeros(rows, width, dtype=torch.long),
-        allowed=torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1),
-        labels=torch.zeros(rows, width, len(LABELS)),
-        mask=torch.zeros(rows, width, len(LABELS), dtype=torch.bool),
-        signals=torch.zeros(rows, width, len(SIGNALS)),
-        drawn_ids=torch.zeros(rows, width, dtype=torch.long),
-        alternative_ids=torch.zeros(rows, width, most, dtype=torch.long),
-        alternatives=torch.zeros(rows, width, most, 2),
-        indices=torch.tensor(indices),
-    )
-    for row, item in enumerate(packed):
-        length = len(item.ids)
-        batch.input_ids[row, :length] = item.ids
-        batch.position_ids[row, :length] = item.positions
-        batch.allowed[row, 0, :length, :length] = item.allowed
-        batch.labels[row, :length] = item.labels
-        batch.mask[row, :length] = item.mask
-        batch.signals[row, :length] = item.signals
-        batch.drawn_ids[row, :length] = item.drawn_ids
-        batch.alternative_ids[row, :length] = item.alternative_ids
-        batch.alternatives[row, :length] = item.alternatives
-    return batch
 
 
 def _drawn(trace: dict[str, Any], start: int, length: int) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
+from accept_head.training.batches import LABELS, DraftBatch, StateBatch
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
-from accept_head.training.mixing import LABELS, DraftBatch, StateBatch
 
 LOG_EVERY = 10  # optimizer steps
 
@@ -217,7 +217,7 @@ class HeadTraining(L.LightningModule):
 
 
 def label_axes(config: HeadConfig) -> list[int]:
-    """Which of mixing.LABELS each of a head's logits is trained on."""
+    """Which of batches.LABELS each of a head's logits is trained on."""
     beyond = config.predicts == "both" and config.sees_drawn
     return [LABELS.index("after" if name == "next" and beyond else name) for name in config.predictions]
 

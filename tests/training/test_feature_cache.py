@@ -17,9 +17,9 @@ from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.signals import SIGNALS
 from accept_head.trace import write_shard
+from accept_head.training.batches import StateBatch
 from accept_head.training.data import TraceData
 from accept_head.training.feature_cache import FeatureCache
-from accept_head.training.mixing import StateBatch
 from accept_head.training.module import Candidate, HeadTraining
 from accept_head.training.splits import read_splits
 from tests.training.test_splits import CONFIG
