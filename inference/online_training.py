@@ -104,7 +104,7 @@ class OnlineTraining:
         parameters = [parameter.requires_grad_(True) for parameter in self.learner.parameters()]
         self.optimizer = torch.optim.Adam(parameters, lr=lr or 0.064 / head.config.hidden_size, betas=(0.9, 0.99))
         self.random = torch.Generator(parameters[0].device).manual_seed(0)
-        self.judges_others = head.config.reads == "before"
+        self.judges_alternatives = head.config.reads == "before"
         self.memory: Memory | None = None
         self.place = self.noted = self.rounds = 0
         self.learning = True
@@ -126,7 +126,7 @@ class OnlineTraining:
     def _note(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> None:
         rows = len(hidden)
         if self.memory is None:
-            draws = 1 + DRAWS * self.judges_others
+            draws = 1 + DRAWS * self.judges_alternatives
             self.memory = Memory.empty(max(self.SLOTS, rows), draws, hidden)
         memory = self.memory
         if self.place + rows > len(memory.weight):
@@ -159,20 +159,20 @@ class OnlineTraining:
                 here, counts = slice(place, place + rows), (depth < told) & labels[:, depth].isfinite()
                 self.memory.label[here, 0] = torch.where(counts, labels[:, depth], 0.0)
                 self.memory.weight[here, 0] = counts.float()
-                self._note_others(outcome.alternatives, depth, here, counts)
+                self._note_alternatives(outcome.alternatives, depth, here, counts)
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0 and self.noted >= self.FEWEST:
             self._train(len(outcome.live), correction)
 
-    def _note_others(self, others: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
+    def _note_alternatives(self, told: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
         """The alternatives at a depth of the rows that count, (rows,) bool, where the host tells of any."""
-        if not self.judges_others or others is None or depth >= others.token_ids.shape[1]:
+        if not self.judges_alternatives or told is None or depth >= told.token_ids.shape[1]:
             return
         assert self.memory is not None
-        known = counts[:, None] & others.acceptance[:, depth].isfinite()
-        self.memory.token_ids[here, 1:] = others.token_ids[:, depth]
-        self.memory.logprob[here, 1:] = torch.where(known, others.logprob[:, depth].float(), 0.0)
-        self.memory.label[here, 1:] = torch.where(known, others.acceptance[:, depth].float(), 0.0)
+        known = counts[:, None] & told.acceptance[:, depth].isfinite()
+        self.memory.token_ids[here, 1:] = told.token_ids[:, depth]
+        self.memory.logprob[here, 1:] = torch.where(known, told.logprob[:, depth].float(), 0.0)
+        self.memory.label[here, 1:] = torch.where(known, told.acceptance[:, depth].float(), 0.0)
         self.memory.weight[here, 1:] = known.float()
 
     # --- steps -------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         )
         if online:
             self.needs |= {Signal.ACCEPTANCE}
-        if self.training is not None and self.training.judges_others:
+        if self.training is not None and self.training.judges_alternatives:
             self.needs |= {Signal.ALTERNATIVES}
 
     def _scorer(self, head: AcceptanceHead) -> Score:
