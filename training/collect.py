@@ -113,7 +113,8 @@ def collect(
         shard_size: Prompts in one shard, the unit of work that an interruption loses; 64 when left out, or that of
             `responses`.
         alternatives: Further draws of the draft at each position, with the chance that each would be accepted: a head
-            learns from them what it would else need more text for. 4 when left out; none greedily.
+            learns from them what it would else need more text for. 4 when left out, or as many as the unfinished
+            traces in `out` have; none greedily.
         seed: Seed of responses and coupling.
         dtype: auto, float32, bfloat16 or float16.
         device_map: `auto` spreads the target over all devices of this process.
@@ -146,7 +147,7 @@ def collect(
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
     if alternatives is None:
-        alternatives = 0 if sampling.greedy else DRAWS
+        alternatives = _usual_alternatives(Path(out), sampling)
     if not 0 <= alternatives <= MOST_ALTERNATIVES:
         raise InputError(f"alternatives is {alternatives}, expected 0 to {MOST_ALTERNATIVES}")
     if alternatives and sampling.greedy:
@@ -238,6 +239,15 @@ def collect(
     trainer.strategy.barrier("collected")
     if trainer.is_global_zero:
         print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
+
+
+def _usual_alternatives(folder: Path, sampling: Sampling) -> int:
+    """Those of the traces that are there already: older ones have none, and the same command goes on with them."""
+    if sampling.greedy:
+        return 0
+    if (folder / CONFIG_NAME).is_file():
+        return TraceConfig.load(folder).alternatives or 0
+    return DRAWS
 
 
 def _room_for_prompts(pair: Pair, max_new_tokens: int) -> int:

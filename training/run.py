@@ -176,7 +176,8 @@ def train(
         )
     sweep = list(recipes) != [""]
     run = {
-        **asdict(chosen),
+        # An older run has no word of alternatives, and goes on without.
+        **{name: value for name, value in asdict(chosen).items() if name != "alternatives" or value},
         **{name: _swept(name, recipes, sweep) for name in ("depth", "w_rej")},
         **{"precision": precision, "seed": seed, "traces": splits.content()},
     }

@@ -88,6 +88,7 @@ def test_folder_holds_its_config_and_one_record_a_prompt_in_their_order(undistur
         assert row["prompt_ids"] == tokenizer(prompt["prompt"])["input_ids"]
         assert 1 <= len(row["response_ids"]) <= TOKENS
         assert row["finished"] == (row["response_ids"][-1] == tokenizer.eos_token_id)
+        assert len(row["alternative_ids"]) == 4 * len(row["response_ids"])
     config = json.loads((undisturbed / "trace_config.json").read_text())
     assert (config["num_prompts"], config["seed"], config["max_new_tokens"]) == (PROMPTS, 0, TOKENS)
     assert config["sampling"] == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
@@ -150,6 +151,21 @@ def test_a_shard_that_a_kill_left_half_written_is_made_anew(undisturbed, argumen
     assert visible(out) == content(undisturbed)
 
 
+def test_traces_without_alternatives_are_finished_without_them(undisturbed, arguments, run_warm, tmp_path):
+    """As older ones are. All else in them is as with alternatives."""
+    out = tmp_path / "older"
+    done = run_warm(*arguments(out, "--alternatives", 0))
+    assert done.returncode == 0, done.stderr
+    whole = content(out)
+    assert "alternatives" not in json.loads(whole["trace_config.json"])
+    shards(out)[-1].unlink()
+    done = run_warm(*arguments(out))
+    assert done.returncode == 0, done.stderr
+    assert content(out) == whole
+    for plain, row in zip(records(out), records(undisturbed), strict=True):
+        assert plain == {name: values for name, values in row.items() if not name.startswith("alternative_")}
+
+
 def test_a_rerun_of_a_finished_run_changes_nothing(undisturbed, arguments, run_warm):
     before = {path: path.stat().st_mtime_ns for path in undisturbed.iterdir()}
     done = run_warm(*arguments(undisturbed))
@@ -167,6 +183,8 @@ def test_a_rerun_of_a_finished_run_changes_nothing(undisturbed, arguments, run_w
         (("--batch_size", 2), "batch_size"),
         (("--shard_size", 8), "shard_size"),
         (("--max_prompts", 6), "prompts"),
+        (("--alternatives", 2), "alternatives"),
+        (("--temperature", 0), "temperature"),
     ],
 )
 def test_a_rerun_with_another_setting_is_refused_by_its_name(undisturbed, arguments, run_warm, changed, named):

@@ -89,6 +89,7 @@ def test_head_folder_holds_weights_config_metrics_settings_and_a_card(head, rand
     settings = json.loads((head / "training_config.json").read_text())
     assert (settings["recipe"], settings["lr"], settings["seed"]) == ("default", 0.01, 0)
     assert settings["packing"] == RECIPES["default"].packing != "mixing"
+    assert settings["alternatives"] == 4, "all that the traces have"
     assert str(random_pair_folder / "draft") in (head / "README.md").read_text()
     measured = metrics(head)
     assert measured["train_traces"] + measured["dev_traces"] == TRACES
@@ -96,6 +97,14 @@ def test_head_folder_holds_weights_config_metrics_settings_and_a_card(head, rand
     names = {"count", "binary_kl", "constant_kl", "brier", "ece", "auroc", "mean_predicted", "mean_observed"}
     assert set(measured["dev"]) == {"token"} and set(measured["dev"]["token"]) == names
     assert set(measured["train"]) == {"token"} and set(measured["train"]["token"]) == {"count", "binary_kl"}
+
+
+def test_alternatives_are_learnt_of_beside_the_drawn_tokens_unless_told_not_to(head, train, tmp_path):
+    plain = train(tmp_path / "plain", *SHORT, "--alternatives", 0)
+    drawn = metrics(plain)["train"]["token"]["count"]
+    assert metrics(head)["train"]["token"]["count"] == 5 * drawn
+    assert metrics(head)["dev"]["token"]["count"] == metrics(plain)["dev"]["token"]["count"], "dev judges drawn tokens"
+    assert not are_close(weights(head), weights(plain), rtol=1e-2, atol=1e-3)
 
 
 def test_weights_are_float32_and_learned(head):

@@ -176,11 +176,13 @@ def test_a_head_trained_on_shuffled_labels_fails_the_bar(train, embedded_traces,
     random = np.random.default_rng(0)
     for shard in sorted(embedded_traces[0].glob("*.parquet")):
         table = pq.read_table(shard)
-        column = table["acceptance"].combine_chunks()
-        mixed = pa.array(random.permutation(column.flatten().to_numpy()), type=column.type.value_type)
-        place = table.schema.get_field_index("acceptance")
-        new = pa.ListArray.from_arrays(column.offsets, mixed, type=column.type)
-        pq.write_table(table.set_column(place, table.schema.field(place), new), shuffled / shard.name)
+        for name in ("acceptance", "alternative_acceptance"):
+            column = table[name].combine_chunks()
+            mixed = pa.array(random.permutation(column.flatten().to_numpy()), type=column.type.value_type)
+            place = table.schema.get_field_index(name)
+            new = pa.ListArray.from_arrays(column.offsets, mixed, type=column.type)
+            table = table.set_column(place, table.schema.field(place), new)
+        pq.write_table(table, shuffled / shard.name)
     head = train(tmp_path / "head", "--epochs", 3, traces=shuffled)
     states, labels = dev_positions
     assert binary_kl(labels, predict(head, states)) > BAR * constant_kl(labels)
