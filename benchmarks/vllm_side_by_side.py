@@ -4,11 +4,12 @@ Same engine, prompts and weights; on each chunk of prompts every arm runs in tur
 speculation; vLLM's own fixed K, one of them twice (the noise floor), and its table from batch size to K (made here, of
 a pilot run on dev prompts); our policies, per row; the head, per row, as its decoding.json says and with other
 thresholds, and with the batch-wide end of a round (`costs`, of the same pilot). At T = 0 outputs are compared. Times
-per output token are from a response's first token to its last.
+per output token are from a response's first token to its last. `matched`: the head with the threshold that was chosen
+for a fixed K on dev prompts, against that K. Two hours on a CPU; each cell is written when it is done.
 
 OMP_NUM_THREADS=1 .venv-vllm/bin/python benchmarks/vllm_side_by_side.py            # the embedded pair, on a CPU
 python benchmarks/vllm_side_by_side.py --target T --draft D --prompts P.jsonl --head HEAD --greedy_head HEAD \\
-    --dtype bfloat16 --gpu_memory 0.4 --batches 1 4 16 64 --name vllm_side_by_side_gpu       # on a GPU
+    --dtype bfloat16 --gpu_memory 0.4 --batches 1 4 16 64 --counts 160 160 160 256 --name vllm_gpu   # on a GPU
 """
 
 from __future__ import annotations
@@ -404,7 +405,7 @@ def _parse() -> Any:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--counts", type=int, nargs="+", default=[160, 80, 80], help="prompts, for each batch size")
     parser.add_argument("--arms", nargs="+", default=[], help="only these, by the names of the table; else all")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--max_new_tokens", type=int, default=64)
     parser.add_argument("--max_model_len", type=int, default=512)
     parser.add_argument("--dtype", default="float32")
