@@ -18,7 +18,7 @@ from accept_head.training.batches import DraftBatch, Packed, StateBatch, collate
 from accept_head.training.feature_cache import FeatureCache
 from accept_head.training.mixing import Packing, pack_fixed, pack_mixed
 
-MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0 and 1
+MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0, 1 and 6
 
 
 class PackedTraces(Dataset):
