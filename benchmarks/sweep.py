@@ -3,10 +3,11 @@
 The paper's grid (SpecDec++ table 3: depth 0 to 4, w_rej 1, 3, 6, 12) in one `accept-head train`, against the same
 command for one head: of depth 3, and of the largest depth. Whole processes, start-up included, one after another in
 turn, so that a slow moment of the machine touches all of them; the fastest of the repeats counts, CPU seconds stand
-beside. `fit` is the training alone. Then: how far the weights of the sweep's heads are from those of the heads trained
-alone.
+beside. `fit` is the training alone. The sweep runs twice: its heads in turn on one thread, and on `--head_threads`
+(`sweep_threads`), as `accept-head train` does by itself where it may use several cores; a single head has no use for
+them. Then: how far the weights of both sweeps' heads are from those of the heads trained alone.
 
-python benchmarks/sweep.py [--repeats 3] [--traces FOLDER with train and dev]
+OMP_NUM_THREADS=1 python benchmarks/sweep.py [--repeats 3] [--head_threads 2] [--traces FOLDER with train and dev]
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from accept_head.training.collect import collect
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1, 3, 6, 12)
 RECIPES = {"default": 1, "specdecpp": 6}  # and the w_rej of a head trained alone
 COUNTS = {"train": 480, "dev": 64}  # traces, as in the demo
+SWEEPS = ("sweep", "sweep_threads")
 CHECKED = ((0, 1), (1, 12), (3, 6), (4, 3))  # depth, w_rej
 
 # `accept-head train`, which says how long Trainer.fit took. It starts itself anew before it imports anything.
@@ -56,12 +58,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--traces", default=str(REPOSITORY / "runs" / "demo" / "traces"))
     parser.add_argument("--recipe", choices=RECIPES)
+    parser.add_argument("--head_threads", type=int, default=2)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         traces = usable_traces(Path(options.traces), folder)
         recipes = [options.recipe] if options.recipe else list(RECIPES)
-        measured = {recipe: measure(recipe, traces, folder, options.repeats) for recipe in recipes}
+        measured = {recipe: measure(recipe, traces, folder, options) for recipe in recipes}
     settings = {"traces": COUNTS, "depth": DEPTHS, "w_rej": WEIGHTS}
     print(f"wrote {write_result('sweep', {**settings, 'recipes': measured_before() | measured})}")
 
@@ -96,10 +99,15 @@ def usable_traces(folder: Path, temporary: Path) -> Path:
     return temporary / "traces"
 
 
-def measure(recipe: str, traces: Path, folder: Path, repeats: int) -> dict[str, Any]:
-    weight = RECIPES[recipe]
-    grid = {"depth": as_list(DEPTHS), "w_rej": as_list(WEIGHTS)}
-    jobs = {"depth3": {"depth": 3, "w_rej": weight}, "depth4": {"depth": 4, "w_rej": weight}, "sweep": grid}
+def measure(recipe: str, traces: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    weight, repeats = RECIPES[recipe], options.repeats
+    grid = {"depth": as_list(DEPTHS), "w_rej": as_list(WEIGHTS), "head_threads": 1}
+    jobs = {
+        "depth3": {"depth": 3, "w_rej": weight},
+        "depth4": {"depth": 4, "w_rej": weight},
+        "sweep": grid,
+        "sweep_threads": {**grid, "head_threads": options.head_threads},
+    }
     times: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
     for repeat in range(repeats):
         for name, settings in jobs.items():
@@ -111,16 +119,22 @@ def measure(recipe: str, traces: Path, folder: Path, repeats: int) -> dict[str, 
         seconds = train(recipe, traces, folder / "alone", {"depth": depth, "w_rej": w_rej})
         alone = {key: alone[key] + seconds[key] for key in alone}
         head = f"depth{depth}-w_rej{w_rej}"
-        differences[head] = largest_difference(folder / f"{recipe}-sweep" / head, folder / "alone")
+        differences[head] = max(
+            largest_difference(folder / f"{recipe}-{name}" / head, folder / "alone") for name in SWEEPS
+        )
     each = {key: value / (1 + len(CHECKED)) for key, value in alone.items()}
     heads = len(DEPTHS) * len(WEIGHTS)
     result = {
         "date": datetime.date.today().isoformat(),  # the recipes of the file may be of several runs
         "repeats": repeats,
+        "head_threads": options.head_threads,
         "seconds": best,
         "all_repeats": times,
-        "sweep_over_one_head": {
-            name: {key: best["sweep"][key] / best[name][key] for key in best[name]} for name in ("depth3", "depth4")
+        **{
+            f"{sweep}_over_one_head": {
+                name: {key: best[sweep][key] / best[name][key] for key in best[name]} for name in ("depth3", "depth4")
+            }
+            for sweep in SWEEPS
         },
         "all_heads_alone_over_sweep": {key: heads * each[key] / best["sweep"][key] for key in each},
         "largest_weight_difference_to_alone": differences,

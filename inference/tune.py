@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-import numpy as np
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -28,6 +27,7 @@ from accept_head.inference.cost_aware import cost_aware
 from accept_head.inference.cost_file import pair_costs, read_costs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.informed import InformedTables, check_target, informed_tables, replay_informed
+from accept_head.inference.objectives import Objective, objective_of
 from accept_head.inference.policies import EntropyPolicy, HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
@@ -36,7 +36,6 @@ from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddin
 from accept_head.trace import CONFIG_NAME, finished_config
 from accept_head.version import VERSION
 
-Objective = Literal["mean", "worst-domain"]
 Search = Literal["grid", "cost"]
 DECODING_NAME = "decoding.json"
 BOUNDS = ("informed", "oracle")  # rows that are no policies
@@ -89,7 +88,9 @@ def tune(
         search: How heads are tuned. `cost`: the threshold at which one more token just pays for itself, with k_min 1
             and the largest k_max; for the objective `mean`. `grid`: every threshold at all bounds. When left out:
             `grid` where `thresholds`, `k_min` or another objective are given, else `cost`.
-        objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest.
+        objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest;
+            `discard`: least drafted in vain at no more target calls than the best fixed length, of which 97.5 % of
+            resamples of the prompts must agree.
         target: The target that the traces were made with, to add the informed bound: what a policy could reach that
             knows how likely each token is accepted. Asked once; what it said is kept beside the traces.
         max_prompts: Use the first so many traces.
@@ -128,7 +129,8 @@ def tune(
     truth = informed_tables(coupled, model, load_target)
     # What a policy of this file predicts, as it will where it decodes; a target that is only imagined has no file.
     real = costs if target_times == 1 else None
-    tuned = search_all(coupled, heads, priced, grid, objective, pair_costs(Path(real)) if real else None, truth)
+    pair = pair_costs(Path(real)) if real else None
+    tuned = search_all(coupled, heads, priced, grid, objective, pair, truth, seed=seed)
     rows = tuned.rows(seed, real)
     decodings = {name: decoding(tuned, name, rows) for name in heads}
     write_json(
@@ -153,6 +155,9 @@ def tune(
             f"choice is in {path} only", highlight=False
         )  # fmt: skip
     console.print(f"wrote {path}", highlight=False)
+    for name, policy in tuned.chosen.items() if objective == "discard" else ():
+        if policy.total.verification_rate > tuned.best_fixed.total.verification_rate:
+            console.print(f"{name}: no setting calls the target as seldom as {tuned.best_fixed.name}.", highlight=False)
     if all(row["speedup"] <= 1 for row in rows if row["name"] not in ("none", *BOUNDS)):
         console.print("No policy is faster than the target alone at these costs: decode with --policy none.")
 
@@ -208,7 +213,12 @@ class Tuned:
 
     @property
     def best_fixed(self) -> Replayed:
-        return max(self.fixed, key=lambda policy: float(throughputs(policy.counts.sum(0), self.costs)))
+        return fastest(self.fixed, self.costs)
+
+
+def fastest(policies: Sequence[Replayed], costs: ForwardCosts) -> Replayed:
+    """By tokens/s."""
+    return max(policies, key=lambda policy: float(throughputs(policy.counts.sum(0), costs)))
 
 
 def search_all(
@@ -219,9 +229,11 @@ def search_all(
     objective: Objective = "mean",
     pair: PairCosts | None = None,
     truth: InformedTables | None = None,
+    *,
+    seed: int = 0,
 ) -> Tuned:
     """Replay everything and choose. heads: by the name that a SPEC would give them. pair: for `ask`. truth: for the
-    informed bound."""
+    informed bound. seed: for `objective_of`."""
     none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     families = {name: _replay_head(traces, name, head, grid, costs) for name, head in heads.items()}
     for name in grid.rules:
@@ -229,7 +241,7 @@ def search_all(
             families[name] = replay_thresholds(traces, RULES[name](), grid.settings(grid.of(name)), name)
         else:
             families[name] = [ask(traces, name, v, costs, max(grid.k_max), pair) for v in _values(name, costs)]
-    value = objective_of(objective, traces.domains, costs)
+    value = objective_of(objective, traces.domains, costs, fastest(fixed, costs), seed=seed)
     return Tuned(
         traces=traces,
         costs=costs,
@@ -241,17 +253,6 @@ def search_all(
         chosen={name: max(settings, key=value) for name, settings in families.items()},
         informed=replay_informed(traces, truth, costs) if truth else None,
     )
-
-
-def objective_of(objective: Objective, domains: Sequence[str], costs: ForwardCosts) -> Any:
-    """What to maximise: Replayed → tokens/s, over all responses or in the domain where it is lowest."""
-    if objective not in get_args(Objective):
-        raise InputError(f"objective is {objective!r}, expected one of {get_args(Objective)}")
-    names = np.array(domains)
-    groups = (
-        [np.ones(len(names), dtype=bool)] if objective == "mean" else [names == name for name in sorted(set(names))]
-    )
-    return lambda policy: min(float(throughputs(policy.counts[group].sum(0), costs)) for group in groups)
 
 
 def _values(name: str, costs: ForwardCosts) -> Sequence[float]:

@@ -23,9 +23,10 @@ from accept_head.head import AcceptanceHead
 class Positions:
     """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
 
-    hidden: (n, hidden_size) float32. signals: (n, signals of the config), normalised; None when the head reads none.
-    embedded: (n, hidden_size), of the drawn tokens, as `AcceptanceHead.embedded` gives it; None likewise.
-    accept, reject: (n, predictions), the label a and 1 − a; both 0 where that prediction does not count.
+    hidden: (n / draws, hidden_size) float32, the state of so many positions one after another: a drawn token, and then
+    its alternatives. signals: (n, signals of the config), normalised; None when the head reads none. embedded: (n,
+    hidden_size), of the drawn tokens, as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n,
+    predictions), the label a and 1 − a; both 0 where that prediction does not count.
     """
 
     hidden: Tensor
@@ -33,6 +34,10 @@ class Positions:
     embedded: Tensor | None
     accept: Tensor
     reject: Tensor
+
+    @property
+    def draws(self) -> int:
+        return len(self.accept) // max(len(self.hidden), 1)
 
 
 @dataclass
@@ -75,8 +80,8 @@ def head_loss(
 
 
 def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> dict[nn.Linear, Tensor]:
-    """What goes into the head through weights of its own, (n, …) each, by the layer that it goes through, in the order
-    of `head.parameters()`."""
+    """What goes into the head through weights of its own, by the layer that it goes through, in the order of
+    `head.parameters()`: (n, …) each, but the state, which is (n / draws, …)."""
     inputs = {}
     if positions.signals is not None:
         inputs[head.signal_input] = positions.signals
@@ -88,9 +93,13 @@ def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> d
 
 
 def _first_state(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> Tensor:
-    """(n, channels): the sum of all that the head reads."""
-    state = positions.hidden if head.config.width is None else positions.hidden.new_zeros(1, head.config.width)
-    for linear, value in _inputs(head, positions, dtype).items():
+    """(n, channels): the sum of all that the head reads. What comes of a state is worked out once for all its draws."""
+    inputs, draws = _inputs(head, positions, dtype), positions.draws
+    state = positions.hidden
+    if head.config.width is not None:
+        state = (inputs.pop(head.state_input) @ head.state_input.weight.t().to(dtype)).float()
+    state = state.repeat_interleave(draws, 0) if draws > 1 else state
+    for linear, value in inputs.items():
         weight = linear.weight.t().to(value.dtype)
         state = torch.addmm(state, value, weight) if value.dtype == torch.float32 else state + value @ weight
     return state
@@ -118,7 +127,7 @@ def _backward_blocks(
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(weight and bias gradients of every block, first block first; gradient of the weights that each of `inputs`
-    went through). inputs: (n, …) each. d_state: of the state after the last block, (n, channels)."""
+    went through). inputs: as of `_inputs`. d_state: of the state after the last block, (n, channels)."""
     gradients: list[Tensor] = []
     for level in reversed(range(len(blocks))):
         weight, _ = blocks[level]
@@ -126,7 +135,12 @@ def _backward_blocks(
         gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
         if level > 0 or inputs:
             d_state = d_state.addmm_(d_linear, weight) if dtype == torch.float32 else d_state + d_linear @ weight
-    return gradients, [(d_state.to(value.dtype).t() @ value).float() for value in inputs]
+    return gradients, [(_summed_to(len(value), d_state).to(value.dtype).t() @ value).float() for value in inputs]
+
+
+def _summed_to(count: int, d_state: Tensor) -> Tensor:
+    """(n, channels) → (count, channels), over the n / count draws of each state."""
+    return d_state if count == len(d_state) else d_state.view(count, -1, d_state.shape[-1]).sum(1)
 
 
 class KnownGradients(torch.autograd.Function):

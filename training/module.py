@@ -18,6 +18,7 @@ from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.batches import LABELS, DraftBatch, StateBatch
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
+from accept_head.training.head_threads import HeadThreads
 
 LOG_EVERY = 10  # optimizer steps
 
@@ -51,6 +52,7 @@ class HeadTraining(L.LightningModule):
         steps_per_epoch: int,
         warmup_share: float,
         w_acc: float,
+        head_threads: int = 1,
     ):
         super().__init__()
         self.candidates = tuple(candidates)
@@ -61,6 +63,7 @@ class HeadTraining(L.LightningModule):
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
+        self.threads = HeadThreads(head_threads)
         # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
         self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
         # The KLs and counts of the last epoch so far, over all ranks: (heads, 2 × predictions).
@@ -91,10 +94,10 @@ class HeadTraining(L.LightningModule):
         batch = self.read(batch)
         with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
             positions = self._positions(batch)
-            losses = [
-                head_loss(candidate.head, positions, w_acc=self.w_acc, w_rej=candidate.w_rej, dtype=dtype)
-                for candidate in self.candidates
-            ]
+            losses = self.threads.map(
+                lambda one: head_loss(one.head, positions, w_acc=self.w_acc, w_rej=one.w_rej, dtype=dtype),
+                self.candidates,
+            )
             values = torch.stack([loss.value for loss in losses])
             self._check_finite(values, batch)
             self.step_sums = self.step_sums.to(values.device) + self._sums(positions, values, losses)
@@ -102,13 +105,13 @@ class HeadTraining(L.LightningModule):
         return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
 
     def _positions(self, batch: StateBatch) -> Positions:
-        batch = batch.with_alternatives()
-        labels, mask = batch.labels[:, self.axes], batch.mask[:, self.axes]
+        draws = batch.draws()
+        labels, mask = draws.labels[:, self.axes], draws.mask[:, self.axes]
         head = self.candidates[0].head  # all normalise the same signals alike
         return Positions(
             hidden=batch.hidden.float(),
-            signals=head.normalised(batch.signals) if head.config.signals else None,
-            embedded=head.embedded(batch.drawn_ids) if head.config.reads_embedding else None,
+            signals=head.normalised(draws.signals) if head.config.signals else None,
+            embedded=head.embedded(draws.ids) if head.config.reads_embedding else None,
             accept=torch.where(mask, labels, 0.0),
             reject=torch.where(mask, 1 - labels, 0.0),
         )

@@ -21,7 +21,8 @@ from accept_head.trace import check_scored
 from accept_head.trace_values import check_context
 from accept_head.training.data import StepSampler, TraceData
 from accept_head.training.feature_cache import FeatureCache, check_cacheable
-from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
+from accept_head.training.head_threads import HeadThreadCount, settled
+from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options, use_cpu_only
 from accept_head.training.mixing import Packing
 from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
 from accept_head.training.output import prepare_run, print_quality, save_heads
@@ -56,6 +57,7 @@ def train(
     checkpoint_every: int = 50,
     cache: bool | str = False,
     workers: int = 0,
+    head_threads: HeadThreadCount = "auto",
     dry_run: bool = False,
     model_shapes: str | None = None,
     trust_remote_code: bool = False,
@@ -101,6 +103,8 @@ def train(
         cache: Keep the draft's states on disk, so that the draft runs over the traces once, not in every epoch, and not
             again in later runs: a folder, or true for `features` in each folder of traces. Not with token mixing.
         workers: Processes that prepare batches.
+        head_threads: On a CPU, heads of a sweep that learn at once, each on a thread of its own. `auto`: as many as
+            this process has cores, at most OMP_NUM_THREADS. Changes no bit of a head.
         dry_run: Load no weights and write nothing: resolve every name and print what the run would cost.
         model_shapes: With dry_run: folder with a `NAME/config.json` for a draft that cannot be reached from here.
         trust_remote_code: Run model code that comes with the draft.
@@ -114,6 +118,8 @@ def train(
     variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
         raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")
+    if head_threads != "auto" and head_threads < 1:
+        raise InputError(f"head_threads is {head_threads}, expected a number from 1 on, or auto")
     if cache:
         check_cacheable(chosen.packing)
     if dry_run:
@@ -163,7 +169,8 @@ def train(
         workers=workers,
     )
     recipes = variants(chosen, depth, w_rej)
-    module, sampler = _build(recipes, draft_model, data, options, seed)
+    threads = settled(head_threads, len(recipes), use_cpu=use_cpu_only(), processes=options["devices"])
+    module, sampler = _build(recipes, draft_model, data, options, seed, threads)
     if cache:
         data.cache = FeatureCache(
             splits.parts,
@@ -221,7 +228,7 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
 
 
 def _build(
-    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int
+    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int, head_threads: int
 ) -> tuple[HeadTraining, StepSampler]:
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
     common = next(iter(recipes.values()))
@@ -250,6 +257,7 @@ def _build(
         steps_per_epoch=sampler.steps_per_epoch,
         warmup_share=common.warmup_share,
         w_acc=common.w_acc,
+        head_threads=head_threads,
     )
     return module, sampler
 

@@ -22,7 +22,7 @@ from accept_head.inference.policies import (
     HeadPolicy,
     SvipPolicy,
 )
-from accept_head.inference.tune import Grid, decoding, load_heads, objective_of, search_all
+from accept_head.inference.tune import Grid, decoding, load_heads, search_all
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
 from tests.inference.toy import llama, random_head
@@ -267,11 +267,6 @@ def test_the_search_by_cost_gives_heads_one_setting_a_lag_and_rules_their_grid(t
     for name in ("confidence", "entropy"):
         assert len(tuned.families[name]) == len(grid.families[name])
         assert np.array_equal(tuned.chosen[name].counts, grid.chosen[name].counts)
-
-
-def test_an_unknown_objective_is_refused():
-    with pytest.raises(InputError, match=r"'best'.*mean.*worst-domain"):
-        objective_of("best", ["a"], COSTS)
 
 
 @pytest.mark.parametrize("changes", [{"max_new_tokens": 1}, {"accept": 1.0, "max_new_tokens": 6, "ends": 0.0}])

@@ -187,6 +187,21 @@ def test_worst_domain_is_an_objective(tune):
         assert row(done[0], start)["throughput"] >= row(done[1], start)["throughput"]
 
 
+def test_least_discard_is_an_objective(tune, place):
+    """Of settings that call the target no more often than the best fixed length; said where there is none."""
+    fast, lean = (
+        tune("--objective", objective, "--search", "grid", "--head", place / "drawn", *SMALL)
+        for objective in ("mean", "discard")
+    )
+    assert lean.tuned["objective"] == "discard"
+    fixed = row(lean, f"fixed:{best_fixed(lean)}")
+    for start in (f"head:{place / 'drawn'}", "confidence", "entropy"):
+        chosen = row(lean, start)
+        told = f"no setting calls the target as seldom as {fixed['name']}" in lean.out
+        assert chosen["verification_rate"] <= fixed["verification_rate"] or told
+        assert chosen["throughput"] <= row(fast, start)["throughput"]
+
+
 def test_lags_bounds_and_thresholds_are_those_asked_for(tune, place):
     done = tune("--head", place / "drawn", "--lag", 0, "--k_min", 3, "--k_max", 5, "--thresholds", ".35")
     assert row(done, "head")["params"] == {"threshold": 0.35, "k_min": 3, "k_max": 5, "lag": 0}

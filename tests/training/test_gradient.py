@@ -78,6 +78,31 @@ def test_value_and_gradients_are_autograds(depth, options):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
+DRAWS = 3
+SEVERAL_DRAWS = [
+    {"signals": True},
+    {"embedding": True},
+    {"signals": True, "embedding": True, "width": 24, "predicts": "both"},
+    {"width": 8},
+]
+
+
+@pytest.mark.parametrize("options", SEVERAL_DRAWS, ids=str)
+def test_draws_from_one_state_are_as_positions_of_their_own(options):
+    """The state is given once for each DRAWS positions, and goes once through weights of its own."""
+    head = make_head(2, **options)
+    hidden, *others = make_inputs(head)
+    others = [part[: COUNT // DRAWS * DRAWS] for part in others]
+    states = hidden[: COUNT // DRAWS]
+    got = by_hand(head, (states, *others))
+    value, gradients = by_autograd(head, (states.repeat_interleave(DRAWS, 0), *others))
+    torch.testing.assert_close(got.value, value, rtol=1e-5, atol=1e-5)
+    for (name, _), mine, wanted in zip(head.named_parameters(), got.gradients, gradients, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    tiled = by_autograd(head, (states.repeat(DRAWS, 1), *others))[0]
+    assert not torch.isclose(got.value, tiled, rtol=1e-3), "states in another order: the test has no power"
+
+
 def test_comparison_would_see_another_loss_weight():
     head = make_head(2, signals=True)
     inputs = make_inputs(head)

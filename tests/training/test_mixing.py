@@ -328,7 +328,8 @@ def test_each_drawn_token_is_followed_by_its_alternatives_from_the_same_state(ma
     ]
     batch = collate(packed, list(range(len(packed))))
     hidden = torch.arange(batch.input_ids.numel()).view(*batch.input_ids.shape, 1).float()
-    found = batch.at(hidden, [0, 2]).with_alternatives()
+    states = batch.at(hidden, [0, 2])
+    found, of_each = states.draws(), states.hidden.repeat_interleave(1 + kept, 0)
 
     expected = []
     for row, trace in enumerate(records):
@@ -342,12 +343,12 @@ def test_each_drawn_token_is_followed_by_its_alternatives_from_the_same_state(ma
                 expected.append((state, *values, *shared, trace["alternative_acceptance"][j], False))
     assert len(expected) == sum(count for _, count in LENGTHS) * (1 + kept)
     signals = [found.signals[:, SIGNALS.index(f"draft_{name}")] for name in ("logprob", "entropy", "max_prob")]
-    columns = found.hidden[:, 0], found.drawn_ids, *signals, found.labels[:, 0], found.mask[:, 2]
+    columns = of_each[:, 0], found.ids, *signals, found.labels[:, 0], found.mask[:, 2]
     got = zip(*(column.tolist() for column in columns), strict=True)
     for one, other in zip(got, expected, strict=True):
         assert one == pytest.approx(other, abs=1e-6)
     assert found.mask[:, 0].all()
-    assert found.counts.tolist() == [count * (1 + kept) for _, count in LENGTHS]
+    assert states.counts.tolist() == [count for _, count in LENGTHS]
 
 
 def test_a_packing_that_feeds_the_drawn_token_has_no_alternatives_to_it(make_traces):
