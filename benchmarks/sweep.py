@@ -3,11 +3,11 @@
 The paper's grid (SpecDec++ table 3: depth 0 to 4, w_rej 1, 3, 6, 12) in one `accept-head train`, against the same
 command for one head: of depth 3, and of the largest depth. Whole processes, start-up included, one after another in
 turn, so that a slow moment of the machine touches all of them; the fastest of the repeats counts, CPU seconds stand
-beside. `fit` is the training alone. The sweep runs twice: its heads in turn on one thread, and on `--head_threads`
-(`sweep_threads`), as `accept-head train` does by itself where it may use several cores; a single head has no use for
-them. Then: how far the weights of both sweeps' heads are from those of the heads trained alone.
+beside. `fit` is the training alone. All of it on two threads (`--threads`, what `accept-head train` takes by itself
+where it may use two cores: the draft runs a batch ahead of the heads), and on one. Then: how far the weights of the
+sweep's heads are from those of the heads trained alone.
 
-OMP_NUM_THREADS=1 python benchmarks/sweep.py [--repeats 3] [--head_threads 2] [--traces FOLDER with train and dev]
+OMP_NUM_THREADS=1 python benchmarks/sweep.py [--repeats 3] [--threads 2 1] [--traces FOLDER with train and dev]
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from accept_head.training.collect import collect
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1, 3, 6, 12)
 RECIPES = {"default": 1, "specdecpp": 6}  # and the w_rej of a head trained alone
 COUNTS = {"train": 480, "dev": 64}  # traces, as in the demo
-SWEEPS = ("sweep", "sweep_threads")
 CHECKED = ((0, 1), (1, 12), (3, 6), (4, 3))  # depth, w_rej
 
 # `accept-head train`, which says how long Trainer.fit took. It starts itself anew before it imports anything.
@@ -58,7 +57,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--traces", default=str(REPOSITORY / "runs" / "demo" / "traces"))
     parser.add_argument("--recipe", choices=RECIPES)
-    parser.add_argument("--head_threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -100,47 +99,56 @@ def usable_traces(folder: Path, temporary: Path) -> Path:
 
 
 def measure(recipe: str, traces: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    weight, repeats = RECIPES[recipe], options.repeats
-    grid = {"depth": as_list(DEPTHS), "w_rej": as_list(WEIGHTS), "head_threads": 1}
-    jobs = {
+    """By the number of threads."""
+    weight = RECIPES[recipe]
+    jobs: dict[str, dict[str, Any]] = {
         "depth3": {"depth": 3, "w_rej": weight},
         "depth4": {"depth": 4, "w_rej": weight},
-        "sweep": grid,
-        "sweep_threads": {**grid, "head_threads": options.head_threads},
+        "sweep": {"depth": as_list(DEPTHS), "w_rej": as_list(WEIGHTS)},
     }
-    times: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
-    for repeat in range(repeats):
-        for name, settings in jobs.items():
-            times[name].append(train(recipe, traces, folder / f"{recipe}-{name}", settings))
-            print(recipe, repeat, name, {key: round(value, 1) for key, value in times[name][-1].items()}, flush=True)
-    best = {name: {key: min(one[key] for one in ones) for key in ones[0]} for name, ones in times.items()}
-    differences, alone = {}, dict(best["depth3"])
-    for depth, w_rej in CHECKED:
-        seconds = train(recipe, traces, folder / "alone", {"depth": depth, "w_rej": w_rej})
-        alone = {key: alone[key] + seconds[key] for key in alone}
+    times: dict[int, dict[str, list[dict[str, float]]]] = {}
+    for repeat in range(options.repeats):
+        for threads in options.threads:
+            of_job = times.setdefault(threads, {name: [] for name in jobs})
+            for name, settings in jobs.items():
+                out = folder / f"{recipe}-{threads}-{name}"
+                of_job[name].append(train(recipe, traces, out, {**settings, "threads": threads}))
+                rounded = {key: round(value, 1) for key, value in of_job[name][-1].items()}
+                print(recipe, repeat, f"{threads} threads", name, rounded, flush=True)
+    sweeps = [folder / f"{recipe}-{threads}-sweep" for threads in options.threads]
+    alone: dict[int, list[dict[str, float]]] = {threads: of_job["depth3"][:1] for threads, of_job in times.items()}
+    differences = {}
+    for number, (depth, w_rej) in enumerate(CHECKED):
+        threads = options.threads[number % len(options.threads)]
+        settings = {"depth": depth, "w_rej": w_rej, "threads": threads}
+        alone[threads].append(train(recipe, traces, folder / "alone", settings))
         head = f"depth{depth}-w_rej{w_rej}"
-        differences[head] = max(
-            largest_difference(folder / f"{recipe}-{name}" / head, folder / "alone") for name in SWEEPS
-        )
-    each = {key: value / (1 + len(CHECKED)) for key, value in alone.items()}
-    heads = len(DEPTHS) * len(WEIGHTS)
+        differences[head] = max(largest_difference(sweep / head, folder / "alone") for sweep in sweeps)
     result = {
         "date": datetime.date.today().isoformat(),  # the recipes of the file may be of several runs
-        "repeats": repeats,
-        "head_threads": options.head_threads,
-        "seconds": best,
-        "all_repeats": times,
-        **{
-            f"{sweep}_over_one_head": {
-                name: {key: best[sweep][key] / best[name][key] for key in best[name]} for name in ("depth3", "depth4")
-            }
-            for sweep in SWEEPS
-        },
-        "all_heads_alone_over_sweep": {key: heads * each[key] / best["sweep"][key] for key in each},
+        "repeats": options.repeats,
+        "by_threads": {threads: figures(of_job, alone[threads]) for threads, of_job in times.items()},
         "largest_weight_difference_to_alone": differences,
     }
-    print(recipe, {name: value for name, value in result.items() if name != "all_repeats"}, flush=True)
+    for threads, of_threads in result["by_threads"].items():
+        print(recipe, threads, {name: value for name, value in of_threads.items() if name != "all_repeats"}, flush=True)
+    print(differences, flush=True)
     return result
+
+
+def figures(times: dict[str, list[dict[str, float]]], alone: list[dict[str, float]]) -> dict[str, Any]:
+    """times: of each job, its repeats. alone: of single heads of several depths."""
+    best = {name: {key: min(one[key] for one in ones) for key in ones[0]} for name, ones in times.items()}
+    each = {key: sum(one[key] for one in alone) / len(alone) for key in alone[0]}
+    heads = len(DEPTHS) * len(WEIGHTS)
+    return {
+        "seconds": best,
+        "all_repeats": times,
+        "sweep_over_one_head": {
+            name: {key: best["sweep"][key] / best[name][key] for key in best[name]} for name in ("depth3", "depth4")
+        },
+        "all_heads_alone_over_sweep": {key: heads * each[key] / best["sweep"][key] for key in each},
+    }
 
 
 def train(recipe: str, traces: Path, out: Path, settings: dict[str, Any]) -> dict[str, float]:

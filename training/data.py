@@ -17,6 +17,7 @@ from accept_head.randomness import uniforms
 from accept_head.training.batches import DraftBatch, Packed, StateBatch, collate
 from accept_head.training.feature_cache import FeatureCache
 from accept_head.training.mixing import Packing, pack_fixed, pack_mixed
+from accept_head.training.threads import ReadAhead
 
 MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0, 1 and 6
 
@@ -109,7 +110,8 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
 class TraceData(L.LightningDataModule):
     """Training batches by StepSampler; dev batches never mixed, whatever training does, and each trace on one rank.
 
-    With a cache the draft runs in `setup` alone, on what the cache lacks, and batches are StateBatches.
+    With a cache the draft runs in `setup` alone, on what the cache lacks, and batches are StateBatches. Without one,
+    where it `reads_ahead`, training batches are so, too: the draft runs on a thread of its own, a batch ahead.
     """
 
     def __init__(
@@ -139,31 +141,38 @@ class TraceData(L.LightningDataModule):
         }
         self.micro_batch_size, self.workers = micro_batch_size, workers
         self.first_step = 0
+        self.reads_ahead = False
 
     def setup(self, stage: str) -> None:
         """Complete the cache: each rank writes a share of what is missing, and checks a share of what is there."""
         if self.cache is None:
             return
         assert self.trainer is not None
-        module: Any = self.trainer.lightning_module
-        device = self.trainer.strategy.root_device
-        with self.trainer.precision_plugin.forward_context():
-            self.cache.complete(
-                lambda batch: module.read(batch.to(device)).to(torch.device("cpu")),
-                traces_at_once=self.micro_batch_size,
-                rank=self.trainer.global_rank,
-                world=self.trainer.world_size,
-            )
+        self.cache.complete(
+            lambda batch: self._read(batch).to(torch.device("cpu")),
+            traces_at_once=self.micro_batch_size,
+            rank=self.trainer.global_rank,
+            world=self.trainer.world_size,
+        )
         self.trainer.strategy.barrier("features")
+
+    def _read(self, batch: DraftBatch) -> StateBatch:
+        """What the draft makes of it, in any thread."""
+        assert self.trainer is not None
+        module: Any = self.trainer.lightning_module
+        with self.trainer.precision_plugin.forward_context():
+            states: StateBatch = module.read(batch.to(self.trainer.strategy.root_device))
+        return states
 
     def sampler(self, rank: int, world: int) -> StepSampler:
         return StepSampler(len(self.train), **self.sampler_options, rank=rank, world=world)
 
-    def train_dataloader(self) -> DataLoader:
+    def train_dataloader(self) -> DataLoader | ReadAhead:
         assert self.trainer is not None
         sampler = self.sampler(self.trainer.global_rank, self.trainer.world_size)
         sampler.first_step = self.first_step
-        return self._loader(self.train, batch_sampler=sampler)
+        loader = self._loader(self.train, batch_sampler=sampler)
+        return ReadAhead(loader, self._read) if self.reads_ahead else loader
 
     def val_dataloader(self) -> DataLoader:
         assert self.trainer is not None

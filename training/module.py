@@ -18,7 +18,7 @@ from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.batches import LABELS, DraftBatch, StateBatch
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
-from accept_head.training.head_threads import HeadThreads
+from accept_head.training.threads import HeadThreads
 
 LOG_EVERY = 10  # optimizer steps
 

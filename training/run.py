@@ -21,13 +21,13 @@ from accept_head.trace import check_scored
 from accept_head.trace_values import check_context
 from accept_head.training.data import StepSampler, TraceData
 from accept_head.training.feature_cache import FeatureCache, check_cacheable
-from accept_head.training.head_threads import HeadThreadCount, settled
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options, use_cpu_only
 from accept_head.training.mixing import Packing
 from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
 from accept_head.training.output import prepare_run, print_quality, save_heads
 from accept_head.training.recipe import RECIPES, Recipe, variants
 from accept_head.training.splits import read_splits
+from accept_head.training.threads import Threads, settled
 from accept_head.version import VERSION
 
 
@@ -57,7 +57,7 @@ def train(
     checkpoint_every: int = 50,
     cache: bool | str = False,
     workers: int = 0,
-    head_threads: HeadThreadCount = "auto",
+    threads: Threads = "auto",
     dry_run: bool = False,
     model_shapes: str | None = None,
     trust_remote_code: bool = False,
@@ -103,8 +103,9 @@ def train(
         cache: Keep the draft's states on disk, so that the draft runs over the traces once, not in every epoch, and not
             again in later runs: a folder, or true for `features` in each folder of traces. Not with token mixing.
         workers: Processes that prepare batches.
-        head_threads: On a CPU, heads of a sweep that learn at once, each on a thread of its own. `auto`: as many as
-            this process has cores, at most OMP_NUM_THREADS. Changes no bit of a head.
+        threads: Threads of each process on a CPU: while heads learn, another one runs the draft for the next batch, and
+            the heads of a sweep share the rest. `auto`: the process's share of cores, at most OMP_NUM_THREADS. Changes
+            no bit of a head.
         dry_run: Load no weights and write nothing: resolve every name and print what the run would cost.
         model_shapes: With dry_run: folder with a `NAME/config.json` for a draft that cannot be reached from here.
         trust_remote_code: Run model code that comes with the draft.
@@ -118,8 +119,8 @@ def train(
     variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
         raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")
-    if head_threads != "auto" and head_threads < 1:
-        raise InputError(f"head_threads is {head_threads}, expected a number from 1 on, or auto")
+    if threads != "auto" and threads < 1:
+        raise InputError(f"threads is {threads}, expected a number from 1 on, or auto")
     if cache:
         check_cacheable(chosen.packing)
     if dry_run:
@@ -169,8 +170,10 @@ def train(
         workers=workers,
     )
     recipes = variants(chosen, depth, w_rej)
-    threads = settled(head_threads, len(recipes), use_cpu=use_cpu_only(), processes=options["devices"])
-    module, sampler = _build(recipes, draft_model, data, options, seed, threads)
+    count = settled(threads, processes=options["devices"]) if use_cpu_only() else 1  # a GPU is kept busy by one
+    data.reads_ahead = count > 1 and not cache
+    head_threads = min(len(recipes), count - data.reads_ahead)
+    module, sampler = _build(recipes, draft_model, data, options, seed, head_threads)
     if cache:
         data.cache = FeatureCache(
             splits.parts,

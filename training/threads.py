@@ -1,0 +1,80 @@
+"""The threads of one process in training: the draft reads ahead while heads learn, and heads of a sweep learn at once.
+
+Each batch of the draft and each head is one thread's own work, done by the operations that it always is: what comes of
+it has the same bits on any number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Threads = int | Literal["auto"]
+
+
+def settled(threads: Threads, *, processes: int) -> int:
+    """How many each of this host's `processes` gets. `auto`: its share of cores; OMP_NUM_THREADS, where it is set, is
+    the most."""
+    if threads != "auto":
+        return threads
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = os.environ.get("OMP_NUM_THREADS", "")
+    return max(1, min(cores // processes, int(allowed) if allowed.isdecimal() else cores))
+
+
+class HeadThreads:
+    """count: heads that learn at once. With one there are no threads but the caller's."""
+
+    def __init__(self, count: int = 1):
+        self.count = count
+        self._pool = _pool(count, "head") if count > 1 else None
+
+    def map(self, work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """The results in the order of the items, without gradients; the caller's autocast does not reach the threads.
+        Raises what the first failing one raises."""
+
+        def without_gradients(item: Item) -> Result:
+            with torch.no_grad():  # of this thread only
+                return work(item)
+
+        if self._pool is None or len(items) == 1:
+            return [without_gradients(item) for item in items]
+        return list(self._pool.map(without_gradients, items))
+
+
+class Sized(Protocol):
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class ReadAhead:
+    """The batches of `loader` as `read` makes them, by a thread that is one batch ahead of who asks for them."""
+
+    def __init__(self, loader: Sized, read: Callable[[Any], Any]):
+        self.loader, self.read = loader, read
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises what `read` raises, at the batch's turn."""
+        ahead: deque[Future[Any]] = deque()
+        with _pool(1, "draft") as pool:
+            for batch in self.loader:
+                ahead.append(pool.submit(self.read, batch))
+                if len(ahead) > 1:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+
+def _pool(count: int, name: str) -> ThreadPoolExecutor:
+    # A new thread would split its matrix products over OpenMP's default.
+    return ThreadPoolExecutor(count, name, torch.set_num_threads, (1,))
