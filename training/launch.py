@@ -53,10 +53,10 @@ def local_device() -> torch.device:
 
 
 def limit_cpu_threads() -> None:
-    """One thread a process on a CPU, so that no result depends on how many processes share the cores.
+    """Each matrix product on one thread on a CPU, so that no result depends on how many processes share the cores.
 
-    A matrix product split over more threads can round differently, and one different sampled token is another trace.
-    Use more cores by launching more processes.
+    Split over more threads it can round differently, and one different sampled token is another trace. More cores are
+    used by more processes, and in training by threads that have products of their own (threads.py).
     """
     if use_cpu_only():
         torch.set_num_threads(1)

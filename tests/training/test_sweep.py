@@ -7,14 +7,11 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
-
-from accept_head.training.head_threads import HeadThreads, settled
 
 DEPTHS, WEIGHTS = "[0,2,4]", "[1,6]"
 NAMES = {f"depth{depth}-w_rej{weight}" for depth in (0, 2, 4) for weight in (1, 6)}
@@ -220,59 +217,23 @@ def test_the_head_whose_loss_is_not_finite_is_named_and_none_is_saved(arguments,
     assert not (tmp_path / "heads").exists()
 
 
-# --- threads ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [(), ("--precision", "bf16")], ids=["fp32", "bf16"])
-def test_heads_that_learn_at_once_have_the_bits_of_heads_in_turn(train, tmp_path, options):
-    """And the same metrics, of training and of dev."""
-    one, three = (train(tmp_path / str(count), *SHORT, *SWEEP, *options, "--head_threads", count) for count in (1, 3))
+@pytest.mark.parametrize(
+    "options", [(), ("--precision", "bf16"), ("--cache", "features")], ids=["fp32", "bf16", "cache"]
+)
+def test_threads_change_no_bit(train, tmp_path, options):
+    """One that reads ahead and two that heads learn on, or three of these where the draft's states are kept; and the
+    same metrics, of training and of dev."""
+    options = [tmp_path / word if word == "features" else word for word in options]
+    one, three = (train(tmp_path / str(count), *SHORT, *SWEEP, *options, "--threads", count) for count in (1, 3))
     for name in NAMES:
         assert_same_head(one / name, three / name)
 
 
-def test_another_number_of_threads_is_the_same_run_and_zero_is_refused(train, arguments, run_warm, tmp_path):
-    whole = train(tmp_path / "whole", *SHORT, *SWEEP, "--head_threads", 1)
-    again = run_warm(*arguments(whole, *SHORT, *SWEEP, "--head_threads", 2))
+def test_another_number_of_threads_is_the_same_run(train, arguments, run_warm, tmp_path):
+    whole = train(tmp_path / "whole", *SHORT, *SWEEP, "--threads", 1)
+    again = run_warm(*arguments(whole, *SHORT, *SWEEP, "--threads", 2))
     assert again.returncode == 0, again.stderr
-    done = run_warm(*arguments(tmp_path / "refused", *SHORT, *SWEEP, "--head_threads", 0))
-    assert done.returncode == 2
-    assert "head_threads is 0, expected a number from 1 on, or auto" in done.stderr
+    refused = run_warm(*arguments(tmp_path / "refused", *SHORT, *SWEEP, "--threads", 0))
+    assert refused.returncode == 2
+    assert "threads is 0, expected a number from 1 on, or auto" in refused.stderr
     assert not list(tmp_path.glob("refused*"))
-
-
-@pytest.mark.parametrize(
-    ("count", "heads", "processes", "allowed", "expected"),
-    [
-        ("auto", 20, 1, None, 8),
-        ("auto", 20, 2, None, 4),
-        ("auto", 3, 1, None, 3),
-        ("auto", 20, 1, "2", 2),
-        ("auto", 20, 16, None, 1),
-        (6, 20, 1, "1", 6),
-        (6, 4, 1, None, 4),
-    ],
-)
-def test_number_of_threads(monkeypatch, count, heads, processes, allowed, expected):
-    """On eight cores."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if allowed is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", allowed)
-    assert settled(count, heads, use_cpu=True, processes=processes) == expected
-    assert settled(count, heads, use_cpu=False, processes=processes) == 1
-
-
-def test_heads_do_learn_at_once():
-    """Two that wait for one another: in turn, the first would wait for ever."""
-    meeting = threading.Barrier(2)
-    assert HeadThreads(2).map(lambda item: meeting.wait(timeout=60) >= 0 and item, ["a", "b"]) == ["a", "b"]
-    with pytest.raises(threading.BrokenBarrierError):
-        HeadThreads(1).map(lambda item: threading.Barrier(2).wait(timeout=0.1), ["a", "b"])
-
-
-def test_threads_take_no_gradients_and_hand_on_an_error():
-    weight = torch.ones(2, requires_grad=True)
-    assert not any(one.requires_grad for one in HeadThreads(2).map(lambda factor: factor * weight, [1, 2, 3]))
-    with pytest.raises(ZeroDivisionError):
-        HeadThreads(2).map(lambda divisor: 1 // divisor, [1, 0])

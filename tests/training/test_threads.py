@@ -1,0 +1,96 @@
+"""That what should run at once does, in order, with its errors. That it changes no bit: test_sweep."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from accept_head.training.threads import HeadThreads, ReadAhead, settled
+
+SECONDS = 60  # a deadlock, not a slow machine
+
+
+@pytest.mark.parametrize(
+    ("threads", "processes", "allowed", "expected"),
+    [
+        ("auto", 1, None, 8),
+        ("auto", 3, None, 2),
+        ("auto", 1, "2", 2),
+        ("auto", 16, None, 1),
+        ("auto", 1, "no number", 8),
+        (6, 2, "1", 6),
+    ],
+)
+def test_number_of_threads(monkeypatch, threads, processes, allowed, expected):
+    """On eight cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", allowed)
+    assert settled(threads, processes=processes) == expected
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+def test_heads_learn_at_once():
+    """Two that wait for one another: in turn, the first would wait in vain."""
+    meeting = threading.Barrier(2)
+
+    def meet(item):
+        meeting.wait(timeout=SECONDS)
+        return item
+
+    assert HeadThreads(2).map(meet, ["a", "b"]) == ["a", "b"]
+    meeting = threading.Barrier(2)
+    with pytest.raises(threading.BrokenBarrierError):
+        HeadThreads(1).map(lambda item: meeting.wait(timeout=0.1), ["a", "b"])
+
+
+def test_threads_take_no_gradients_split_no_product_and_hand_on_an_error():
+    weight = torch.ones(2, requires_grad=True)
+    for threads in (HeadThreads(1), HeadThreads(2)):
+        assert not any(one.requires_grad for one in threads.map(lambda factor: factor * weight, [1, 2, 3]))
+        with pytest.raises(ZeroDivisionError):
+            threads.map(lambda divisor: 1 // divisor, [1, 0])
+    assert HeadThreads(2).map(lambda item: torch.get_num_threads(), [1, 2]) == [1, 1]
+
+
+# --- reading ahead ---------------------------------------------------------------------------------------------------
+
+
+def test_batches_come_in_order_each_once():
+    batches = ReadAhead(list(range(7)), lambda batch: batch * batch)
+    assert len(batches) == 7
+    for _ in range(2):
+        assert list(batches) == [0, 1, 4, 9, 16, 25, 36]
+    assert list(ReadAhead([], str)) == []
+
+
+def test_it_is_one_batch_ahead_and_no_more():
+    read = [threading.Event() for _ in range(5)]
+    batches = iter(ReadAhead(list(range(5)), lambda batch: read[batch].set() or batch))
+    for turn in range(5):
+        assert next(batches) == turn
+        if turn + 1 < 5:
+            assert read[turn + 1].wait(timeout=SECONDS), "the next batch is not read before it is asked for"
+        assert not any(later.is_set() for later in read[turn + 2 :])
+
+
+def test_an_error_comes_at_its_batches_turn():
+    batches = iter(ReadAhead([1, 2, 0, 3], lambda batch: 6 // batch))
+    assert [next(batches), next(batches)] == [6, 3]
+    with pytest.raises(ZeroDivisionError):
+        next(batches)
+
+
+def test_who_stops_asking_leaves_no_thread():
+    before = threading.active_count()
+    batches = iter(ReadAhead(list(range(5)), str))
+    assert next(batches) == "0"
+    assert threading.active_count() == before + 1
+    batches.close()
+    assert threading.active_count() == before
