@@ -128,9 +128,10 @@ class TraceData(L.LightningDataModule):
         alternatives: int = 0,
         workers: int = 0,
         cache: FeatureCache | None = None,
+        reads_ahead: bool = False,
     ):
         super().__init__()
-        self.cache = cache
+        self.cache, self.reads_ahead = cache, reads_ahead
         self.train = PackedTraces(train, packing, r=r, seed=seed, alternatives=alternatives)
         self.dev = PackedTraces(dev, "prefix" if packing == "prefix" else "exact", r=r, seed=seed)
         self.sampler_options: dict[str, Any] = {
@@ -141,7 +142,6 @@ class TraceData(L.LightningDataModule):
         }
         self.micro_batch_size, self.workers = micro_batch_size, workers
         self.first_step = 0
-        self.reads_ahead = False
 
     def setup(self, stage: str) -> None:
         """Complete the cache: each rank writes a share of what is missing, and checks a share of what is there."""

@@ -63,7 +63,7 @@ class HeadTraining(L.LightningModule):
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
-        self.threads = HeadThreads(head_threads)
+        self.threads = HeadThreads(min(head_threads, len(self.candidates)))
         # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
         self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
         # The KLs and counts of the last epoch so far, over all ranks: (heads, 2 × predictions).

@@ -104,8 +104,8 @@ def train(
             again in later runs: a folder, or true for `features` in each folder of traces. Not with token mixing.
         workers: Processes that prepare batches.
         threads: Threads of each process on a CPU: while heads learn, another one runs the draft for the next batch, and
-            the heads of a sweep share the rest. `auto`: the process's share of cores, at most OMP_NUM_THREADS. Changes
-            no bit of a head.
+            the heads of a sweep share the rest. `auto`: the process's share of cores, at most 8 or OMP_NUM_THREADS.
+            Changes no bit of a head.
         dry_run: Load no weights and write nothing: resolve every name and print what the run would cost.
         model_shapes: With dry_run: folder with a `NAME/config.json` for a draft that cannot be reached from here.
         trust_remote_code: Run model code that comes with the draft.
@@ -157,6 +157,8 @@ def train(
     chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
     if not isinstance(batch_size, int):
         chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
+    count = settled(threads, processes=options["devices"]) if use_cpu_only() else 1  # a GPU is kept busy by one
+    reads_ahead = count > 1 and not cache
     data = TraceData(
         train_set,
         dev_set,
@@ -168,12 +170,10 @@ def train(
         seed=seed,
         alternatives=int(chosen.alternatives),
         workers=workers,
+        reads_ahead=reads_ahead,
     )
     recipes = variants(chosen, depth, w_rej)
-    count = settled(threads, processes=options["devices"]) if use_cpu_only() else 1  # a GPU is kept busy by one
-    data.reads_ahead = count > 1 and not cache
-    head_threads = min(len(recipes), count - data.reads_ahead)
-    module, sampler = _build(recipes, draft_model, data, options, seed, head_threads)
+    module, sampler = _build(recipes, draft_model, data, options, seed, head_threads=count - reads_ahead)
     if cache:
         data.cache = FeatureCache(
             splits.parts,
@@ -231,7 +231,7 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
 
 
 def _build(
-    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int, head_threads: int
+    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int, *, head_threads: int
 ) -> tuple[HeadTraining, StepSampler]:
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
     common = next(iter(recipes.values()))

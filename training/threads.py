@@ -18,15 +18,17 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Threads = int | Literal["auto"]
 
+MOST_THREADS = 8  # of `auto`: they share Python's lock, and a container may have fewer cores than it shows
+
 
 def settled(threads: Threads, *, processes: int) -> int:
-    """How many each of this host's `processes` gets. `auto`: its share of cores; OMP_NUM_THREADS, where it is set, is
-    the most."""
+    """How many each of this host's `processes` gets. `auto`: its share of cores, at most MOST_THREADS, and at most
+    OMP_NUM_THREADS where that is set."""
     if threads != "auto":
         return threads
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(cores // processes, int(allowed) if allowed.isdecimal() else cores))
+    return max(1, min(cores // processes, MOST_THREADS, int(allowed) if allowed.isdecimal() else cores))
 
 
 class HeadThreads:

@@ -218,7 +218,9 @@ def test_the_head_whose_loss_is_not_finite_is_named_and_none_is_saved(arguments,
 
 
 @pytest.mark.parametrize(
-    "options", [(), ("--precision", "bf16"), ("--cache", "features")], ids=["fp32", "bf16", "cache"]
+    "options",
+    [("--workers", 1), ("--precision", "bf16"), ("--cache", "features")],
+    ids=["fp32, a worker", "bf16", "cache"],
 )
 def test_threads_change_no_bit(train, tmp_path, options):
     """One that reads ahead and two that heads learn on, or three of these where the draft's states are kept; and the
