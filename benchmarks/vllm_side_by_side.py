@@ -53,6 +53,7 @@ THRESHOLDS = {  # greedy, or sampled
     False: {2: 0.43, 3: 0.64, 4: 0.78, 5: 0.88},
 }
 PILOT_LENGTHS = (0, 1, 2, 3, 5, 8)
+NEAR = 10.0  # times that a run of the same batch size counts in its costs
 FIXED_NAMES = [f"fixed:{k}" for k in FIXED]
 NEEDED = ("none", "fixed:2", "fixed:2" + TWIN)  # the speed-up's base, and the noise floor
 
@@ -79,9 +80,9 @@ def main() -> None:
         dev, _ = _requests(engines, options.dev_prompts, options)
         pilot = run_pilot(engines, dev, sampling, options.batches, head)
         costs, with_head = (work / f"{name}-T{temperature:g}.json" for name in ("costs", "costs-head"))
-        write_json(costs, pilot["costs"])
-        write_json(with_head, pilot["costs_with_head"])
         for batch in options.batches:
+            write_json(costs, pilot["costs"][batch])
+            write_json(with_head, pilot["costs_with_head"][batch])
             requests, domains = _requests(engines, options.prompts, options)
             count = min(len(requests), options.counts[options.batches.index(batch)])
             chosen = np.random.default_rng(batch).permutation(len(requests))[:count]
@@ -235,11 +236,12 @@ def matched(cell: Cell, thresholds: dict[int, float], seed: int = 0) -> list[dic
 def run_pilot(
     engines: Engines, requests: list[Request], sampling: Sampling, batches: list[int], head: str
 ) -> dict[str, Any]:
-    """Seconds of a round by batch size and K, which give vLLM's table; the costs that our batch rule takes; and seconds
-    of the head's work on a draft step."""
+    """Seconds of a round by batch size and K, which give vLLM's table; the costs that our batch rule takes, by batch
+    size; and seconds of the head's work on a draft step."""
     sizes = sorted({1, *batches})
     seconds = np.zeros((len(sizes), len(PILOT_LENGTHS)))
-    observed = []  # of runs with drafts: rounds, tokens verified, draft steps, those times rows, seconds
+    # Of runs with drafts: rounds, tokens verified, draft steps, those times rows, seconds; and the batch size of each.
+    observed, of_size = list[list[float]](), list[int]()
     for row, size in enumerate(sizes):
         chosen = requests[: max(8, 2 * size)]
         for column, k in enumerate(PILOT_LENGTHS):
@@ -251,9 +253,11 @@ def run_pilot(
                 observed.append(_observed(run, k * len(run.live)))
         if size > 1:
             observed.append(_one_deep_row(engines, chosen, sampling, size))
+        of_size += [size] * (len(observed) - len(of_size))
     survival = _survival(engines, requests[:32], sampling)
     table = [list(r) for r in best_table(seconds, sizes, PILOT_LENGTHS, tokens_per_round(survival))]
-    costs, of_head = _fit(np.array(observed)), _head_seconds(engines, requests, sampling, sizes, head)
+    costs = {size: _fit(np.array(observed), np.where(np.array(of_size) == size, NEAR, 1.0)) for size in sizes}
+    of_head = _head_seconds(engines, requests, sampling, sizes, head)
     return {
         "batch_sizes": sizes,
         "draft_lengths": list(PILOT_LENGTHS),
@@ -262,7 +266,7 @@ def run_pilot(
         "table": table,
         "costs": costs,
         "head_seconds": of_head,
-        "costs_with_head": _with_head(costs, sizes, of_head),
+        "costs_with_head": {size: _with_head(cost, sizes, of_head) for size, cost in costs.items()},
     }
 
 
@@ -334,14 +338,18 @@ def _survival(engines: Engines, requests: list[Request], sampling: Sampling) -> 
     return np.array([depth["accepted"] / max(1, depth["verified"]) for depth in depths])
 
 
-def _fit(observed: np.ndarray) -> dict[str, Any]:
+def _fit(observed: np.ndarray, weights: np.ndarray | None = None) -> dict[str, Any]:
     """Costs as `accept-head profile` writes them, by least squares on
-    seconds = γ_t·rounds + β_t·verified + γ_d·steps + β_d·steps·rows: what vLLM does once a round is the target's."""
+    seconds = γ_t·rounds + β_t·verified + γ_d·steps + β_d·steps·rows: what vLLM does once a round is the target's.
+
+    weights: (runs,) how much each counts. No line in the batch size is right from 1 row to 16: a step of 4 rows took a
+    quarter longer than a fit to all said. So each size has a line that goes through its own runs."""
     from scipy.optimize import nnls
 
     design, values = observed[:, :-1], observed[:, -1]
-    # Relative errors count alike.
-    gamma_t, beta_t, gamma_d, beta_d = nnls(design / values[:, None], np.ones_like(values))[0]
+    weights = np.ones_like(values) if weights is None else weights
+    scale = weights / values  # relative errors count
+    gamma_t, beta_t, gamma_d, beta_d = nnls(design * scale[:, None], weights)[0]
     residual = 1 - design @ [gamma_t, beta_t, gamma_d, beta_d] / values
     cost = {
         "draft": BatchForwardCost(alpha=0.0, beta=float(beta_d), gamma=float(gamma_d), r_squared=_r_squared(residual)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,9 @@ class HeadTraining(L.LightningModule):
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
+        self.draft_in_use = (
+            threading.Lock()
+        )  # dev batches come while one is read ahead; rotary tables may change with length
         self.threads = HeadThreads(min(head_threads, len(self.candidates)))
         # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
         self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
@@ -76,7 +80,7 @@ class HeadTraining(L.LightningModule):
     def hidden_states(self, batch: DraftBatch) -> Tensor:
         """(batch, seq, hidden_size)."""
         (draft,) = self.draft
-        with torch.no_grad():
+        with torch.no_grad(), self.draft_in_use:
             return base_model(draft)(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,

@@ -12,6 +12,7 @@ import torch
 from datasets import Dataset
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig, Predicts
@@ -26,7 +27,7 @@ from accept_head.training.mixing import Packing
 from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
 from accept_head.training.output import prepare_run, print_quality, save_heads
 from accept_head.training.recipe import RECIPES, Recipe, variants
-from accept_head.training.splits import read_splits
+from accept_head.training.splits import Splits, read_splits
 from accept_head.training.threads import Threads, settled
 from accept_head.version import VERSION
 
@@ -153,6 +154,8 @@ def train(
     train_set, dev_set = splits.train, splits.dev
     if embedding is None and input_embeddings(draft_model).shape[-1] != hidden_size(draft_model):
         chosen = chosen.override(embedding=False)  # as of OPT-350m, whose embeddings are narrower
+    if chosen.alternatives == "all" and chosen.knows_alternatives:
+        _say_unused_alternatives(splits)
     chosen = chosen.for_alternatives(min(config.alternatives or 0 for config in splits.configs))
     chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
     if not isinstance(batch_size, int):
@@ -222,6 +225,15 @@ def train(
         )
         print_quality(Path(out), module)
     trainer.strategy.barrier("saved")
+
+
+@rank_zero_only
+def _say_unused_alternatives(splits: Splits) -> None:
+    """Where one folder of traces has fewer than others, no more are used of any."""
+    counts = {folder: config.alternatives or 0 for folder, config in zip(splits.folders, splits.configs, strict=True)}
+    least = min(counts, key=lambda folder: counts[folder])
+    if counts[least] < max(counts.values()):
+        print(f"{least} has {counts[least]} alternatives to each token, so of the other traces no more are used either")
 
 
 def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:

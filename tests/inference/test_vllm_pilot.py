@@ -64,6 +64,21 @@ def test_a_deep_row_tells_draft_steps_from_tokens_to_verify():
     assert step_of_sixteen(bench._fit(observed(deep_row=False))) < 0.5 * true
 
 
+def test_costs_of_a_batch_size_are_those_of_its_own_runs():
+    """Where no line is right for all sizes: a step of four rows is dearer than one of a line from 1 to 16."""
+    runs = observed()
+    four = runs[:, 3] == 4 * runs[:, 2]
+    runs[four, 4] += 1e-3 * runs[four, 2]
+    true = 5e-4 + 1e-4 * 4 + 1e-3
+
+    def step_of_four(costs):
+        draft = costs["batch"]["draft"]
+        return draft["gamma"] + 4 * draft["beta"]
+
+    assert step_of_four(bench._fit(runs, np.where(four, bench.NEAR, 1.0))) == pytest.approx(true, rel=0.1)
+    assert step_of_four(bench._fit(runs)) != pytest.approx(true, rel=0.2)
+
+
 def test_the_fit_finds_the_costs_of_rounds_with_drafts():
     costs = exact()
     draft, target = costs["batch"]["draft"], costs["batch"]["target"]

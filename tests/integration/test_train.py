@@ -107,6 +107,22 @@ def test_alternatives_are_learnt_of_beside_the_drawn_tokens_unless_told_not_to(h
     assert not are_close(weights(head), weights(plain), rtol=1e-2, atol=1e-3)
 
 
+def test_a_folder_without_alternatives_is_named_when_others_go_unused(
+    collect, run_warm, random_traces_folder, random_pair_folder, tmp_path
+):
+    bare = collect(
+        random_pair_folder, tmp_path / "bare", max_new_tokens=12, batch_size=4, shard_size=4, seed=1, alternatives=0
+    )
+    words = ["train", "--draft", random_pair_folder / "draft", *SHORT, "--lr", 0.01]
+    both = run_warm(*words, "--traces", f"[{random_traces_folder},{bare}]", "--out", tmp_path / "head")
+    assert both.returncode == 0, both.stderr
+    assert f"{bare} has 0 alternatives to each token, so of the other traces no more are used" in both.stdout
+    assert json.loads((tmp_path / "head" / "training_config.json").read_text())["alternatives"] == 0
+    for more in (("--traces", bare), ("--traces", random_traces_folder), ("--traces", bare, "--recipe", "specdecpp")):
+        quiet = run_warm(*words, *more, "--out", tmp_path / f"{len(more)}-{more[1].name}")
+        assert quiet.returncode == 0 and "alternatives" not in quiet.stdout, quiet.stderr
+
+
 def test_weights_are_float32_and_learned(head):
     learned = weights(head)
     assert {tensor.dtype for tensor in learned.values()} == {torch.float32}
