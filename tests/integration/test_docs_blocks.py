@@ -69,7 +69,7 @@ VLLM = NotRun(
 BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "README.md": {
         "make demo ": NotRun("test_demo.py runs the demo, and `make test` runs this test"),
-        "                   held-out prompts;": NotRun("what the demo prints: test_readme_and_configs.py compares it"),
+        "               held-out prompts;": NotRun("what the demo prints: test_readme_and_configs.py compares it"),
         "pip install .": Run(),
         "accelerate launch -m accept_head collect": Run(apart=True),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --temperature 0": Run(apart=True),
