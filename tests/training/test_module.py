@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import lightning as L
@@ -17,7 +18,8 @@ from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training import module as module_module
-from accept_head.training.data import TraceData, _collate
+from accept_head.training.batches import collate
+from accept_head.training.data import TraceData
 from accept_head.training.module import Candidate, HeadTraining
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3)]  # 8 traces: one step
@@ -196,25 +198,30 @@ def test_only_the_head_learns(draft, traces, packing, predicts):
     assert set(module.state_dict()) == {f"heads.0.{name}" for name in head.state_dict()} | {"train_sums"}
 
 
-def test_the_draft_is_run_by_one_thread_at_a_time(draft, traces, monkeypatch):
-    """Dev batches come while a training batch is read ahead, and some drafts change their tables with the length."""
+@pytest.mark.parametrize("locked", [True, False])
+def test_the_draft_is_run_by_one_thread_at_a_time(draft, traces, monkeypatch, locked):
+    """Dev batches come while a training batch is read ahead, and some drafts change their tables with the length. Two
+    threads try to meet inside the draft; without the lock they do."""
     data = TraceData(traces, traces, packing="exact", r=0.5, epochs=1, batch_size=8, micro_batch_size=8, seed=0)
-    batch = _collate([data.train[0, row] for row in range(8)])
+    packed, indices = zip(*(data.train[0, row] for row in range(8)), strict=True)
+    batch = collate(list(packed), list(indices))
     options = {"lr": 1e-3, "total_steps": 10, "steps_per_epoch": 1, "warmup_share": 0.0, "w_acc": W_ACC}
     module = HeadTraining([Candidate("", new_head(), W_REJ)], draft, **options)
-    inside, most = [], []
+    meeting, met = threading.Barrier(2), []
 
     def run(**inputs):
-        inside.append(1)
-        time.sleep(0.05)
-        most.append(len(inside))
-        inside.pop()
+        try:
+            met.append(meeting.wait(timeout=0.2 if locked else 60) >= 0)
+        except threading.BrokenBarrierError:
+            met.append(False)
         return draft.model(**inputs)
 
     monkeypatch.setattr(module_module, "base_model", lambda model: run)
-    with ThreadPoolExecutor(4) as pool:
-        first, *others = pool.map(lambda _: module.hidden_states(batch), range(4))
-    assert most == [1] * 4 and all(torch.equal(first, other) for other in others)
+    if not locked:
+        module.draft_in_use = contextlib.nullcontext()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: module.hidden_states(batch), range(2))
+    assert met == [not locked] * 2 and torch.equal(first, second)
 
 
 def test_draft_weights_would_change_if_the_optimizer_held_them(draft, traces):
