@@ -128,8 +128,20 @@ def random_pair(random_pair_folder: Path) -> Any:
 @pytest.fixture(scope="session")
 def make_traces() -> Callable[..., list[dict[str, Any]]]:
     """Makes trace records of random content: any lengths, about half of the drafts accepted. alternatives: to the drawn
-    token of each position."""
+    token of each position; about a third of them a token that was drawn there before."""
     import numpy as np
+
+    def drawn_beside(record: dict[str, Any], count: int, random: np.random.Generator, vocab: int) -> dict[str, Any]:
+        columns: tuple[list[Any], ...] = [], [], []
+        for drawn in zip(*(record[name] for name in ("draft_ids", "draft_logprob", "acceptance")), strict=True):
+            there = [drawn]
+            for _ in range(count):
+                other = int(random.integers(5, vocab)), -3 * random.random(), random.random()
+                again = there[random.integers(len(there))]
+                there.append(again if other[0] == again[0] or random.random() < 0.35 else other)
+            for column, values in zip(columns, zip(*there[1:], strict=True), strict=True):
+                column.extend(values)
+        return dict(zip(("alternative_ids", "alternative_logprob", "alternative_acceptance"), columns, strict=True))
 
     def make(
         lengths: Sequence[tuple[int, int]],
@@ -161,12 +173,7 @@ def make_traces() -> Callable[..., list[dict[str, Any]]]:
                 }
             )
             if alternatives:
-                draws = response * alternatives
-                records[-1] |= {
-                    "alternative_ids": others.integers(5, vocab, draws).tolist(),
-                    "alternative_logprob": (-3 * others.random(draws)).tolist(),
-                    "alternative_acceptance": others.random(draws).tolist(),
-                }
+                records[-1] |= drawn_beside(records[-1], alternatives, others, vocab)
         return records
 
     return make

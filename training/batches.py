@@ -80,33 +80,9 @@ class StateBatch:
     def to(self, device: torch.device) -> StateBatch:
         return StateBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
 
-    def draws(self) -> Draws:
-        most = self.alternative_ids.shape[1]
-        labels, mask, signals = (
-            part.unsqueeze(1).repeat(1, 1 + most, 1) for part in (self.labels, self.mask, self.signals)
-        )
-        signals[:, 1:, LOGPROB], labels[:, 1:, TOKEN] = self.alternatives.unbind(-1)  # entropy and max q stay
-        mask[:, 1:, :TOKEN] = mask[:, 1:, TOKEN + 1 :] = False
-        ids = torch.cat([self.drawn_ids.unsqueeze(-1), self.alternative_ids], -1)
-        return Draws(*(part.flatten(0, 1) for part in (labels, mask, signals, ids)))
-
     @classmethod
     def joined(cls, batches: Sequence[StateBatch]) -> StateBatch:
         return cls(**{name: torch.cat([vars(batch)[name] for batch in batches]) for name in vars(batches[0])})
-
-
-@dataclass
-class Draws:
-    """What was drawn at the n places of a StateBatch: at each its token and then its m alternatives, from the same
-    state. Of an alternative the token label alone is known.
-
-    labels, mask: (n × (1 + m), 3); signals: (n × (1 + m), 3); ids: (n × (1 + m),).
-    """
-
-    labels: Tensor
-    mask: Tensor
-    signals: Tensor
-    ids: Tensor
 
 
 @dataclass

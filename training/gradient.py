@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,27 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accept_head.head import AcceptanceHead
+from accept_head.training.shared_rows import SharedRows
 
 
 @dataclass
 class Positions:
     """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
 
-    hidden: (n / draws, hidden_size) float32, the state of so many positions one after another: a drawn token, and then
-    its alternatives. signals: (n, signals of the config), normalised; None when the head reads none. embedded: (n,
-    hidden_size), of the drawn tokens, as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n,
-    predictions), the label a and 1 − a; both 0 where that prediction does not count.
+    states: of (places, hidden_size) float32; several tokens may have been drawn from each. signals: (n, signals of the
+    config), normalised; None when the head reads none. embedded: of (different tokens, hidden_size), as
+    `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n, predictions), the label a and 1 − a, or their
+    sums where several are known; both 0 where that prediction does not count.
     """
 
-    hidden: Tensor
+    states: SharedRows
     signals: Tensor | None
-    embedded: Tensor | None
+    embedded: SharedRows | None
     accept: Tensor
     reject: Tensor
-
-    @property
-    def draws(self) -> int:
-        return len(self.accept) // max(len(self.hidden), 1)
 
 
 @dataclass
@@ -79,30 +77,25 @@ def head_loss(
     return HeadLoss(value, cross_entropy, [*d_blocks, *output, *d_inputs])
 
 
-def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> dict[nn.Linear, Tensor]:
+def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> dict[nn.Linear, SharedRows]:
     """What goes into the head through weights of its own, by the layer that it goes through, in the order of
-    `head.parameters()`: (n, …) each, but the state, which is (n / draws, …)."""
+    `head.parameters()`."""
     inputs = {}
     if positions.signals is not None:
-        inputs[head.signal_input] = positions.signals
+        inputs[head.signal_input] = SharedRows(positions.signals)
     if positions.embedded is not None:
         inputs[head.embedding_input] = positions.embedded.to(dtype)
     if head.config.width is not None:
-        inputs[head.state_input] = positions.hidden.to(dtype)
+        inputs[head.state_input] = positions.states.to(dtype)
     return inputs
 
 
 def _first_state(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> Tensor:
-    """(n, channels): the sum of all that the head reads. What comes of a state is worked out once for all its draws."""
-    inputs, draws = _inputs(head, positions, dtype), positions.draws
-    state = positions.hidden
-    if head.config.width is not None:
-        state = (inputs.pop(head.state_input) @ head.state_input.weight.t().to(dtype)).float()
-    state = state.repeat_interleave(draws, 0) if draws > 1 else state
-    for linear, value in inputs.items():
-        weight = linear.weight.t().to(value.dtype)
-        state = torch.addmm(state, value, weight) if value.dtype == torch.float32 else state + value @ weight
-    return state
+    """(n, channels): the sum of all that the head reads."""
+    parts = [] if head.config.width is not None else [positions.states.spread(positions.states.values)]
+    for linear, rows in _inputs(head, positions, dtype).items():
+        parts.append(rows.spread((rows.values @ linear.weight.t().to(rows.values.dtype)).float()))
+    return reduce(torch.add, parts)
 
 
 def _forward_blocks(
@@ -120,7 +113,7 @@ def _forward_blocks(
 
 def _backward_blocks(
     blocks: Sequence[tuple[Tensor, Tensor]],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[SharedRows],
     states: Sequence[Tensor],
     before_silu: Sequence[Tensor],
     d_state: Tensor,
@@ -135,12 +128,7 @@ def _backward_blocks(
         gradients[:0] = [(d_linear.t() @ states[level].to(dtype)).float(), d_linear.sum(0).float()]
         if level > 0 or inputs:
             d_state = d_state.addmm_(d_linear, weight) if dtype == torch.float32 else d_state + d_linear @ weight
-    return gradients, [(_summed_to(len(value), d_state).to(value.dtype).t() @ value).float() for value in inputs]
-
-
-def _summed_to(count: int, d_state: Tensor) -> Tensor:
-    """(n, channels) → (count, channels), over the n / count draws of each state."""
-    return d_state if count == len(d_state) else d_state.view(count, -1, d_state.shape[-1]).sum(1)
+    return gradients, [(rows.summed(d_state).to(rows.values.dtype).t() @ rows.values).float() for rows in inputs]
 
 
 class KnownGradients(torch.autograd.Function):

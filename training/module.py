@@ -18,7 +18,9 @@ from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.batches import LABELS, DraftBatch, StateBatch
+from accept_head.training.draws import draws
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
+from accept_head.training.shared_rows import SharedRows
 from accept_head.training.threads import HeadThreads
 
 LOG_EVERY = 10  # optimizer steps
@@ -109,15 +111,18 @@ class HeadTraining(L.LightningModule):
         return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
 
     def _positions(self, batch: StateBatch) -> Positions:
-        draws = batch.draws()
-        labels, mask = draws.labels[:, self.axes], draws.mask[:, self.axes]
+        drawn = draws(batch, self.axes)
         head = self.candidates[0].head  # all normalise the same signals alike
+        embedded = None
+        if head.config.reads_embedding:
+            ids, index = drawn.ids.unique(return_inverse=True)
+            embedded = SharedRows(head.embedded(ids), index)
         return Positions(
-            hidden=batch.hidden.float(),
-            signals=head.normalised(draws.signals) if head.config.signals else None,
-            embedded=head.embedded(draws.ids) if head.config.reads_embedding else None,
-            accept=torch.where(mask, labels, 0.0),
-            reject=torch.where(mask, 1 - labels, 0.0),
+            states=SharedRows(batch.hidden.float(), drawn.place),
+            signals=head.normalised(drawn.signals) if head.config.signals else None,
+            embedded=embedded,
+            accept=drawn.accept,
+            reject=drawn.reject,
         )
 
     def _sums(self, positions: Positions, values: Tensor, losses: Sequence[HeadLoss]) -> Tensor:
@@ -125,7 +130,8 @@ class HeadTraining(L.LightningModule):
         accept, reject = positions.accept, positions.reject
         w_rej = values.new_tensor([candidate.w_rej for candidate in self.candidates])
         weights = self.w_acc * accept.sum() + w_rej * reject.sum()
-        entropy = -(torch.xlogy(accept, accept) + torch.xlogy(reject, reject)).sum(0)
+        times = (accept + reject).clamp(min=1e-12)
+        entropy = -(torch.xlogy(accept, accept / times) + torch.xlogy(reject, reject / times)).sum(0)
         kl = torch.stack([loss.cross_entropy for loss in losses]) - entropy
         count = (accept + reject).sum(0).expand_as(kl)
         return torch.cat([torch.stack([values, weights], -1), kl, count], -1)

@@ -317,40 +317,6 @@ def test_draft_signals_stand_where_the_token_label_counts(traces, packing):
 # --- alternatives ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3])
-def test_each_drawn_token_is_followed_by_its_alternatives_from_the_same_state(make_traces, kept):
-    """Against a plain loop over records. Only the token label is known of an alternative, and of the signals only log q
-    is its own."""
-    records = make_traces(LENGTHS, alternatives=3)
-    packed = [
-        pack_prefix(trace, kept)
-        for trace in Dataset.from_list(records, features=trace_features(alternatives=True)).with_format("torch")
-    ]
-    batch = collate(packed, list(range(len(packed))))
-    hidden = torch.arange(batch.input_ids.numel()).view(*batch.input_ids.shape, 1).float()
-    states = batch.at(hidden, [0, 2])
-    found, of_each = states.draws(), states.hidden.repeat_interleave(1 + kept, 0)
-
-    expected = []
-    for row, trace in enumerate(records):
-        for i, token in enumerate(trace["draft_ids"]):
-            state = float(hidden[row, len(trace["prompt_ids"]) - 1 + i, 0])
-            shared = trace["draft_entropy"][i], trace["draft_max_prob"][i]
-            known = trace["accepted"][i] and trace["acceptance"][i] > 0 and i + 1 < len(trace["draft_ids"])
-            expected.append((state, token, trace["draft_logprob"][i], *shared, trace["acceptance"][i], known))
-            for j in range(3 * i, 3 * i + kept):
-                values = (trace[name][j] for name in ("alternative_ids", "alternative_logprob"))
-                expected.append((state, *values, *shared, trace["alternative_acceptance"][j], False))
-    assert len(expected) == sum(count for _, count in LENGTHS) * (1 + kept)
-    signals = [found.signals[:, SIGNALS.index(f"draft_{name}")] for name in ("logprob", "entropy", "max_prob")]
-    columns = of_each[:, 0], found.ids, *signals, found.labels[:, 0], found.mask[:, 2]
-    got = zip(*(column.tolist() for column in columns), strict=True)
-    for one, other in zip(got, expected, strict=True):
-        assert one == pytest.approx(other, abs=1e-6)
-    assert found.mask[:, 0].all()
-    assert states.counts.tolist() == [count for _, count in LENGTHS]
-
-
 def test_a_packing_that_feeds_the_drawn_token_has_no_alternatives_to_it(make_traces):
     (trace,) = Dataset.from_list(
         make_traces(LENGTHS[:1], alternatives=3), features=trace_features(alternatives=True)
