@@ -17,7 +17,8 @@ from accept_head.randomness import uniforms
 from accept_head.training.batches import DraftBatch, Packed, StateBatch, collate
 from accept_head.training.feature_cache import FeatureCache
 from accept_head.training.mixing import Packing, pack_fixed, pack_mixed
-from accept_head.training.threads import ReadAhead
+from accept_head.training.threads import ReadAhead, Threads
+from accept_head.training.trace_tensors import TraceTensors
 
 MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0, 1 and 6
 
@@ -26,7 +27,7 @@ class PackedTraces(Dataset):
     """Traces as draft inputs. An item is (epoch, row): token mixing draws its mask anew each epoch."""
 
     def __init__(self, traces: TraceDataset, packing: Packing, *, r: float, seed: int, alternatives: int = 0):
-        self.traces = traces.with_format("torch")
+        self.traces, self.records = traces, TraceTensors(traces)
         self.packing, self.r, self.seed, self.alternatives = packing, r, seed, alternatives
 
     def __len__(self) -> int:
@@ -34,7 +35,7 @@ class PackedTraces(Dataset):
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[Packed, int]:
         epoch, row = item
-        trace = self.traces[row]
+        trace = self.records[row]
         index = int(trace["index"])
         if self.packing != "mixing":
             return pack_fixed(trace, self.packing, self.alternatives), index
@@ -111,7 +112,7 @@ class TraceData(L.LightningDataModule):
     """Training batches by StepSampler; dev batches never mixed, whatever training does, and each trace on one rank.
 
     With a cache the draft runs in `setup` alone, on what the cache lacks, and batches are StateBatches. Without one,
-    where it `reads_ahead`, training batches are so, too: the draft runs on a thread of its own, a batch ahead.
+    where there are several threads, training batches are so, too: one of them runs the draft, a batch ahead.
     """
 
     def __init__(
@@ -128,10 +129,10 @@ class TraceData(L.LightningDataModule):
         alternatives: int = 0,
         workers: int = 0,
         cache: FeatureCache | None = None,
-        reads_ahead: bool = False,
+        threads: Threads | None = None,
     ):
         super().__init__()
-        self.cache, self.reads_ahead = cache, reads_ahead
+        self.cache, self.threads = cache, threads or Threads()
         self.train = PackedTraces(train, packing, r=r, seed=seed, alternatives=alternatives)
         self.dev = PackedTraces(dev, "prefix" if packing == "prefix" else "exact", r=r, seed=seed)
         self.sampler_options: dict[str, Any] = {
@@ -172,7 +173,8 @@ class TraceData(L.LightningDataModule):
         sampler = self.sampler(self.trainer.global_rank, self.trainer.world_size)
         sampler.first_step = self.first_step
         loader = self._loader(self.train, batch_sampler=sampler)
-        return ReadAhead(loader, self._read) if self.reads_ahead else loader
+        reads_ahead = self.threads.count > 1 and self.cache is None
+        return ReadAhead(loader, self._read, self.threads) if reads_ahead else loader
 
     def val_dataloader(self) -> DataLoader:
         assert self.trainer is not None

@@ -37,13 +37,13 @@ from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS
 from accept_head.training.batches import LABELS, DraftBatch, StateBatch, collate
 from accept_head.training.mixing import Packing, pack_fixed
+from accept_head.training.trace_tensors import READ_COLUMNS, TraceTensors
 
 if TYPE_CHECKING:
     from accept_head.training.splits import Part
 
 CACHE_VERSION = 2  # of what a packing says of a trace, and of the files
 FOLDER_NAME, CONFIG_NAME = "features", "feature_config.json"
-READ_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "accepted", "acceptance", "overlap", *SIGNALS)
 LABEL_BYTES = 4 * len(LABELS) + len(LABELS) + 4 * len(SIGNALS) + 8  # a position's labels, mask, signals and drawn id
 ALTERNATIVE_BYTES = 8 + 2 * 4  # id, and log q and a
 
@@ -196,7 +196,7 @@ class FeatureFolder:
 
     def write(self, shard: int, states_of: Callable[[DraftBatch], StateBatch], traces_at_once: int) -> None:
         rows = range(*self._rows(shard).indices(len(self.lengths)))
-        traces, done = self.part.traces.with_format("torch"), []
+        traces, done = TraceTensors(self.part.traces), []
         for start in range(0, len(rows), traces_at_once):
             some = list(rows[start : start + traces_at_once])
             packed = [pack_fixed(traces[row], self.config.packing, self.config.alternatives) for row in some]

@@ -21,7 +21,7 @@ from accept_head.training.batches import LABELS, DraftBatch, StateBatch
 from accept_head.training.draws import draws
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
 from accept_head.training.shared_rows import SharedRows
-from accept_head.training.threads import HeadThreads
+from accept_head.training.threads import Threads
 
 LOG_EVERY = 10  # optimizer steps
 
@@ -55,7 +55,7 @@ class HeadTraining(L.LightningModule):
         steps_per_epoch: int,
         warmup_share: float,
         w_acc: float,
-        head_threads: int = 1,
+        threads: Threads | None = None,
     ):
         super().__init__()
         self.candidates = tuple(candidates)
@@ -69,7 +69,7 @@ class HeadTraining(L.LightningModule):
         self.draft_in_use = (
             threading.Lock()
         )  # dev batches come while one is read ahead; rotary tables may change with length
-        self.threads = HeadThreads(min(head_threads, len(self.candidates)))
+        self.threads = threads or Threads()
         # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
         self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
         # The KLs and counts of the last epoch so far, over all ranks: (heads, 2 × predictions).

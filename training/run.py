@@ -28,7 +28,7 @@ from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
 from accept_head.training.output import prepare_run, print_quality, save_heads
 from accept_head.training.recipe import RECIPES, Recipe, variants
 from accept_head.training.splits import Splits, read_splits
-from accept_head.training.threads import Threads, settled
+from accept_head.training.threads import Count, Threads, settled
 from accept_head.version import VERSION
 
 
@@ -58,7 +58,7 @@ def train(
     checkpoint_every: int = 50,
     cache: bool | str = False,
     workers: int = 0,
-    threads: Threads = "auto",
+    threads: Count = "auto",
     dry_run: bool = False,
     model_shapes: str | None = None,
     trust_remote_code: bool = False,
@@ -104,9 +104,9 @@ def train(
         cache: Keep the draft's states on disk, so that the draft runs over the traces once, not in every epoch, and not
             again in later runs: a folder, or true for `features` in each folder of traces. Not with token mixing.
         workers: Processes that prepare batches.
-        threads: Threads of each process on a CPU: while heads learn, another one runs the draft for the next batch, and
-            the heads of a sweep share the rest. `auto`: the process's share of cores, at most 8 or OMP_NUM_THREADS.
-            Changes no bit of a head.
+        threads: Threads of each process on a CPU: one runs the draft for the next batch while heads learn, and all of
+            them share the heads of a sweep. `auto`: the process's share of cores, at most 8 or OMP_NUM_THREADS. Changes
+            no bit of a head.
         dry_run: Load no weights and write nothing: resolve every name and print what the run would cost.
         model_shapes: With dry_run: folder with a `NAME/config.json` for a draft that cannot be reached from here.
         trust_remote_code: Run model code that comes with the draft.
@@ -161,7 +161,7 @@ def train(
     if not isinstance(batch_size, int):
         chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
     count = settled(threads, processes=options["devices"]) if use_cpu_only() else 1  # a GPU is kept busy by one
-    reads_ahead = count > 1 and not cache
+    working = Threads(count)
     data = TraceData(
         train_set,
         dev_set,
@@ -173,10 +173,10 @@ def train(
         seed=seed,
         alternatives=int(chosen.alternatives),
         workers=workers,
-        reads_ahead=reads_ahead,
+        threads=working,
     )
     recipes = variants(chosen, depth, w_rej)
-    module, sampler = _build(recipes, draft_model, data, options, seed, head_threads=count - reads_ahead)
+    module, sampler = _build(recipes, draft_model, data, options, seed, working)
     if cache:
         data.cache = FeatureCache(
             splits.parts,
@@ -243,7 +243,7 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
 
 
 def _build(
-    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int, *, head_threads: int
+    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int, threads: Threads
 ) -> tuple[HeadTraining, StepSampler]:
     sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
     common = next(iter(recipes.values()))
@@ -272,7 +272,7 @@ def _build(
         steps_per_epoch=sampler.steps_per_epoch,
         warmup_share=common.warmup_share,
         w_acc=common.w_acc,
-        head_threads=head_threads,
+        threads=threads,
     )
     return module, sampler
 

@@ -117,7 +117,9 @@ def test_labels_of_one_draw_may_be_summed():
     """The same token drawn three times from a state: one position with the sums of a and 1 − a."""
     head = make_head(2, signals=True)
     hidden, signals, ids, labels, mask = make_inputs(head)
-    value, gradients = by_autograd(head, [part.repeat_interleave(3, 0) for part in (hidden, signals, ids, labels, mask)])
+    value, gradients = by_autograd(
+        head, [part.repeat_interleave(3, 0) for part in (hidden, signals, ids, labels, mask)]
+    )
     with torch.no_grad():
         positions = Positions(SharedRows(hidden), head.normalised(signals), None, 3 * labels, 3 * (1 - labels))
         got = head_loss(head, positions, w_acc=W_ACC, w_rej=W_REJ)
