@@ -145,5 +145,5 @@ class TrainCost:
     def seconds(self, device: Device) -> float:
         draft = 2 * self.draft.parameters * self.forwards * (self.prompt_tokens + self.positions)
         peak = UTILIZATION * device.peak[self.number]
-        judged = self.positions * (1 + self.alternatives)
+        judged = self.positions * (1 + self.alternatives)  # at most: the same token drawn again is one
         return self.epochs * (draft / peak + 6 * self.head_parameters * judged / (UTILIZATION * device.peak[4]))
