@@ -26,7 +26,8 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference import generate
-from accept_head.inference.comparison import RESAMPLES, throughputs
+from accept_head.inference.bootstrap import draws, interval
+from accept_head.inference.comparison import throughputs
 from accept_head.inference.policies import FixedPolicy, HeadPolicy, OnlineLogisticPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_thresholds
 from accept_head.inference.tune_rules import ask
@@ -98,8 +99,7 @@ def name_of(rung: str, params: Mapping[str, Any]) -> str:
 
 def compared(real: np.ndarray, priced: np.ndarray, costs: ForwardCosts) -> dict[str, Any]:
     """real, priced: (2, n, 4) counts of a policy and of the best fixed K, decoded and replayed."""
-    prompts = real.shape[1]
-    draws = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES) * 1.0
+    drawn = draws(real.shape[1])
 
     def gain(totals: np.ndarray) -> np.ndarray:  # (..., 2, 4) → (...)
         speeds = throughputs(totals, costs)
@@ -107,10 +107,10 @@ def compared(real: np.ndarray, priced: np.ndarray, costs: ForwardCosts) -> dict[
 
     values = {"decoded": float(gain(real.sum(1))), "replayed": float(gain(priced.sum(1)))}
     spread = {
-        name: gain(np.einsum("rn,pnc->rpc", draws, counts))
+        name: gain(np.einsum("rn,pnc->rpc", drawn, counts))
         for name, counts in (("decoded", real), ("replayed", priced))
     }
-    intervals = {f"{name}_ci95": np.quantile(drawn, [0.025, 0.975]).tolist() for name, drawn in spread.items()}
+    intervals = {f"{name}_ci95": interval(gains) for name, gains in spread.items()}
     error = float((spread["decoded"] - spread["replayed"]).std())
     difference = values["decoded"] - values["replayed"]
     return {**values, **intervals, "z": difference / error if error else float(np.sign(difference))}

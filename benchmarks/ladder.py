@@ -28,7 +28,8 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.head import AcceptanceHead
-from accept_head.inference.comparison import RESAMPLES, compare, throughputs
+from accept_head.inference.bootstrap import draws, interval
+from accept_head.inference.comparison import compare, throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.informed import informed_tables, replay_informed
 from accept_head.inference.policies import HeadPolicy
@@ -215,11 +216,9 @@ def over(
     found = {}
     for other in references:
         pair = np.stack([chosen[name].counts, chosen[other].counts])
-        count = pair.shape[1]
-        draws = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=RESAMPLES) * 1.0
-        mine, others = throughputs(np.einsum("rn,pnc->prc", draws, pair), costs)
+        mine, others = throughputs(np.einsum("rn,pnc->prc", draws(pair.shape[1]), pair), costs)
         whole = throughputs(pair.sum(1), costs)
-        found[other] = [float(whole[0] / whole[1] - 1), *np.quantile(mine / others - 1, [0.025, 0.975]).tolist()]
+        found[other] = [float(whole[0] / whole[1] - 1), *interval(mine / others - 1)]
     return {"over": found}
 
 

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from accept_head import Pair, load_pair
 from accept_head.cli import quiet_libraries
 from accept_head.inference import generate
+from accept_head.inference.bootstrap import draws
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_thresholds
@@ -31,7 +32,7 @@ from accept_head.pair import checkpoint_fingerprint
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 HEADS = tuple(f"depth{depth}-w_rej1" for depth in range(5))
 FIXED = (1, 2, 4, 8)
-BATCH, RESAMPLES, PRICINGS = 16, 2000, 5
+BATCH, PRICINGS = 16, 5
 
 
 def main() -> None:
@@ -124,12 +125,12 @@ def decode(pair: Pair, policy: Any, traces: CoupledTraces) -> tuple[np.ndarray, 
 
 
 def agreement(replayed: Replayed, decoded: np.ndarray) -> dict[str, float]:
-    draws = np.random.default_rng(0).multinomial(len(decoded), np.full(len(decoded), 1 / len(decoded)), size=RESAMPLES)
+    drawn = draws(len(decoded))
     row: dict[str, float] = {"largest_relative_difference": 0.0}
     for column, rate in ((1, "discard_rate"), (2, "verification_rate")):
         values, errors = [], []
         for counts in (replayed.counts, decoded):
-            resampled = draws @ counts
+            resampled = drawn @ counts
             errors.append(float((resampled[:, column] / resampled[:, 0]).std()))
             values.append(float(counts[:, column].sum() / counts[:, 0].sum()))
         row[f"{rate}_replayed"], row[f"{rate}_decoded"] = values

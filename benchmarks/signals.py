@@ -21,6 +21,7 @@ import torch
 from record import TINY, write_result
 
 from accept_head.cli import quiet_libraries
+from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.divergence import LONG, variance_ratio
 from accept_head.inference.policies import HeadPolicy
@@ -93,13 +94,13 @@ def pearson(x: np.ndarray, y: np.ndarray, prompt: np.ndarray) -> dict[str, Any]:
     columns = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y], axis=-1)
     sums = np.zeros((int(prompt.max()) + 1, 6))
     np.add.at(sums, prompt, columns)
-    draws = np.random.default_rng(0).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=RESAMPLES)
+    drawn = draws(len(sums), resamples=RESAMPLES)
 
     def r(total: np.ndarray) -> np.ndarray:
         n, sx, sy, sxx, syy, sxy = np.moveaxis(total, -1, 0)
         return (n * sxy - sx * sy) / np.sqrt((n * sxx - sx * sx) * (n * syy - sy * sy))
 
-    return {"r": float(r(sums.sum(0))), "ci95": np.quantile(r(draws @ sums), [0.025, 0.975]).tolist(), "count": len(x)}
+    return {"r": float(r(sums.sum(0))), "ci95": interval(r(drawn @ sums)), "count": len(x)}
 
 
 if __name__ == "__main__":

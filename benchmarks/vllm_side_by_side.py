@@ -37,7 +37,7 @@ from accept_head.inference.batch_table import best_table, tokens_per_round
 from accept_head.inference.bench_figures import TWIN, Cell, noise_floor, rows, static_by_domain
 from accept_head.inference.bench_measure import Chunk, Timed, make_chunks
 from accept_head.inference.bench_tables import cell_table
-from accept_head.inference.comparison import RESAMPLES
+from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.generation import make_requests
 from accept_head.inference.policy import RowPolicy
 from accept_head.inference.rows import Request
@@ -202,8 +202,7 @@ def matched(cell: Cell, thresholds: dict[int, float], seed: int = 0) -> list[dic
     over chunks."""
     count = len(cell.chunks)
     chunk_of = {request.index: number for number, chunk in enumerate(cell.chunks) for request in chunk.requests}
-    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    weights = np.concatenate([np.ones((1, count)), draws])  # the first is the cell itself
+    weights = np.concatenate([np.ones((1, count)), draws(count, seed=seed)])  # the first is the cell itself
 
     def figures(name: str) -> dict[str, np.ndarray]:
         sums = np.zeros((count, 4))
@@ -225,10 +224,7 @@ def matched(cell: Cell, thresholds: dict[int, float], seed: int = 0) -> list[dic
             continue
         own, its = figures(head), figures(fixed)
         ratios = {name: own[name] / its[name] - 1 for name in own}
-        values = {
-            name: [float(value[0]), *map(float, np.quantile(value[1:], [0.025, 0.975]))]
-            for name, value in ratios.items()
-        }
+        values = {name: [float(value[0]), *interval(value[1:])] for name, value in ratios.items()}
         found.append({"fixed": fixed, "head": head, "best": fixed == cell.best_static(), **values})
     return found
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from accept_head.cost import DecodeCounts, ForwardCosts
 from accept_head.inference.bench_measure import Chunk, Timed
-from accept_head.inference.comparison import RESAMPLES, Measured, compare
+from accept_head.inference.bootstrap import draws, interval
+from accept_head.inference.comparison import Measured, compare
 from accept_head.inference.rows import DecodeStats, Finished
 
 SLO_SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
@@ -104,9 +105,9 @@ def rows(
                 "beyond_noise": abs(gain) > floor,
                 "gain_over_best_fixed_per_domain": float(speeds[index] / per_domain - 1) if per_domain else None,
                 "ci95": {
-                    "throughput": _interval(drawn[:, index]),
-                    "speedup": _interval(drawn[:, index] / drawn[:, none]),
-                    "gain_over_best_fixed": _interval(drawn[:, index] / drawn[:, best] - 1),
+                    "throughput": interval(drawn[:, index]),
+                    "speedup": interval(drawn[:, index] / drawn[:, none]),
+                    "gain_over_best_fixed": interval(drawn[:, index] / drawn[:, best] - 1),
                 },
                 "time_per_token": percentiles(times_per_token(stats)),
                 **rates(stats),
@@ -156,15 +157,15 @@ def noise_floor(cell: Cell, seed: int = 0) -> dict[str, Any]:
     first, second = tokens / seconds
     whole = tokens.sum((1, 2)) / seconds.sum((1, 2))
     runs = tokens[0].size
-    draws = np.random.default_rng(seed).multinomial(runs, np.full(runs, 1 / runs), size=RESAMPLES)
-    drawn = (draws @ tokens.reshape(2, runs).T) / (draws @ seconds.reshape(2, runs).T)
-    interval = _interval(drawn[:, 1] / drawn[:, 0])
+    chosen = draws(runs, seed=seed)
+    drawn = (chosen @ tokens.reshape(2, runs).T) / (chosen @ seconds.reshape(2, runs).T)
+    bounds = interval(drawn[:, 1] / drawn[:, 0])
     repeats = tokens.sum(2) / seconds.sum(2)  # (2, repeat)
     return {
         "name": cell.twin,
-        "floor": max(abs(bound - 1) for bound in interval),
+        "floor": max(abs(bound - 1) for bound in bounds),
         "ratio": float(whole[1] / whole[0]),
-        "ratio_ci95": interval,
+        "ratio_ci95": bounds,
         "per_chunk": percentiles(np.abs(second / first - 1).ravel(), (50, 90, 100)),
         "per_repeat": np.abs(repeats[1] / repeats[0] - 1).tolist(),
     }
@@ -217,10 +218,5 @@ def percentiles(values: np.ndarray, which: Sequence[int] = (50, 99)) -> dict[str
 
 def _resampled_speeds(cell: Cell, seed: int) -> np.ndarray:
     """(resample, arm) tokens/s of chunks drawn with replacement, all repeats of a chunk together."""
-    count = len(cell.chunks)
-    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    return np.asarray((draws @ cell.tokens.sum(1).T) / (draws @ cell.seconds.sum(1).T))
-
-
-def _interval(draws: np.ndarray) -> list[float]:
-    return [float(bound) for bound in np.quantile(draws, [0.025, 0.975])]
+    drawn = draws(len(cell.chunks), seed=seed)
+    return np.asarray((drawn @ cell.tokens.sum(1).T) / (drawn @ cell.seconds.sum(1).T))

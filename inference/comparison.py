@@ -11,8 +11,7 @@ import numpy as np
 
 from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, total_time
 from accept_head.errors import InputError
-
-RESAMPLES = 2000
+from accept_head.inference.bootstrap import RESAMPLES, draws, interval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,16 +44,15 @@ def compare(
     table = np.array([[_row(count) for count in policy.counts] for policy in measured])  # (policy, prompt, 4)
 
     everything = _figures(table.sum(1), costs, fixed, bounds)
-    prompts = table.shape[1]
-    draws = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=resamples)
-    resampled = _figures(np.einsum("rn,pnc->rpc", draws.astype(float), table), costs, fixed, bounds)
+    drawn = draws(table.shape[1], seed=seed, resamples=resamples)
+    resampled = _figures(np.einsum("rn,pnc->rpc", drawn, table), costs, fixed, bounds)
     return [
         {
             "name": policy.name,
             "params": policy.params,
             **{name: float(values[index]) for name, values in everything.items()},
             "block_efficiency": float(1 / everything["verification_rate"][index]),
-            "ci95": {name: _interval(values[:, index]) for name, values in resampled.items()},
+            "ci95": {name: interval(values[:, index]) for name, values in resampled.items()},
         }
         for index, policy in enumerate(measured)
     ]
@@ -92,7 +90,3 @@ def throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
 
 def _row(count: DecodeCounts) -> tuple[float, float, float, float]:
     return count.generated, count.discarded, count.target_forwards, count.draft_forwards
-
-
-def _interval(draws: np.ndarray) -> list[float]:
-    return [float(bound) for bound in np.quantile(draws, [0.025, 0.975])]

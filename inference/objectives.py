@@ -9,7 +9,8 @@ import numpy as np
 
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
-from accept_head.inference.comparison import RESAMPLES, throughputs
+from accept_head.inference.bootstrap import draws
+from accept_head.inference.comparison import throughputs
 from accept_head.inference.replay import Replayed
 
 Objective = Literal["mean", "worst-domain", "discard"]
@@ -38,12 +39,11 @@ def objective_of(
 
 
 def _least_discard(best_fixed: Replayed, seed: int) -> Callable[[Replayed], Any]:
-    count = len(best_fixed.counts)
-    draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    limits = _verification_rates(draws @ best_fixed.counts)
+    drawn = draws(len(best_fixed.counts), seed=seed)
+    limits = _verification_rates(drawn @ best_fixed.counts)
 
     def value(policy: Replayed) -> tuple[bool, float]:
-        ratios = _verification_rates(draws @ policy.counts) / limits
+        ratios = _verification_rates(drawn @ policy.counts) / limits
         sure = bool(np.quantile(ratios, SURE) <= 1)
         return sure, -policy.total.discard_rate if sure else -policy.total.verification_rate
 

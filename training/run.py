@@ -124,10 +124,10 @@ def train(
         raise InputError(f"threads is {threads}, expected a number from 1 on, or auto")
     if cache:
         check_cacheable(chosen.packing)
+    folders = [Path(folder) for folder in (traces if isinstance(traces, list) else [traces])]
     if dry_run:
         from accept_head.training.dry_run import train_plan
 
-        folders = [Path(folder) for folder in (traces if isinstance(traces, list) else [traces])]
         plan = train_plan(
             draft, folders, chosen, variants(chosen, depth, w_rej), precision=precision,
             micro_batch_size=micro_batch_size, model_shapes=model_shapes, trust_remote_code=trust_remote_code,
@@ -140,31 +140,16 @@ def train(
     options = trainer_options(precision)
     dtype = "bfloat16" if precision == "bf16" else "auto"
     draft_model = load_model(draft, "--draft", dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
-    splits = read_splits(
-        [Path(folder) for folder in (traces if isinstance(traces, list) else [traces])],
-        Path(dev_traces) if dev_traces is not None else None,
-        draft_fingerprint=checkpoint_fingerprint(draft),
-        seed=seed,
-    )
-    if chosen.predicts != "token":
-        for config, folder in zip(splits.configs, splits.folders, strict=True):
-            check_scored(config, folder)
-    for part in splits.parts:
-        check_context(part.folder, part.traces, context_tokens(draft_model))
-    train_set, dev_set = splits.train, splits.dev
+    splits = _checked_splits(folders, dev_traces, chosen, draft, draft_model, seed)
+    processes = options["devices"] * options["num_nodes"]
     if embedding is None and input_embeddings(draft_model).shape[-1] != hidden_size(draft_model):
         chosen = chosen.override(embedding=False)  # as of OPT-350m, whose embeddings are narrower
-    if chosen.alternatives == "all" and chosen.knows_alternatives:
-        _say_unused_alternatives(splits)
-    chosen = chosen.for_alternatives(min(config.alternatives or 0 for config in splits.configs))
+    chosen = _for_splits(chosen, splits, processes if not isinstance(batch_size, int) else None)
     chosen = chosen.for_hidden_size(hidden_size(draft_model)).override(lr=lr)
-    if not isinstance(batch_size, int):
-        chosen = chosen.for_traces(len(train_set), options["devices"] * options["num_nodes"])
-    count = settled(threads, processes=options["devices"]) if use_cpu_only() else 1  # a GPU is kept busy by one
-    working = Threads(count)
+    working = Threads(settled(threads, processes=options["devices"]) if use_cpu_only() else 1)  # one keeps a GPU busy
     data = TraceData(
-        train_set,
-        dev_set,
+        splits.train,
+        splits.dev,
         packing=chosen.packing,
         r=chosen.r,
         epochs=chosen.epochs,
@@ -175,8 +160,9 @@ def train(
         workers=workers,
         threads=working,
     )
+    sampler = data.sampler(rank=0, world=processes)
     recipes = variants(chosen, depth, w_rej)
-    module, sampler = _build(recipes, draft_model, data, options, seed, working)
+    module = _module(recipes, draft_model, data, sampler, seed, working)
     if cache:
         data.cache = FeatureCache(
             splits.parts,
@@ -194,7 +180,57 @@ def train(
         **{name: _swept(name, recipes, sweep) for name in ("depth", "w_rej")},
         **{"precision": precision, "seed": seed, "traces": splits.content()},
     }
-    run_folder = prepare_run(Path(out), run, sweep=sweep)
+    trainer = _fit(module, data, sampler, options, prepare_run(Path(out), run, sweep=sweep), checkpoint_every)
+    if trainer.is_global_zero:
+        save_heads(
+            Path(out),
+            module,
+            recipes,
+            metrics={"train_traces": len(splits.train), "dev_traces": len(splits.dev), "steps": trainer.global_step},
+            training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed} | splits.record(),
+            traces=splits.configs[0],
+        )
+        print_quality(Path(out), module)
+    trainer.strategy.barrier("saved")
+
+
+def _checked_splits(
+    folders: list[Path], dev_traces: str | None, chosen: Recipe, draft: str, draft_model: Any, seed: int
+) -> Splits:
+    """Raises InputError for traces of another draft, for such as were scored where the recipe needs more than that, and
+    for such as are longer than the draft reads."""
+    splits = read_splits(
+        folders,
+        Path(dev_traces) if dev_traces is not None else None,
+        draft_fingerprint=checkpoint_fingerprint(draft),
+        seed=seed,
+    )
+    if chosen.predicts != "token":
+        for config, folder in zip(splits.configs, splits.folders, strict=True):
+            check_scored(config, folder)
+    for part in splits.parts:
+        check_context(part.folder, part.traces, context_tokens(draft_model))
+    return splits
+
+
+def _for_splits(chosen: Recipe, splits: Splits, processes: int | None) -> Recipe:
+    """Its alternatives settled by those that the traces have, and its batch size by how many traces there are for so
+    many processes; None: it was given."""
+    if chosen.alternatives == "all" and chosen.knows_alternatives:
+        _say_unused_alternatives(splits)
+    chosen = chosen.for_alternatives(min(config.alternatives or 0 for config in splits.configs))
+    return chosen if processes is None else chosen.for_traces(len(splits.train), processes)
+
+
+def _fit(
+    module: HeadTraining,
+    data: TraceData,
+    sampler: StepSampler,
+    options: dict[str, Any],
+    run_folder: Path,
+    checkpoint_every: int,
+) -> L.Trainer:
+    """Train to the end, from the last checkpoint in `run_folder` if there is one, and judge the heads on dev traces."""
     loggers: list[Logger] = [CSVLogger(run_folder, name="csv")]  # a resumed run logs to a new version_N
     loggers.append(TensorBoardLogger(run_folder, name="tensorboard", version=""))
     checkpoints = ModelCheckpoint(
@@ -214,17 +250,7 @@ def train(
     trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
     if module.judged_step != trainer.global_step:  # a finished run that is run again has nothing left to fit
         trainer.validate(module, data, verbose=False)
-    if trainer.is_global_zero:
-        save_heads(
-            Path(out),
-            module,
-            recipes,
-            metrics={"train_traces": len(train_set), "dev_traces": len(dev_set), "steps": trainer.global_step},
-            training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed} | splits.record(),
-            traces=splits.configs[0],
-        )
-        print_quality(Path(out), module)
-    trainer.strategy.barrier("saved")
+    return trainer
 
 
 @rank_zero_only
@@ -242,10 +268,9 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
     return values if sweep else values[0]
 
 
-def _build(
-    recipes: dict[str, Recipe], draft: Any, data: TraceData, options: dict[str, Any], seed: int, threads: Threads
-) -> tuple[HeadTraining, StepSampler]:
-    sampler = data.sampler(rank=0, world=options["devices"] * options["num_nodes"])
+def _module(
+    recipes: dict[str, Recipe], draft: Any, data: TraceData, sampler: StepSampler, seed: int, threads: Threads
+) -> HeadTraining:
     common = next(iter(recipes.values()))
     more = _signal_statistics(data.train.traces) if common.signals else {}
     embeddings = input_embeddings(draft) if common.embedding else None
@@ -264,7 +289,7 @@ def _build(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # each head starts as it would alone
             candidates.append(Candidate(name, AcceptanceHead(config).attach(embeddings), recipe.w_rej))
-    module = HeadTraining(
+    return HeadTraining(
         candidates,
         draft,
         lr=common.lr,
@@ -274,7 +299,6 @@ def _build(
         w_acc=common.w_acc,
         threads=threads,
     )
-    return module, sampler
 
 
 def _signal_statistics(traces: Dataset) -> dict[str, Any]:
