@@ -25,10 +25,10 @@ from accept_head.training.shared_rows import SharedRows
 class Positions:
     """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
 
-    states: of (places, hidden_size) float32; several tokens may have been drawn from each. signals: (n, signals of the
-    config), normalised; None when the head reads none. embedded: of (different tokens, hidden_size), as
-    `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n, predictions), the label a and 1 − a, or their
-    sums where several are known; both 0 where that prediction does not count.
+    states: of (places, hidden_size), in any float dtype; several tokens may have been drawn from each. signals:
+    (n, signals of the config), normalised; None when the head reads none. embedded: of (different tokens, hidden_size),
+    as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n, predictions), the label a and 1 − a, or
+    their sums where several are known; both 0 where that prediction does not count.
     """
 
     states: SharedRows
@@ -58,8 +58,8 @@ def head_loss(
     # Looked up and cast once: for small heads these words of Python are a good part of the time.
     linears: list[Any] = [block.linear for block in head.blocks]
     blocks = [(linear.weight.to(dtype), linear.bias.to(dtype)) for linear in linears]
-    first, output_weight = _first_state(head, positions, dtype), head.output.weight.to(dtype)
-    states, before_silu = _forward_blocks(blocks, first, dtype)
+    inputs, output_weight = _inputs(head, positions, dtype), head.output.weight.to(dtype)
+    states, before_silu = _forward_blocks(blocks, _first_state(head, positions, inputs), dtype)
     logits = F.linear(states[-1].to(dtype), output_weight, head.output.bias.to(dtype)).float()
 
     # −A log σ(z) − R log σ(−z) = (A + R) softplus(z) − A z, and its derivative (A + R) σ(z) − A.
@@ -72,7 +72,6 @@ def head_loss(
 
     output = [(d_logits.t() @ states[-1].to(dtype)).float(), d_logits.sum(0).float()]
     d_last = (d_logits @ output_weight).float()
-    inputs = _inputs(head, positions, dtype)
     d_blocks, d_inputs = _backward_blocks(blocks, list(inputs.values()), states, before_silu, d_last, dtype)
     return HeadLoss(value, cross_entropy, [*d_blocks, *output, *d_inputs])
 
@@ -90,10 +89,10 @@ def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> d
     return inputs
 
 
-def _first_state(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> Tensor:
-    """(n, channels): the sum of all that the head reads."""
-    parts = [] if head.config.width is not None else [positions.states.spread(positions.states.values)]
-    for linear, rows in _inputs(head, positions, dtype).items():
+def _first_state(head: AcceptanceHead, positions: Positions, inputs: dict[nn.Linear, SharedRows]) -> Tensor:
+    """(n, channels) float32: the sum of all that the head reads."""
+    parts = [] if head.config.width is not None else [positions.states.spread(positions.states.values).float()]
+    for linear, rows in inputs.items():
         parts.append(rows.spread((rows.values @ linear.weight.t().to(rows.values.dtype)).float()))
     return reduce(torch.add, parts)
 

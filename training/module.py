@@ -117,8 +117,10 @@ class HeadTraining(L.LightningModule):
         if head.config.reads_embedding:
             ids, index = drawn.ids.unique(return_inverse=True)
             embedded = SharedRows(head.embedded(ids), index)
+        # Without a layer of its own for the state, a head adds to it; else products read it as the draft gave it.
+        hidden = batch.hidden.float() if head.config.width is None else batch.hidden
         return Positions(
-            states=SharedRows(batch.hidden.float(), drawn.place),
+            states=SharedRows(hidden, drawn.place),
             signals=head.normalised(drawn.signals) if head.config.signals else None,
             embedded=embedded,
             accept=drawn.accept,
