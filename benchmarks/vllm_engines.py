@@ -78,10 +78,11 @@ class Engines:
         core.scheduler.max_num_active_reqs = rows
         if engine is self.speculative:
             self._set(drafting)
-        forwards = drafting.host.metrics.read()["draft_forwards"] if drafting.host else 0
+        metrics = drafting.host.metrics if drafting.host else None
+        forwards = metrics.read()["draft_forwards"] if metrics else 0
         run = _decode(engine, requests, sampling, f"{next(self.numbers)}-")
-        if drafting.host:
-            forwards = drafting.host.metrics.read()["draft_forwards"] - forwards
+        if metrics:
+            forwards = metrics.read()["draft_forwards"] - forwards
         elif drafting.table is not None:
             forwards = sum(max(1, drafting.table[live]) for live in run.live)
         drafting.draft_forwards += forwards
