@@ -66,9 +66,8 @@ class HeadTraining(L.LightningModule):
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
-        self.draft_in_use = (
-            threading.Lock()
-        )  # dev batches come while one is read ahead; rotary tables may change with length
+        # Dev batches come while one is read ahead, and a draft's rotary tables may change with the length.
+        self.draft_in_use = threading.Lock()
         self.threads = threads or Threads()
         # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
         self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
