@@ -91,7 +91,9 @@ def _processes() -> tuple[int, int]:
     environment = os.environ
     if "LOCAL_RANK" in environment and "WORLD_SIZE" in environment:  # started by torchrun, accelerate, or Lightning
         world = int(environment["WORLD_SIZE"])
-        local = int(environment.get("LOCAL_WORLD_SIZE", world))
+        # Lightning gives no RANK and starts on one host: a LOCAL_WORLD_SIZE is then of someone else, as vLLM leaves one
+        # behind in a process that had an engine.
+        local = int(environment.get("LOCAL_WORLD_SIZE", world)) if "RANK" in environment else world
         return local, world // local
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
         count = _accelerate_cpu_processes()
