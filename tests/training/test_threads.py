@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 import torch
@@ -111,18 +110,24 @@ def test_an_error_comes_at_its_batches_turn(threads):
 
 
 def test_who_stops_asking_leaves_nothing_running(threads):
-    started, finished = threading.Event(), []
+    """Closing waits for the batch that is being read."""
+    started, going_on, finished = threading.Event(), threading.Event(), []
 
     def read(batch):
         if batch == 1:
             started.set()
-            time.sleep(0.05)
+            going_on.wait(timeout=SECONDS)
         finished.append(batch)
         return batch
 
     batches = iter(ReadAhead(list(range(5)), read, threads))
     assert next(batches) == 0
     assert started.wait(timeout=SECONDS)
-    batches.close()
+    closing = threading.Thread(target=batches.close)
+    closing.start()
+    closing.join(timeout=0.2)
+    assert closing.is_alive()
+    going_on.set()
+    closing.join(timeout=SECONDS)
     assert finished == [0, 1]
     assert threads.map(lambda item: item, [1, 2]) == [1, 2], "the threads are there for others"
