@@ -14,7 +14,6 @@ from accept_head.signals import SIGNALS
 # prompt's end. after: β_{i+1} at the place of token label i. It counts where Y_i is accepted: the text goes on with it
 # there, and what is drawn next is Y_{i+1}. So P̂·β̂ of a head that is told Y_i is the chance that both are accepted.
 LABELS = ("token", "next", "after")
-TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
 
 
 @dataclass

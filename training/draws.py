@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from accept_head.training.batches import LABELS, LOGPROB, TOKEN, StateBatch
+from accept_head.signals import SIGNALS
+from accept_head.training.batches import LABELS, StateBatch
+
+TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
 
 
 @dataclass
@@ -35,7 +38,7 @@ def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
     if not batch.alternative_ids.shape[1]:
         return Draws(None, batch.drawn_ids, batch.signals, accept, reject)
     logprob, of_alternatives = batch.alternatives.unbind(-1)
-    is_token = torch.tensor([LABELS[axis] == LABELS[TOKEN] for axis in axes], device=mask.device)
+    is_token = torch.tensor([axis == TOKEN for axis in axes], device=mask.device)
     counts = (mask & is_token).unsqueeze(1)  # (places, 1, labels)
     of_alternatives = of_alternatives.unsqueeze(-1)
     accept = torch.cat([accept.unsqueeze(1), torch.where(counts, of_alternatives, 0.0)], 1)

@@ -6,6 +6,8 @@ embedding once is several times cheaper than one with a copy of it for every pos
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,8 +25,8 @@ class SharedRows:
 
     def to(self, dtype: torch.dtype) -> SharedRows:
         """The values in that dtype; read by the same positions."""
-        other = object.__new__(SharedRows)
-        other.__dict__ |= self.__dict__ | {"values": self.values.to(dtype)}
+        other = copy(self)  # who reads what need not be sorted again
+        other.values = self.values.to(dtype)
         return other
 
     def spread(self, of_each: Tensor) -> Tensor:

@@ -3,8 +3,6 @@ time. With a small draft, that format takes half as long as the forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pyarrow as pa
 import torch
 from datasets import Dataset
@@ -25,15 +23,9 @@ class TraceTensors:
         self._rows = traces.select_columns([name for name in wanted if name in traces.column_names])
         self._rows = self._rows.with_format("arrow")
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
     def __getitem__(self, row: int) -> dict[str, Tensor]:
         table: pa.Table = self._rows[row]
         return {name: _tensor(table[name][0]) for name in table.column_names}
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return (self[row] for row in range(len(self)))
 
 
 def _tensor(value: pa.Scalar) -> Tensor:
