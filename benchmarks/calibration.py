@@ -23,6 +23,7 @@ from accept_head.cost import ForwardCosts
 from accept_head.depth_calibration import DepthCalibration, Rounds
 from accept_head.head import AcceptanceHead
 from accept_head.hub import load_head
+from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.calibrate import FITS, calibrated, rounds_of, survival_quality
 from accept_head.inference.comparison import throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
@@ -34,7 +35,7 @@ from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddin
 from accept_head.training.collect import collect
 
 PAIR = TINY.relative_to(REPOSITORY)
-COSTS, K_MAX, DRAWS = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8, 2000
+COSTS, K_MAX = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8
 TRACES = {"sampled": ("runs/shift/t1", 1.0), "greedy": ("runs/shift/greedy", 0.0)}
 
 
@@ -115,11 +116,9 @@ def speed(counts: np.ndarray) -> float:
 
 def gain(counts: np.ndarray, none: np.ndarray) -> list[float]:
     """Over the same head without calibration; 95 % bounds by bootstrap over prompts."""
-    draws = np.random.default_rng(0).integers(len(counts), size=(DRAWS, len(counts)))
-    low, high = np.quantile(
-        throughputs(counts[draws].sum(1), COSTS) / throughputs(none[draws].sum(1), COSTS) - 1, [0.025, 0.975]
-    )
-    return [round(float(value), 4) for value in (speed(counts) / speed(none) - 1, low, high)]
+    drawn = draws(len(counts))
+    bounds = interval(throughputs(drawn @ counts, COSTS) / throughputs(drawn @ none, COSTS) - 1)
+    return [round(value, 4) for value in (speed(counts) / speed(none) - 1, *bounds)]
 
 
 if __name__ == "__main__":

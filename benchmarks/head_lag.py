@@ -23,6 +23,7 @@ from accept_head import Sampling, load_pair
 from accept_head.cli import quiet_libraries
 from accept_head.cost import DecodeCounts, ForwardCosts, total_time
 from accept_head.inference import generate, make_policy
+from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.profile import regress_rounds
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
@@ -122,9 +123,7 @@ def wall_ratio(pair: Pair, specs: list[str], prompts: list[list[int]], sampling:
         speed = totals[..., 0] / totals[..., 1]
         return speed[..., 1] / speed[..., 0]
 
-    draws = np.random.default_rng(0).integers(len(table), size=(2000, len(table)))
-    interval = np.quantile(ratio(table[draws].sum(1)), [0.025, 0.975])
-    return float(ratio(table.sum(0))), [float(bound) for bound in interval]
+    return float(ratio(table.sum(0))), interval(ratio(np.tensordot(draws(len(table)), table, axes=1)))
 
 
 def decode(pair: Pair, spec: str, prompts: list[list[int]], sampling: Sampling, batch_size: int) -> Any:

@@ -45,6 +45,7 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
 from accept_head.hub import load_head
+from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.calibrate import rounds_of
 from accept_head.inference.comparison import throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
@@ -62,7 +63,7 @@ from accept_head.training.run import train
 
 WORK = Path("runs/shift")
 PAIR = TINY.relative_to(REPOSITORY)
-COSTS, K_MAX, NEW_TOKENS, DRAWS = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8, 96, 2000
+COSTS, K_MAX, NEW_TOKENS = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8, 96
 READS = {"depth": 2, "embedding": True, "signals": True, "predicts": "token"}
 RECIPE = {**READS, "packing": "prefix", "alternatives": 0, "epochs": 6}
 ALL = ("code", "instruction", "math", "prose", "stories")
@@ -355,26 +356,26 @@ def speed(counts: np.ndarray) -> float:
 def gain(counts: np.ndarray, fixed: np.ndarray) -> list[float | None]:
     """Over the best fixed K, with 95 % bounds."""
     return bounded(
-        lambda rows: throughputs(counts[rows].sum(-2), COSTS) / throughputs(fixed[rows].sum(-2), COSTS) - 1, len(counts)
+        lambda drawn: throughputs(drawn @ counts, COSTS) / throughputs(drawn @ fixed, COSTS) - 1, len(counts)
     )
 
 
 def share(shifted: np.ndarray, corrected: np.ndarray, retrained: np.ndarray) -> list[float | None]:
     """(b − a) / (c − a), with 95 % bounds."""
 
-    def of(rows: np.ndarray) -> np.ndarray:
-        a, b, c = (throughputs(counts[rows].sum(-2), COSTS) for counts in (shifted, corrected, retrained))
+    def of(drawn: np.ndarray) -> np.ndarray:
+        a, b, c = (throughputs(drawn @ counts, COSTS) for counts in (shifted, corrected, retrained))
         return (b - a) / (c - a)
 
     return bounded(of, len(shifted))
 
 
 def bounded(statistic: Any, count: int) -> list[float | None]:
-    """Of a statistic of responses, with 95 % bounds; None where it is not finite."""
-    draws = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+    """Of a statistic of how often each response is drawn, with 95 % bounds; None where it is not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        low, high = np.nanquantile(statistic(draws), [0.025, 0.975])
-        values = [float(value) for value in (statistic(np.arange(count)), low, high)]
+        resampled = statistic(draws(count))
+        known = resampled[~np.isnan(resampled)]
+        values = [float(statistic(np.ones(count))), *(interval(known) if len(known) else (np.nan, np.nan))]
     return [round(value, 4) if np.isfinite(value) else None for value in values]
 
 

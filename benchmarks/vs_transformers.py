@@ -22,6 +22,7 @@ from record import TINY, write_result
 from transformers.utils import logging
 
 from accept_head import Sampling, load_pair
+from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.decode import Decoder
 from accept_head.inference.generation import make_decoder, make_requests
 from accept_head.inference.policies import make_policy
@@ -120,7 +121,7 @@ def side_by_side(
     return {
         "policy": spec,
         "ratio": ratio(times),
-        "ratio_ci95": interval(times),
+        "ratio_ci95": bounds(times),
         "noise_floor": ratio(again),
         "ours_tokens_per_second": tokens / sum(mine for _, mine in times),
         "transformers_tokens_per_second": tokens / sum(other for other, _ in times),
@@ -212,12 +213,10 @@ def ratio(times: list[tuple[float, float]]) -> float:
     return sum(other for other, _ in times) / sum(mine for _, mine in times)
 
 
-def interval(times: list[tuple[float, float]], resamples: int = 2000) -> list[float]:
+def bounds(times: list[tuple[float, float]]) -> list[float]:
     """95 % bootstrap interval of the ratio, over prompts."""
-    table = np.array(times)
-    draws = np.random.default_rng(0).integers(len(table), size=(resamples, len(table)))
-    sums = table[draws].sum(1)
-    return [float(bound) for bound in np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975])]
+    sums = draws(len(times)) @ np.array(times)
+    return interval(sums[:, 0] / sums[:, 1])
 
 
 if __name__ == "__main__":
