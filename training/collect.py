@@ -1,24 +1,12 @@
-"""`accept-head collect`: prompts → target responses → scored, coupled traces, in shards that survive any interruption.
-
-A Lightning predict run. Shard s belongs to rank s mod world size; what a shard holds depends on the settings alone, so
-any number of processes, and any number of kills and reruns, leaves the same records.
-"""
+"""`accept-head collect`: prompts → the target's responses → scored, coupled traces."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-from lightning.pytorch.callbacks import BasePredictionWriter
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-
 from accept_head.alternatives import DRAWS
 from accept_head.errors import InputError
-from accept_head.files import writable_folder
 from accept_head.pair import (
     Pair,
     checkpoint_fingerprint,
@@ -28,30 +16,13 @@ from accept_head.pair import (
     load_pair,
     vocabulary_fingerprint,
 )
-from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
+from accept_head.prompts import load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace import (
-    CONFIG_NAME,
-    MOST_ALTERNATIVES,
-    TraceConfig,
-    check_shard,
-    missing_shards,
-    write_shard,
-)
-from accept_head.training.engine_request import check_said_by_target
-from accept_head.training.halving import Halving
+from accept_head.trace import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig
+from accept_head.training.collector import write_shards
 from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
-from accept_head.training.responders import (
-    Backend,
-    Responder,
-    TransformersResponder,
-    check_backend,
-    make_responder,
-)
-from accept_head.training.score import score, scoring_halving
+from accept_head.training.responders import Backend, check_backend, make_responder
 from accept_head.training.stored import StoredResponses
-
-DEFAULTS = {"backend": "transformers"}  # of fields that a config leaves out
 
 
 def collect(
@@ -143,28 +114,15 @@ def collect(
         "concurrency": concurrency,
         "retries": retries,
     }
-    for name, value in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size), ("shard_size", shard_size)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}, expected a positive integer")
-    if alternatives is None:
-        alternatives = _usual_alternatives(Path(out), sampling)
-    if not 0 <= alternatives <= MOST_ALTERNATIVES:
-        raise InputError(f"alternatives is {alternatives}, expected 0 to {MOST_ALTERNATIVES}")
-    if alternatives and sampling.greedy:
-        raise InputError(f"alternatives is {alternatives}, but at temperature 0 the draft can draw one token only")
-    if (prompts is None) == (responses is None):
-        given = "neither of them is" if prompts is None else "both are"
-        raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
-    if responses is not None and backend != "transformers":
-        raise InputError(f"--backend {backend} generates responses, but --responses has them already; leave one out")
+    _check_positive(max_new_tokens=max_new_tokens, batch_size=batch_size, shard_size=shard_size)
+    alternatives = _checked_alternatives(alternatives, Path(out), sampling)
+    _check_source(prompts, responses, backend, dry_run=dry_run)
     check_backend(backend, engine, dry_run=dry_run)
     if dry_run:
         from accept_head.training.dry_run import collect_plan
 
-        if prompts is None:
-            raise InputError("--dry_run estimates what --prompts cost; with --responses there is little to estimate")
         plan = collect_plan(
-            target, draft, out=Path(out), prompts=prompts, field=field, split=split, max_prompts=max_prompts,
+            target, draft, out=Path(out), prompts=str(prompts), field=field, split=split, max_prompts=max_prompts,
             max_new_tokens=max_new_tokens or 128, batch_size=batch_size, alternatives=alternatives,
             concurrency=concurrency, dtype=dtype, backend=backend, model_shapes=model_shapes,
             trust_remote_code=trust_remote_code,
@@ -224,30 +182,37 @@ def collect(
     responder = make_responder(
         backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code
     )
-    folder = prepare_folder(Path(out), config)
-    trainer = L.Trainer(
-        **options,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[TraceWriter(folder)],
-    )
-    try:
-        trainer.predict(Collector(pair, loaded, config, folder, responder, repair), return_predictions=False)
-    finally:
-        responder.close()
-    trainer.strategy.barrier("collected")
-    if trainer.is_global_zero:
-        print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
+    write_shards(options, pair, loaded, config, Path(out), responder, repair=repair)
 
 
-def _usual_alternatives(folder: Path, sampling: Sampling) -> int:
-    """Those of the traces that are there already: older ones have none, and the same command goes on with them."""
-    if sampling.greedy:
-        return 0
-    if (folder / CONFIG_NAME).is_file():
-        return TraceConfig.load(folder).alternatives or 0
-    return DRAWS
+def _check_positive(**numbers: int | None) -> None:
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}, expected a positive integer")
+
+
+def _checked_alternatives(alternatives: int | None, out: Path, sampling: Sampling) -> int:
+    """The number asked for. When left out, that of the traces that are there already: older ones have none, and the
+    same command goes on with them."""
+    if alternatives is None:
+        if sampling.greedy:
+            return 0
+        return (TraceConfig.load(out).alternatives or 0) if (out / CONFIG_NAME).is_file() else DRAWS
+    if not 0 <= alternatives <= MOST_ALTERNATIVES:
+        raise InputError(f"alternatives is {alternatives}, expected 0 to {MOST_ALTERNATIVES}")
+    if alternatives and sampling.greedy:
+        raise InputError(f"alternatives is {alternatives}, but at temperature 0 the draft can draw one token only")
+    return alternatives
+
+
+def _check_source(prompts: str | None, responses: str | None, backend: Backend, *, dry_run: bool) -> None:
+    if (prompts is None) == (responses is None):
+        given = "neither of them is" if prompts is None else "both are"
+        raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
+    if responses is not None and backend != "transformers":
+        raise InputError(f"--backend {backend} generates responses, but --responses has them already; leave one out")
+    if responses is not None and dry_run:
+        raise InputError("--dry_run estimates what --prompts cost; with --responses there is little to estimate")
 
 
 def _room_for_prompts(pair: Pair, max_new_tokens: int) -> int:
@@ -256,135 +221,3 @@ def _room_for_prompts(pair: Pair, max_new_tokens: int) -> int:
     if context <= max_new_tokens:
         raise InputError(f"max_new_tokens is {max_new_tokens}, but the models' context has {context} tokens")
     return context - max_new_tokens
-
-
-def prepare_folder(folder: Path, config: TraceConfig) -> Path:
-    """Make the folder and record its config, or check that it holds an unfinished run with the same one."""
-    writable_folder(folder)
-    if (folder / CONFIG_NAME).exists():
-        before, now = TraceConfig.load(folder).content(), config.content()
-        if changed := [key for key in {**before, **now} if before.get(key) != now.get(key)]:
-            was, is_now = (content.get(changed[0], DEFAULTS.get(changed[0])) for content in (before, now))
-            raise InputError(
-                f"--out {folder}: holds traces made with another {changed[0]} ({was}, now {is_now}); choose another "
-                "folder or remove it"
-            )
-    elif any(folder.glob("*.parquet")):
-        raise InputError(f"--out {folder}: holds parquet files but no {CONFIG_NAME}; choose another folder")
-    else:
-        config.save(folder)
-    return folder
-
-
-class Collector(L.LightningModule):
-    """predict_step makes all records of one shard."""
-
-    def __init__(
-        self,
-        pair: Pair,
-        prompts: Sequence[Prompt],
-        config: TraceConfig,
-        folder: Path,
-        responder: Responder,
-        repair: bool = False,
-    ):
-        super().__init__()
-        self.parts = (pair, prompts)  # in a tuple: the models are not submodules, so nothing moves or wraps them
-        self.trace_config = config
-        self.folder = folder
-        self.responder = responder
-        self.scoring = scoring_halving()
-        self.repair = repair
-
-    def predict_dataloader(self) -> DataLoader:
-        rank, world = self.trainer.global_rank, self.trainer.world_size
-        # By shard number, not by place in the list of missing ones: another rank may be writing while we look.
-        ours = range(rank, self.trace_config.num_shards, world)
-        missing = set(missing_shards(self.folder, self.trace_config))
-        mine = [shard for shard in ours if shard in missing or (self.repair and self._is_damaged(shard))]
-        total = sum(map(self.trace_config.shard_rows, mine))
-        self.progress = tqdm(total=total, unit="prompt", desc="collect", disable=rank != 0, smoothing=0.1)
-        self.tokens = 0
-        return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
-
-    def _is_damaged(self, shard: int) -> bool:
-        """Says so, too. The shard stays until its successor replaces it, so that no kill hides what was wrong."""
-        try:
-            check_shard(self.folder, self.trace_config, shard)
-        except InputError as error:
-            print(f"collected again: {error}", file=sys.stderr)
-            return True
-        return False
-
-    def predict_step(self, shard: int) -> list[dict[str, Any]]:
-        pair, prompts = self.parts
-        config = self.trace_config
-        first = shard * config.shard_size
-        mine = prompts[first : first + config.shard_rows(shard)]
-        records: list[dict[str, Any]] = []
-        for batch, said in self.responder.batches(shard, mine):
-            drawn_with = self.responder.drawn_with
-            records += score_responses(pair, batch, said, config, drawn_with=drawn_with, halving=self.scoring)
-            self.tokens += sum(map(len, said))
-            self.progress.update(len(batch))
-            elapsed = self.progress.format_dict["elapsed"] or 1e-9
-            self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s")
-        if config.backend is not None:
-            check_said_by_target(records, f"--backend {config.backend}")
-        return records
-
-    def on_predict_end(self) -> None:
-        self.progress.close()
-
-
-def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> list[dict[str, Any]]:
-    """Responses and scores of one batch of prompts, as trace records."""
-    responses = TransformersResponder(pair, config).respond(batch)
-    return score_responses(pair, batch, responses, config, drawn_with=config.sampling)
-
-
-def score_responses(
-    pair: Pair,
-    batch: Sequence[Prompt],
-    responses: Sequence[Sequence[int]],
-    config: TraceConfig,
-    *,
-    drawn_with: Sampling,
-    halving: Halving | None = None,
-) -> list[dict[str, Any]]:
-    """Trace records of these responses under `config.sampling`. drawn_with: what the target drew them with."""
-    scored = score(
-        pair,
-        [prompt.ids for prompt in batch],
-        responses,
-        config.sampling,
-        seed=config.seed,
-        indices=[prompt.index for prompt in batch],
-        drawn_with=drawn_with,
-        alternatives=config.alternatives or 0,
-        halving=halving,
-    )
-    return [
-        {
-            "index": prompt.index,
-            "id": prompt.id,
-            "domain": prompt.domain,
-            "finished": response[-1] in config.end_token_ids,
-            "prompt_ids": list(prompt.ids),
-            **columns,
-        }
-        for prompt, response, columns in zip(batch, responses, scored, strict=True)
-    ]
-
-
-class TraceWriter(BasePredictionWriter):
-    """Writes each finished shard of this rank, atomically."""
-
-    def __init__(self, folder: Path):
-        super().__init__(write_interval="batch")
-        self.folder = folder
-
-    def write_on_batch_end(
-        self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, batch: int, *_: Any
-    ) -> None:
-        write_shard(self.folder, batch, prediction)

@@ -14,7 +14,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from accept_head import Pair, Sampling
 from accept_head.prompts import Prompt
 from accept_head.trace import ALTERNATIVE_COLUMNS, read_traces
-from accept_head.training.collect import make_records
+from accept_head.training.collector import make_records
 from accept_head.training.score import score
 
 SAMPLINGS = [
