@@ -164,13 +164,15 @@ class Job:
 
 
 def _maker(name: str, pair: Pair, limit: float = 1.0) -> Callable[[], DraftPolicy]:
-    """Makes a policy that has learnt nothing. One whose steps can be captured never does: it is made once, so that what
+    """Makes a policy that has learnt nothing. One whose steps can be captured is made once, and forgets, so that what
     was captured for it serves all its runs."""
     made: list[DraftPolicy] = []
 
     def make() -> DraftPolicy:
         policy = made[0] if made else make_policy(resolved(name, limit), pair)
         made[:] = [policy] if policy.carries is not None else []
+        if made:
+            policy.forget()
         return policy
 
     return make

@@ -127,7 +127,10 @@ class Decoder(Feeding):
                 watch(Round(self.rows, drafted, verified, logits, scores, outcome))
             del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
             finished = self.rows.sync(stopping)  # the device has done the round's work now
-            policy.observe(replace(outcome, seconds=time.perf_counter() - begin))
+            if policy.learnt is None:
+                policy.observe(replace(outcome, seconds=time.perf_counter() - begin))
+            else:
+                self.call("learn", policy.observe, outcome, state=policy, mutates=policy.learnt)
             going = self.rows.live_rows or not waiting.done
             yield from finished
             if self.runs != number:  # the caller has begun another

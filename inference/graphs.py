@@ -8,8 +8,8 @@ A replay runs the same kernels on the same memory and nothing of Python. Hence t
 - What is no tensor, a depth, a width, is part of the key: another number is another graph. So are shapes and dtypes.
 - A function is run before it is captured, so that kernels are loaded and buffers have shapes; what it changes in place
   (`mutates`) is put back. It must not read a value on the host; a call that does is refused while it is tried.
-- An object whose attributes the function rebinds is given as `state`, with their names in `carries`: they go in and
-  out like arguments and results.
+- An object whose attributes the function rebinds is given as `state`, with their names in `carries`, those of an
+  object that it holds as `held.name`: they go in and out like arguments and results.
 
 The result of a call is valid until the next call of that name.
 """
@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -277,12 +278,14 @@ def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:
 
 
 def _carried(state: Any) -> dict[str, Any]:
-    return {} if state is None else {name: getattr(state, name) for name in state.carries}
+    return {} if state is None else {name: attrgetter(name)(state) for name in state.carries}
 
 
 def _restore(state: Any, carried: dict[str, Any]) -> None:
     for name, value in carried.items():
-        setattr(state, name, list(value) if isinstance(value, list) else value)  # a function may append to it
+        *path, last = name.split(".")
+        owner = attrgetter(".".join(path))(state) if path else state
+        setattr(owner, last, list(value) if isinstance(value, list) else value)  # a function may append to it
 
 
 def _flatten(value: Any, leaves: list[Tensor]) -> Any:

@@ -189,7 +189,18 @@ class DraftPolicy(Protocol):
     def carries(self) -> tuple[str, ...] | None:
         """The attributes that `start_round` makes anew and that `draw_next` and `keep_drafting` change, if these three
         are functions of tensors alone: they wait for nothing, and whatever else they read stays as it is, and where it
-        is, from `start` on. They can then be captured in CUDA graphs. None: they are not."""
+        is, from `start` on, but for what is in `learnt`. They can then be captured in CUDA graphs. None: they are not.
+        Attributes of a policy that it holds are named `held.name`."""
+        ...
+
+    @property
+    def learnt(self) -> tuple[Tensor, ...] | None:
+        """The tensors that `observe` changes in place, if it, too, is such a function, of what verification said and
+        of what is carried. None: it is called as it is, and told the seconds."""
+        ...
+
+    def forget(self) -> None:
+        """Be as if new, where what was captured of it expects it. Asked of policies whose steps can be captured."""
         ...
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -247,12 +258,16 @@ class RowPolicy:
     trims = False
     in_chunks = False
     carries: tuple[str, ...] | None = None
+    learnt: tuple[Tensor, ...] | None = None
     lossless: frozenset[Verifier] = BOTH
     predicted: list[Tensor] = []  # noqa: RUF012 - never filled: a rule that predicts begins each round with its own
     predicted_next: list[Tensor] = []  # noqa: RUF012 - nor this
     max_draft_tokens: int
 
     def start(self, batch: int, device: torch.device) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:

@@ -88,4 +88,8 @@ class _OfPolicy:
 
 def read_by_steps(policy: DraftPolicy) -> dict[str, Any]:
     """The attributes that steps may read as they are: all but those that go in and out."""
-    return {name: value for name, value in vars(policy).items() if name not in (policy.carries or ())}
+    carried = policy.carries or ()
+    read = {name: value for name, value in vars(policy).items() if name not in carried}
+    for held in {name.partition(".")[0] for name in carried if "." in name}:  # a policy in it, read by them as well
+        read |= {name: value for each, value in vars(read[held]).items() if (name := f"{held}.{each}") not in carried}
+    return read

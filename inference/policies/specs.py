@@ -27,7 +27,8 @@ from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.bandit import BanditPolicy
 from accept_head.inference.policies.batch_map import BatchMapPolicy
-from accept_head.inference.policies.batch_stop import OURS, BatchStopPolicy, Host
+from accept_head.inference.policies.batch_stop import OURS, Host
+from accept_head.inference.policies.batch_stop_device import batch_stop
 from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
@@ -89,12 +90,12 @@ def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: 
         raise InputError(f"policy {spec!r}: unknown, expected one of {', '.join(e.form for e in POLICIES.values())}")
     entry = POLICIES[name]
     options = _parse_options(spec, pairs, entry)
-    costs = options.pop(COSTS, None)
+    costs, shape = options.pop(COSTS, None), DraftShape.of(draft)
     try:
-        policy = entry.build(argument, DraftShape.of(draft), options)
+        policy = entry.build(argument, shape, options)
     except _Malformed:
         raise InputError(f"policy {spec!r}: expected {entry.form}") from None
-    return policy if costs is None else BatchStopPolicy(policy, costs, host=host)
+    return policy if costs is None else batch_stop(policy, costs, host=host, device=shape.device)
 
 
 def option_types(entry: Entry) -> dict[str, type]:

@@ -37,7 +37,8 @@ from accept_head.inference.bench_replay import (
     trace_requests,
 )
 from accept_head.inference.generation import make_decoder, make_requests
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies import FixedPolicy, specs
+from accept_head.inference.policies.batch_stop_device import batch_stop
 from accept_head.inference.rows import DecodeStats, Finished
 from accept_head.inference.stopping import Stopping
 from tests.inference.replayed import standing_in
@@ -311,16 +312,21 @@ def test_a_policy_that_never_learns_is_made_once_and_any_other_anew():
 
 
 def test_what_the_warm_up_has_captured_serves_all_runs_of_a_policy(monkeypatch):
-    """No policy pays for its graphs while it is timed, however many it has; also not in another repeat."""
+    """No policy pays for its graphs while it is timed, however many it has; also not in another repeat. One that learns
+    begins each run anew."""
     monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
-    pair, names = near_pair(), ("none", "fixed:2", "max-prob:0.6,k_max=3")
+    on_gpu = torch.device("cuda")  # the stand-in for graphs is on the CPU; what suits a GPU is chosen by the device
+    monkeypatch.setattr(
+        specs, "batch_stop", lambda *given, **options: batch_stop(*given, **options | {"device": on_gpu})
+    )
+    pair, names = near_pair(), ("none", "fixed:2", "max-prob:0.6,k_max=3", "fixed:3,costs=0.2")
     arms = {name: _maker(name, pair) for name in names}
     with standing_in() as backend:
         stage, these = staged(pair, ragged_prompts(2, longest=8), 20, Sampling(temperature=0), 2, 3, compile="graphs")
         warm_up(stage, arms, these)
         captured = backend.captures
         timed = list(side_by_side(stage, arms, [Chunk(None, these)], repeats=2, seed=0))
-    assert len(timed) == 6 and backend.captures == captured > 0
+    assert len(timed) == 2 * len(names) and backend.captures == captured > 0
 
 
 # --- the oracle -------------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from accept_head import InputError, Sampling
+from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference import cache, generate, make_policy
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.generation import make_decoder, make_requests
 from accept_head.inference.graphs import Graphs
-from accept_head.inference.policies import FixedPolicy, HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.batch_stop_device import DeviceBatchStopPolicy
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import Rows
 from accept_head.inference.stopping import Stopping
@@ -37,6 +39,11 @@ def head(**options):
     return HeadPolicy(made, 0.7, k_max=5, **options)
 
 
+def of_costs(policy):
+    costs = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
+    return DeviceBatchStopPolicy(BatchStopPolicy(policy, costs))
+
+
 CAPTURED = {
     "none": lambda: FixedPolicy(0),
     "fixed:3": lambda: FixedPolicy(3),
@@ -48,6 +55,7 @@ CAPTURED = {
     "head lag 0": lambda: head(lag=0),
     "head before": lambda: head(reads="before"),
     "head gain": lambda: head(reads="before", predicts="both"),
+    "max-prob, costs": lambda: of_costs(make_policy("max-prob:0.05,k_max=5", LLAMA[1])),
 }
 FORWARDS_ALONE = {
     "adaedl": lambda: make_policy("adaedl:0.4,k_max=5", LLAMA[1]),
@@ -58,7 +66,10 @@ FORWARDS_ALONE = {
 
 
 SLOW = pytest.mark.slow
-ALL = [(name, SAMPLED) for name in ("none", "fixed:3", "confidence", "head lag 0", "head lag 1", "head gain")]
+ALL = [
+    (name, SAMPLED)
+    for name in ("none", "fixed:3", "confidence", "head lag 0", "head lag 1", "head gain", "max-prob, costs")
+]
 ALL += [pytest.param(name, SAMPLED, marks=SLOW) for name in CAPTURED if (name, SAMPLED) not in ALL]
 ALL += [pytest.param(name, GREEDY, marks=SLOW) for name in CAPTURED]
 
