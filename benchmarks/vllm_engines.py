@@ -84,7 +84,8 @@ class Engines:
         if metrics:
             forwards = metrics.read()["draft_forwards"] - forwards
         elif drafting.table is not None:
-            forwards = sum(max(1, drafting.table[live]) for live in run.live)
+            steps = getattr(self._drafter(), "num_speculative_steps", None)
+            forwards = sum(steps or max(1, drafting.table[live]) for live in run.live)
         drafting.draft_forwards += forwards
         return run
 
@@ -98,8 +99,8 @@ class Engines:
         drafter.host = drafting.host
         core.scheduler.dynamic_sd_lookup = drafting.table
         if hasattr(drafter, "num_speculative_steps") and drafting.table is not None:
-            # The V2 speculator drafts all its steps whatever the scheduler takes of them.
-            drafter.num_speculative_steps = max(1, drafting.table[-1])
+            # The V2 speculator drafts all its steps whatever the scheduler takes of them, which must not be more.
+            drafter.num_speculative_steps = max(1, *drafting.table)
         elif hasattr(drafter, "num_speculative_steps"):
             drafter.num_speculative_steps = drafter.speculative_config.num_speculative_tokens
 

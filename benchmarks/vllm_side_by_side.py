@@ -91,6 +91,8 @@ def main() -> None:
             thresholds = THRESHOLDS[sampling.greedy]
             levels = tuple(thresholds.values())
             arms = make_arms(head, levels, str(costs), str(with_head), pilot["table"], max(options.batches))
+            if unknown := set(options.arms) - set(arms):
+                raise SystemExit(f"--arms: unknown {sorted(unknown)[0]!r}, expected some of {sorted(arms)}")
             arms = {name: arm for name, arm in arms.items() if not options.arms or name in (*NEEDED, *options.arms)}
             cell = run_cell(engines, arms, chunks, sampling, batch, options.repeats, thresholds)
             cells.append({"batch_size": batch, "temperature": temperature, **cell})

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accept_head import InputError
-from accept_head.cost import BatchForwardCost, PairCosts
+from accept_head.cost import BatchForwardCost, ForwardCosts, PairCosts
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
+from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.rule import HostBatchRule, HostRule, _product
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.batch_map import BatchMapPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.dsde import DsdePolicy
@@ -359,6 +361,16 @@ def test_dropping_drawn_tokens_by_what_they_are_is_refused_unless_drafts_are_gre
     assert Engine(2, 3, 0).round(host_of(DropsUnlikelyTokens(), greedy=True), names(2))[0] == [2, 2]
 
 
+def test_a_round_without_drafts_is_not_trimmed():
+    """AdaSpec, where not even one token pays."""
+    costs = PairCosts.constant(ForwardCosts(t_draft=2.0, t_target=1.0))
+    host, engine, verdict, lengths = host_of(AdaSpecPolicy(costs, k_max=4, probe=3)), Engine(2, 4, 0), None, []
+    for _ in range(6):
+        lengths.append(engine.round(host, names(2), verdict=verdict)[0])
+        verdict = Verdict(lengths[-1], [0, 0])
+    assert [0, 0] in lengths
+
+
 def test_a_verdict_on_other_drafts_than_ours_counts_for_nothing():
     spy, engine = Spy(), Engine(2, 3, 0)
     host = host_of(spy)
@@ -366,3 +378,36 @@ def test_a_verdict_on_other_drafts_than_ours_counts_for_nothing():
     # vLLM verified zeros for all instead, and took none of them: a's text has grown by one token, not by three.
     host.begin(["a", "b"], [True, True], [10, 12], 9, Verdict([2, 2], [2, 2]))
     assert spy.seen[0].live.tolist() == [False, True]
+
+
+# --- the time that it takes ------------------------------------------------------------------------------------------
+
+
+class PassedEvent:
+    """In place of a CUDA event."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def query(self):
+        return True
+
+    def elapsed_time(self, end):
+        return 2.0  # milliseconds
+
+
+def test_a_gpu_is_timed_where_rounds_are_counted_and_nothing_piles_up_where_not(monkeypatch):
+    """Ranks but the first count nothing."""
+    monkeypatch.setattr(torch.cuda, "Event", PassedEvent)
+    for metrics, wanted in ((None, 0), (DraftMetrics(4), 1)):
+        host = host_of(MaxProbPolicy(0.3, k_max=4), metrics=metrics)
+        host.stopwatch.on_gpu = True
+        engine, verdict = Engine(3, 4, seed=0), None
+        for _ in range(20):
+            drafted, _ = engine.round(host, names(3), verdict=verdict)
+            verdict = Verdict(drafted, [0, 0, 0])
+        assert len(host.stopwatch.events) <= 20 * wanted
+        assert (metrics is not None) == (metrics is not None and metrics.read()["policy_seconds"] > 0.04)

@@ -8,7 +8,7 @@ import pytest
 
 from accept_head import InputError
 from accept_head.inference.adapters.vllm import settings
-from accept_head.inference.adapters.vllm.settings import Settings, check, check_hooks, is_tested
+from accept_head.inference.adapters.vllm.settings import Settings, check, check_hooks, is_supported, is_the_tested
 
 
 def config(accept_head=None, *, spec=(), parallel=(), **scheduler):
@@ -89,10 +89,17 @@ def test_asynchronous_scheduling_goes_with_adaptive_verification():
 @pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.320.0", "1.0", None])
 def test_a_vllm_that_was_not_tested_is_named(monkeypatch, version):
     monkeypatch.setattr(settings, "installed_version", lambda: version)
-    assert not is_tested(version)
+    assert not is_supported(version)
     with pytest.raises(InputError, match=f"vLLM {version} is installed.*0.32"):
         check(config(ASKED))
     assert check(config()) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "tested"), [("0.32.0", True), ("0.32.0+cpu", True), ("0.32.1", False), (None, False)]
+)
+def test_another_release_of_the_range_is_supported_but_not_the_tested_one(version, tested):
+    assert is_the_tested(version) is tested and is_supported(version) is (version is not None)
 
 
 def test_a_hook_that_is_gone_is_named():

@@ -50,7 +50,9 @@ class HeadAcceptanceEstimator(OnlineAcceptanceEstimator):
             signals = torch.stack([torch.zeros_like(entropy), entropy, max_prob], dim=-1)
         logit = self.head(hidden, signals)[..., self.head.index_of("token")].float()
         feature = logit.clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
-        probability = torch.sigmoid(self.slope * feature + self.intercepts[draft_step])
-        self.features[idx_mapping, draft_step] = feature
-        self.predictions[idx_mapping, draft_step] = probability
-        confidence[: len(hidden)].index_copy_(1, draft_step.view(1), probability[:, None])
+        step = draft_step.view(1).long()  # stays on the device: as a plain index its value would be read by the host
+        probability = torch.sigmoid(self.slope * feature + self.intercepts.index_select(0, step))
+        places = idx_mapping.long(), step.expand(len(hidden))
+        self.features.index_put_(places, feature)
+        self.predictions.index_put_(places, probability)
+        confidence[: len(hidden)].index_copy_(1, step, probability[:, None])

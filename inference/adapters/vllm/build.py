@@ -12,7 +12,13 @@ from accept_head.head import AcceptanceHead, Score
 from accept_head.head_use import Checkpoint, origin_of
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
-from accept_head.inference.adapters.vllm.settings import Settings, check
+from accept_head.inference.adapters.vllm.settings import (
+    TESTED,
+    Settings,
+    check,
+    installed_version,
+    is_the_tested,
+)
 from accept_head.inference.compiled import compiled
 from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -44,8 +50,16 @@ def build_policy(vllm_config: Any, device: torch.device, model: nn.Module | None
         torch.set_default_dtype(default)
     if model is not None:
         _check_use(policy, vllm_config)
-        _logger().info("accept-head %s: policy %s", VERSION, settings.policy)
+        _announce(settings, vllm_config)
     return policy
+
+
+def _announce(settings: Settings, vllm_config: Any) -> None:
+    trims = vllm_config.speculative_config.enable_adaptive_verification
+    how = ", for adaptive verification: its threshold and bounds are not used" if trims else ""
+    _logger().info("accept-head %s: policy %s%s", VERSION, settings.policy, how)
+    if not is_the_tested(version := installed_version()):
+        _logger().warning("accept-head: vLLM %s is taken to be as %s, with which it was tested", version, TESTED)
 
 
 def _check_use(policy: DraftPolicy, vllm_config: Any) -> None:
@@ -139,6 +153,10 @@ def head_of(policy: DraftPolicy) -> AcceptanceHead:
     may drop."""
     if not isinstance(policy, HeadPolicy):
         raise InputError("adaptive verification takes a head: expected a policy like 'head:PATH'")
+    if isinstance(policy, RecalibratedHeadPolicy):
+        raise InputError(
+            "adaptive verification recalibrates the head by vLLM's own fit; leave out calibration=true and online=true"
+        )
     config = policy.head.config
     if config.reads != "before" or "draft_logprob" in config.signals or config.reads_embedding:
         raise InputError(

@@ -87,7 +87,7 @@ class PolicyHost:
         self.judges_late = Signal.DRAWN_HIDDEN in policy.needs  # by the state at the drawn token itself
         self.asks = policy.stops_early or policy.peeks  # else each row drafts its budget
         self.learns = getattr(type(policy), "observe", None) is not RowPolicy.observe
-        self.stopwatch = Stopwatch(device)
+        self.stopwatch = Stopwatch(device, on=metrics is not None)
         self.requests: list[str] = []  # of the last round, in its order
         # Of each row. context: its tokens as the round found it; kept: tokens of its draft; submitted: those of them
         # that are to be verified.
@@ -184,7 +184,7 @@ class PolicyHost:
         if not self.asks:
             self.kept = [min(tokens, self.depth) for tokens in self.budget]
         self.submitted = self.kept
-        if self.policy.trims:
+        if self.policy.trims and self.depth:  # else there is nothing to drop, and it was shown nothing
             drafted = torch.tensor(self.kept, device=self.device)
             with self.stopwatch.timing():
                 wanted = checked(self.policy, "trim", self.policy.trim(drafted), len(drafted))

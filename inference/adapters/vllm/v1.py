@@ -68,6 +68,7 @@ class AcceptHeadProposer(DraftModelProposer):
             super().propose(most, **inputs)
         counts = self.host.end()
         self._last_draft_probs = torch.stack(self.drawn_from, dim=1) if self.drawn_from else None
+        self.drawn_from = []  # vLLM has planned memory for one of them
         with host_reads():
             return _ragged(self.drawn_ids, counts)
 

@@ -23,7 +23,7 @@ from accept_head.inference.adapters.vllm.build import (
     head_of,
 )
 from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
-from accept_head.inference.adapters.vllm.ragged import leave_lengths
+from accept_head.inference.adapters.vllm.ragged import check_handler, leave_lengths
 from accept_head.inference.adapters.vllm.settings import check_hooks
 
 HOOKS = ("propose", "sample_draft", "compute_draft_logits", "load_model", "_maybe_predict_acceptance")
@@ -35,20 +35,20 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
         self.host: PolicyHost | None = None
-        self.head: nn.Module | None = None
         policy = build_policy(vllm_config, device)
         if policy is not None:
             check_hooks(StandaloneARSpeculator, HOOKS)
+            check_handler()
             if self.enable_adaptive_verification:
-                self.head = head_of(policy)
+                head_of(policy)
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         if not self.enable_adaptive_verification:
             self.host = build_host(self.vllm_config, self.device, self.model)
-        if self.head is not None:
+        elif policy := build_policy(self.vllm_config, self.device, self.model):
             self.acceptance_estimator = HeadAcceptanceEstimator(
-                self.head, self.max_num_reqs, self.num_speculative_steps, self.device
+                head_of(policy), self.max_num_reqs, self.num_speculative_steps, self.device
             )
 
     def propose(self, input_batch: Any, *inputs: Any, **options: Any) -> Tensor:

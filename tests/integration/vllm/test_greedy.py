@@ -57,12 +57,29 @@ POLICIES = (
     "head:{before}:0.5,costs=0.2",
     "head:{both}:0.5,online=true,costs=0.2",
     "fixed:6,costs=0.3",
+    "entropy:1.0",
+    "hf-heuristic",
+    "hf-confidence",
+    "max-prob-mean:0.4",
+    "leviathan:0.2",
+    "bandit:6",
+    "goodput:{costs}",
+    "adaspec:{costs}",
+    "budget:{costs}",
 )
 
 
 @pytest.fixture(scope="module")
-def spec_of(heads: dict[str, Path], batch_map: Path) -> Any:
-    return lambda policy: policy.format(map=batch_map, **heads)
+def costs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("costs") / "costs.json"
+    draft, target = ({"alpha": 1e-6, "beta": 1e-4, "gamma": seconds} for seconds in (2e-3, 1e-2))
+    path.write_text(json.dumps({"t_draft": 2e-3, "t_target": 1e-2, "batch": {"draft": draft, "target": target}}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def spec_of(heads: dict[str, Path], batch_map: Path, costs: Path) -> Any:
+    return lambda policy: policy.format(map=batch_map, costs=costs, **heads)
 
 
 @pytest.fixture(scope="module")

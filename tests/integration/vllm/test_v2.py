@@ -4,6 +4,7 @@ estimator. The rounds are compared with those of our own loop, the outputs with 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def fit_a_head(steps: int, slope: float, shift: float) -> dict[str, Any]:
     verdicts drawn from the truth."""
     from accept_head.head import AcceptanceHead
     from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
+    from tests.inference.replayed import NoWaiting
 
     torch.manual_seed(0)
     head = AcceptanceHead({"hidden_size": 8, "depth": 0, "reads": "before"}).eval()
@@ -129,9 +131,9 @@ def fit_a_head(steps: int, slope: float, shift: float) -> dict[str, Any]:
         hidden = torch.randn(k, rows, 8)
         confidence = torch.zeros(slots, k)
         for step in range(k):
-            estimator.predict_by_head(
-                hidden[step], torch.zeros(rows, 4), torch.ones(slots), idx, torch.tensor(step), confidence
-            )
+            given = hidden[step], torch.zeros(rows, 4), torch.ones(slots), idx, torch.tensor(step), confidence
+            with NoWaiting() if number == 0 else nullcontext():  # asynchronous scheduling is there not to wait
+                estimator.predict_by_head(*given)
         if number == 0:
             expected = torch.stack([head.probability(each) for each in hidden], dim=1)
             first = {

@@ -19,7 +19,7 @@ from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.cli import main
 from accept_head.inference.adapters.vllm.settings import Settings
 from accept_head.inference.batch_table import FIELD
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.vllm_config import _check_adaptive
 
 TABLE = {FIELD: [[1, 4, 5], [9, 16, 3], [17, 64, 0]]}
@@ -139,3 +139,9 @@ def test_which_heads_adaptive_verification_takes(reads, signals):
         return False
 
     assert refuses(lambda policy: _check_adaptive(policy, None)) is (reads == "drawn" or "draft_logprob" in signals)
+
+
+def test_adaptive_verification_recalibrates_by_itself():
+    head = AcceptanceHead(HeadConfig(hidden_size=8, reads="before"))
+    with pytest.raises(InputError, match="vLLM's own fit; leave out"):
+        _check_adaptive(RecalibratedHeadPolicy(head, 0.5, online=True), None)
