@@ -79,10 +79,15 @@ def demo(
     folder = Path(pair) if pair else Path(__file__).resolve().parents[1] / "checkpoints" / "tiny"
     if not (folder / "target").is_dir():
         raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")
-    output = _clean(writable_folder(Path(out)))
+    sampling = Sampling(temperature=temperature, top_k=top_k)
+    counts = {"train": train_prompts, "dev": dev_prompts, "test": test_prompts}
+    wanted = {f"{split}_prompts": count for split, count in counts.items()} | {"max_new_tokens": max_new_tokens}
+    for name, value in wanted.items() if processes is None else {**wanted, "processes": processes}.items():
+        if value < 1:
+            raise InputError(f"{name} is {value}, expected a positive integer")
+    output = _clean(writable_folder(Path(out)))  # only now: what is refused leaves an earlier demo as it is
 
     console.rule("1/5  collect: the target answers, the draft's proposals are coupled and scored")
-    counts = {"train": train_prompts, "dev": dev_prompts, "test": test_prompts}
     for split in SPLITS:
         collect(
             target=str(folder / "target"),
@@ -126,7 +131,7 @@ def demo(
     )
 
     console.rule("4/5  decode: held-out prompts, every policy, really run")
-    job = DecodeJob(folder, Sampling(temperature=temperature, top_k=top_k), max_new_tokens, seed)
+    job = DecodeJob(folder, sampling, max_new_tokens, seed)
     chosen = _tuned(output / "tuned.json", head)
     grid = {f"head:{h}": (f"head:{head}:{h}", {"threshold": h, "k_min": 1, "k_max": 20}) for h in THRESHOLDS}
     fixed = {f"fixed:{k}": (f"fixed:{k}", {"k": k}) for k in FIXED_K}

@@ -19,11 +19,12 @@ from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace import CONFIG_NAME
+from accept_head.trace import CONFIG_NAME, TraceConfig, fingerprint_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TRAINING_NAME = "training_config.json"  # as in hub.py, which is not needed to read it
 SETTINGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
@@ -106,6 +107,22 @@ def check_use(policy: object, target: Checkpoint, sampling: Sampling) -> None:
     if (origin := origin_of(policy)) is not None:
         origin.check_target(target)
         origin.check_sampling(sampling)
+
+
+def check_unseen(head: str, folder: Path, traces: Path, config: TraceConfig) -> None:
+    """Traces that a head in `folder` is tuned or calibrated on: its word on what it learnt from is too sure. Of other
+    sampling than it was trained for, or of its prompts drawn anew, is a warning. Raises InputError for the very traces.
+    """
+    path, origin = folder / TRAINING_NAME, HeadOrigin.read(head, folder)
+    several = read_json(path).get("traces") if path.is_file() else None  # one is recorded as the head's origin
+    learnt_from = {each.get("fingerprint") for each in several or [] if isinstance(each, dict)}
+    if config.fingerprint() in {*learnt_from, fingerprint_of(origin.recorded)}:
+        raise InputError(f"{traces}: the head {head} was trained on these traces, expected some of other prompts")
+    if origin.recorded.get("prompts_fingerprint") == config.prompts_fingerprint:
+        _say_once(f"accept-head: head {head} was trained on the prompts of {traces}, whatever was answered; use others")
+    if origin.sampling and _shown(origin.sampling) != _shown(config.sampling.to_dict()):
+        of = _shown(config.sampling.to_dict())
+        _say_once(f"accept-head: head {head} was trained for {_shown(origin.sampling)}, but the traces are of {of}")
 
 
 def origin_of(policy: object) -> HeadOrigin | None:

@@ -8,7 +8,7 @@ prompts. Which shards a folder must have follows from its config, so completenes
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,12 @@ def trace_features(*, alternatives: bool = False) -> Features:
     )
 
 
+def fingerprint_of(written: Mapping[str, Any]) -> str:
+    """TraceConfig.fingerprint of what is in a trace_config.json."""
+    content = {key: value for key, value in written.items() if key not in ORIGINS}
+    return sha256(json.dumps(content, sort_keys=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class TraceConfig:
     """How a folder of traces was made. Two runs with equal configs write the same records.
@@ -135,7 +141,7 @@ class TraceConfig:
 
     def fingerprint(self) -> str:
         """SHA-256 of all that decides the records."""
-        return sha256(json.dumps(self.content(), sort_keys=True))
+        return fingerprint_of(self._written())
 
     def save(self, folder: Path) -> None:
         write_json(folder / CONFIG_NAME, self._written())
@@ -242,6 +248,8 @@ def finished_config(folder: Path) -> TraceConfig:
     """The config of a folder that has all its shards. Raises InputError naming the folder when some are missing."""
     config = TraceConfig.load(folder)
     if missing := missing_shards(folder, config):
+        if (folder / "model.safetensors").is_file():
+            raise InputError(f"{folder}: this is a head, expected a folder of traces")
         raise InputError(
             f"{folder}: {len(missing)} of {config.num_shards} shards are missing (first: "
             f"{shard_path(folder, missing[0]).name}); run the same `accept-head collect` again to finish it"

@@ -22,11 +22,13 @@ from accept_head.depth_calibration import (
 )
 from accept_head.errors import InputError
 from accept_head.files import writable_file
+from accept_head.head_use import check_unseen
 from accept_head.hub import load_head
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay import round_starts, score_tokens
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.trace import finished_config
 
 Method = Literal["temperature", "isotonic", "affine"]
 LONGEST = 20
@@ -73,6 +75,7 @@ def calibrate(
     loaded = load_head(head, hidden_size=hidden_size(model), device=model.device, embeddings=input_embeddings(model))
     # As long as `tune` rolls out. The state at the last token of a rollout is not kept, hence the one more.
     longest = max(LONGEST, depths + 1)
+    check_unseen(head, Path(head), Path(traces), finished_config(Path(traces)))
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
     rounds = rounds_of(coupled, HeadPolicy(loaded, 0.5), depths)
     used = {"traces": coupled.config.fingerprint(), "prompts": len(coupled.lengths), "rounds": len(rounds.predicted)}

@@ -85,7 +85,7 @@ def profile(
     out: str = "costs.json",
     prompts: str | None = None,
     field: str = "prompt",
-    max_prompts: int = 16,
+    max_prompts: int | None = None,
     max_new_tokens: int = 48,
     temperature: float = 0.0,
     top_k: int = 50,
@@ -104,7 +104,7 @@ def profile(
         out: JSON file to write.
         prompts: JSONL file or data set to decode; built-in texts when left out.
         field: Field of a prompt record.
-        max_prompts: Prompts to decode at each draft length.
+        max_prompts: Of `prompts`, how many to decode at each draft length; 16 when left out.
         max_new_tokens: Longest response, in tokens.
         temperature: Sampling temperature; 0 is greedy.
         top_k: Most likely tokens kept when sampling.
@@ -121,9 +121,12 @@ def profile(
     lengths = _axis("draft_lengths", draft_lengths, MAP_LENGTHS, 0)
     if map_path:
         check_rounds_fit(lengths[-1], max_new_tokens)
+    if max_prompts is not None and prompts is None:
+        raise InputError("--max_prompts is given, but no --prompts that it could be of")
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
     if prompts:
-        ids = [prompt.ids for prompt in load_prompts(prompts, pair.tokenizer, field=field, max_prompts=max_prompts)]
+        most = 16 if max_prompts is None else max_prompts
+        ids = [prompt.ids for prompt in load_prompts(prompts, pair.tokenizer, field=field, max_prompts=most)]
     else:
         ids = [tuple(pair.tokenizer(text)["input_ids"]) for text in TEXTS]
     sampling = Sampling(temperature=temperature, top_k=top_k)

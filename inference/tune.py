@@ -21,6 +21,7 @@ from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file, write_json
 from accept_head.head import AcceptanceHead
 from accept_head.head_folder import head_folder
+from accept_head.head_use import check_unseen
 from accept_head.hub import load_head
 from accept_head.inference.comparison import compare, throughputs
 from accept_head.inference.cost_aware import cost_aware
@@ -86,7 +87,8 @@ def tune(
         lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
         rules: Policies without training to tune, by name; all of them when left out, which takes a minute or two.
         search: How heads are tuned. `cost`: the threshold at which one more token just pays for itself, with k_min 1
-            and the largest k_max; for the objective `mean`. `grid`: every threshold at all bounds. When left out:
+            and the largest k_max; for the objective `mean`; `thresholds` and `k_min` are then of the rules alone.
+            `grid`: every threshold at all bounds. When left out:
             `grid` where `thresholds`, `k_min` or another objective are given, else `cost`.
         objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest;
             `discard`: least drafted in vain at no more target calls than the best fixed length, of which 97.5 % of
@@ -120,6 +122,10 @@ def tune(
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model, fingerprint)
+    if lag is not None and heads and all(each.config.reads == "before" for each in heads.values()):
+        raise InputError(f"lag is {lag}, but every --head reads the state before a token: there is none")
+    for name in heads:
+        check_unseen(name, head_folder(name), Path(traces), finished_config(Path(traces)))
     load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
     for name in heads if write_decoding else ():
         if Path(name).is_dir():

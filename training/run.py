@@ -90,7 +90,7 @@ def train(
             `prefix` for one that reads the state before it and so needs no draft forward on the token it judges.
         alternatives: Alternatives to each drawn token that the head learns of, too, with `prefix`; `all` that every
             folder of traces has. See `collect --alternatives`.
-        r: Share of target tokens in token mixing.
+        r: Share of target tokens, with packing `mixing`.
         epochs: Passes over the traces.
         batch_size: Traces an optimizer step, over all processes and accumulated micro-batches. `auto` is an 800th of
             the traces, as a power of two a process, but at least 4 and at most 32. The paper's 32 is cut to the number
@@ -117,6 +117,8 @@ def train(
         predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing,
         alternatives=alternatives, r=r, epochs=epochs, batch_size=batch_size, warmup_share=warmup_share,
     )  # fmt: skip
+    if r not in (None, RECIPES[recipe].r) and chosen.packing != "mixing":
+        raise InputError(f"r is {r}, which is of packing 'mixing', but packing is {chosen.packing!r}")
     variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
     if micro_batch_size < 1 or checkpoint_every < 1 or workers < 0:
         raise InputError("micro_batch_size and checkpoint_every must be at least 1, workers at least 0")

@@ -214,13 +214,13 @@ def head_policy(
 
 
 def _head_policy(head: AcceptanceHead, threshold: float, options: Options, folder: Path) -> HeadPolicy:
+    if not options.get("online"):
+        of_both = {"online", "calibration", *inspect.signature(HeadPolicy).parameters}
+        if of_online := [name for name in options if name not in of_both]:
+            raise InputError(f"policy head: option {of_online[0]} is of online=true")
     if options.get("calibration"):
         options["calibration"] = DepthCalibration.load(folder)
     if not (options.get("online") or options.get("calibration")):
-        if of_online := [
-            name for name in options if name in ("signals", "state", "half_life", "prior", "tenant_share", "per_tenant")
-        ]:
-            raise InputError(f"policy head: option {of_online[0]} is of online=true")
         plain = {key: value for key, value in options.items() if key not in ("online", "calibration")}
         return HeadPolicy(head, threshold, **plain)
     return RecalibratedHeadPolicy(head, threshold, **options)

@@ -151,6 +151,9 @@ def test_one_shard_is_read_by_itself(folder):
     assert list(read_shard(folder, CONFIG, 0)) == shard_records(0)
     with pytest.raises(InputError, match="1 of 3 shards are missing"):
         finished_config(folder)
+    (folder / "model.safetensors").touch()  # its trace_config.json says what the head was trained on
+    with pytest.raises(InputError, match="this is a head, expected a folder of traces"):
+        read_traces(folder)
 
 
 def test_traces_of_another_draft_are_refused():

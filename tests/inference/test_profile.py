@@ -263,7 +263,8 @@ def arguments(folder, pair_folder, **options):
         "max_new_tokens": 24,
         **options,
     }
-    return ["profile", *(str(word) for name in options for word in (f"--{name}", options[name]))]
+    given = {name: value for name, value in options.items() if value is not None}
+    return ["profile", *(str(word) for name, value in given.items() for word in (f"--{name}", value))]
 
 
 def check_numbers(costs):
@@ -330,6 +331,7 @@ def test_it_decodes_as_many_prompts_as_are_asked_for(quick, random_pair_folder, 
 REFUSED = {
     "a response longer than the context": (lambda f: {"max_new_tokens": 128}, ["128", "context"]),
     "no prompts wanted": (lambda f: {"max_prompts": 0}, ["max_prompts", "0"]),
+    "a number of no prompts": (lambda f: {"prompts": None, "max_prompts": 2}, ["--max_prompts", "--prompts"]),
     "a missing prompts file": (lambda f: {"prompts": f / "nowhere.jsonl"}, ["nowhere.jsonl"]),
     "a negative temperature": (lambda f: {"temperature": -1}, ["temperature", "-1"]),
     "a target that does not exist": (lambda f: {"target": f / "nowhere"}, ["--target", "nowhere"]),

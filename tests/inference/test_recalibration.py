@@ -571,6 +571,8 @@ def test_a_spec_turns_it_on_with_its_options(saved):
     [
         ("calibration=true", "calibration.json: no such file"),
         ("half_life=50", "half_life is of online=true"),
+        ("train=true", "train is of online=true"),
+        ("calibration=true,tenant_share=7", "tenant_share is of online=true"),
         ("online=true,tenant_share=2", "tenant_share is 2"),
         ("online=maybe", "true or false"),
     ],

@@ -234,6 +234,7 @@ TRAIN_CASES = {
         train(g, predicts="next", signals="true"),
         ["signals", "next"],
     ),
+    "a share of target tokens where none are mixed": lambda g: (train(g, r=0.5), ["r is 0.5", "'mixing'"]),
     "a loss weight of 0": lambda g: (train(g, w_rej=0), ["w_rej", "0"]),
     "a share above 1": lambda g: (train(g, r=2), ["r is 2"]),
     "no epochs": lambda g: (train(g, epochs=0), ["epochs", "0"]),

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from accept_head.cli import main
 from accept_head.cost import ForwardCosts, throughput
 
 ROW = {
@@ -67,3 +68,16 @@ def test_the_demo_leaves_a_head_and_says_what_it_measured(demo_folder):
     assert (out / "head" / "model.safetensors").is_file()
     words = " ".join(printed.split())  # lines are broken at the console's width
     assert "held-out prompts" in words and "best fixed draft length" in words
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("temperature", -1), ("train_prompts", 0), ("dev_prompts", 0), ("max_new_tokens", 0), ("processes", 0)],
+)
+def test_what_is_refused_leaves_an_earlier_demo_as_it_is(option, value, embedded_pair_folder, tmp_path, capsys):
+    (tmp_path / "head").mkdir()
+    (tmp_path / "summary.json").write_text("{}")
+    assert main(["demo", "--pair", str(embedded_pair_folder), "--out", str(tmp_path), f"--{option}", str(value)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("accept-head: error: ")]
+    assert f"{option} is {value}" in line
+    assert (tmp_path / "head").is_dir() and (tmp_path / "summary.json").is_file()

@@ -321,6 +321,21 @@ def other_draft(place):
     return ["--head", place / "drawn"]
 
 
+def of_these_traces(place):
+    """A head that learnt from what it is tuned on; they have moved since."""
+    config = json.loads((place / "traces" / "trace_config.json").read_text())
+    (place / "drawn" / "trace_config.json").write_text(json.dumps({**config, "draft": "elsewhere/draft"}))
+    return ["--head", place / "drawn"]
+
+
+def of_these_and_other_traces(place):
+    config = {**json.loads((place / "traces" / "trace_config.json").read_text()), "seed": 7}
+    (place / "drawn" / "trace_config.json").write_text(json.dumps(config))
+    folders = [{"fingerprint": "another"}, {"fingerprint": read_traces(place / "traces")[0].fingerprint()}]
+    (place / "drawn" / "training_config.json").write_text(json.dumps({"traces": folders}))
+    return ["--head", place / "drawn"]
+
+
 def not_a_head(place):
     (place / "empty").mkdir()
     return ["--head", place / "empty"]
@@ -378,6 +393,9 @@ WRONG = {
     ),
     "damaged rollouts": (damaged_rollouts, ["shard-00001.safetensors", "remove it"], None),
     "a head of another draft": (other_draft, ["--head", "another draft", "their/draft"], None),
+    "a head that was trained on the traces": (of_these_traces, ["traces", "drawn", "was trained on these"], None),
+    "a head that was trained on them and others": (of_these_and_other_traces, ["was trained on these"], None),
+    "a lag of heads that have none": (lambda p: ["--head", p / "before", "--lag", 1], ["lag", "1"], None),
     "a head that does not exist": (lambda p: ["--head", p / "nowhere"], ["nowhere"], None),
     "a folder that is no head": (not_a_head, ["empty"], None),
     "a head given twice": (lambda p: ["--head", p / "drawn", p / "drawn"], ["--head", "twice"], None),
@@ -403,6 +421,23 @@ def test_it_refuses(tune, place, name):
     assert all(word in done.err for word in named), done.err
     assert done.out == ""
     assert files_in(place) == before, "something was written"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seed": 7}, "was trained on the prompts of"),
+        (
+            {"prompts_fingerprint": "other", "sampling": {"temperature": 0}},
+            "greedy decoding, but the traces",
+        ),
+    ],
+)
+def test_a_head_of_other_traces_that_suit_it_badly_is_tuned_with_a_warning(tune, place, caplog, change, says):
+    config = json.loads((place / "traces" / "trace_config.json").read_text())
+    (place / "before" / "trace_config.json").write_text(json.dumps({**config, **change}))
+    done = tune("--head", place / "before", *SMALL, rules=["entropy"])
+    assert done.code == 0 and [line for line in (*caplog.messages, *done.err.splitlines()) if says in line]
 
 
 def test_a_draft_that_does_not_exist_is_refused_with_the_option(tune, place):
