@@ -98,11 +98,17 @@ def measure_rounds(
     policies = {k: FixedPolicy(k) for k in draft_lengths}
     options: Any = {"greedy": sampling.greedy, "compile": compile}
     cells: dict[tuple[int, int], list[_Rounds]] = {}
+    kept: dict[int, Decoder] = {}  # what is captured or compiled serves all turns; else memory is for one at a time
     for turn in range(turns):
         for size in batch_sizes:
             chosen = [usable[(turn * size + row) % len(usable)] for row in range(size)]
             requests = make_requests(chosen, max_new_tokens)
-            decoder = make_decoder(pair.target, pair.draft, requests, policies[longest], batch_size=size, **options)
+            planned = requests if compile == "none" else make_requests([*chosen, *usable], max_new_tokens)
+            decoder = kept.get(size) or make_decoder(
+                pair.target, pair.draft, planned, policies[longest], batch_size=size, **options
+            )
+            if compile != "none":
+                kept[size] = decoder
             for k, policy in policies.items():
                 if compile != "none":  # what is captured or compiled when it is first met is met now
                     _full_rounds(decoder, requests, policy, processing)
@@ -115,7 +121,7 @@ def measure_rounds(
     drafted, accepted = (
         torch.cat([getattr(outcome, name) for outcome in outcomes]).cpu().numpy() for name in ("drafted", "accepted")
     )
-    at_risk, kept = count_accepted(drafted, accepted, longest)
+    at_risk, taken = count_accepted(drafted, accepted, longest)
     return RoundGrid(
         batch_sizes=batch_sizes,
         draft_lengths=draft_lengths,
@@ -123,7 +129,7 @@ def measure_rounds(
         context_tokens=of_cells(lambda rounds: statistics.mean(itertools.chain(*(part.contexts for part in rounds)))),
         rounds=of_cells(lambda rounds: sum(len(part.seconds) for part in rounds)),
         at_risk=at_risk,
-        accepted=kept,
+        accepted=taken,
     )
 
 

@@ -17,6 +17,9 @@ from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
 
+Worst = tuple[float | None, str, bool]  # the worst value, of what, and whether all cells are there
+TEMPERATURES = {0.0, 1.0}
+BENCHED = {(batch, temperature) for batch in (1, 8, 32, 128) for temperature in TEMPERATURES}
 Results = dict[str, dict[str, Any]]  # by part
 PARTS = ("overhead", "whole_flow", "head_sweep", "collect_speed", "greedy_divergence", "head_cost")
 OVERHEAD, ASSISTED, HEAD_COST, SWEEP = 1.05, 3.0, 0.01, 10.0
@@ -57,8 +60,9 @@ def read_results(out: Path) -> Results:
 
 
 def aims(results: Results) -> list[dict[str, Any]]:
-    """One row an aim. measured: None where it was not measured; then nothing is said to hold."""
-    rules: list[tuple[str, Callable[[Results], tuple[float | None, str]], Callable[[float], bool]]] = [
+    """One row an aim. measured: None where it was not measured. It fails by any cell, and holds by all: where some are
+    missing, nothing is said."""
+    rules: list[tuple[str, Callable[[Results], Worst], Callable[[float], bool]]] = [
         (f"loop overhead <= {OVERHEAD} at batch 1, compile=graphs", _overhead, lambda x: x <= OVERHEAD),
         (f">= {ASSISTED:g} x transformers' assisted tokens/s", _assisted, lambda x: x >= ASSISTED),
         (f"head + signals <= {HEAD_COST:.0%} of the 1B draft forward", _head_cost, lambda x: x <= HEAD_COST),
@@ -69,8 +73,10 @@ def aims(results: Results) -> list[dict[str, Any]]:
     ]
     rows = []
     for aim, measure, holds in rules:
-        value, of = measure(results)
-        rows.append({"aim": aim, "measured": value, "holds": None if value is None else bool(holds(value)), "of": of})
+        value, of, whole = measure(results)
+        verdict = None if value is None or (holds(value) and not whole) else bool(holds(value))
+        missing = "" if whole or value is None else "; cells are missing"
+        rows.append({"aim": aim, "measured": value, "holds": verdict, "of": of + missing})
     return rows
 
 
@@ -80,30 +86,34 @@ def cells_of(results: Results, part: str, start: str) -> list[dict[str, Any]]:
     return [cell for cell in cells if cell["cell"].startswith(start) and is_measured(cell)]
 
 
-def _overhead(results: Results) -> tuple[float | None, str]:
+def _overhead(results: Results) -> Worst:
     """The worst policy of the worst temperature, in the mode that is used unless something else is asked for."""
     found = [cell for cell in cells_of(results, "overhead", "graphs") if cell["settings"]["batch"] == 1]
     found = [cell for cell in found if cell["settings"]["chunk"] in (None, "auto")]
     if not found:
-        return None, results.get("overhead", {}).get("fallback") or "no cell with graphs at batch 1"
+        return None, results.get("overhead", {}).get("fallback") or "no cell with graphs at batch 1", False
+    whole = {float(cell["settings"]["temperature"]) for cell in found} >= TEMPERATURES
     worst = max((row["overhead"], row["policy"], cell["cell"]) for cell in found for row in cell["policies"])
-    return worst[0], f"the worst: {worst[1]}; {worst[2]}"
+    return worst[0], f"the worst: {worst[1]}; {worst[2]}", whole
 
 
-def _assisted(results: Results) -> tuple[float | None, str]:
+def _assisted(results: Results) -> Worst:
     rows = [
         (row["ratio"], row["policy"], cell["cell"])
         for cell in cells_of(results, "whole_flow", "assisted")
         for row in cell["policies"]
     ]
-    return (min(rows)[0], f"the least: {min(rows)[1]}; {min(rows)[2]}") if rows else (None, "no cell")
+    if not rows:
+        return None, "no cell", False
+    whole = len({cell for *_, cell in rows}) == len(TEMPERATURES)
+    return min(rows)[0], f"the least: {min(rows)[1]}; {min(rows)[2]}", whole
 
 
-def _head_cost(results: Results) -> tuple[float | None, str]:
+def _head_cost(results: Results) -> Worst:
     values = results.get("head_cost", {})
     share = values.get("share_of_draft_forward")
     of = str(values.get("of", "no head_cost.json"))
-    return (None if share is None else float(share)), of
+    return (None if share is None else float(share)), of, bool(values.get("whole"))
 
 
 def _bench(results: Results) -> list[tuple[dict[str, Any], dict[str, dict[str, Any]]]]:
@@ -114,30 +124,33 @@ def _bench(results: Results) -> list[tuple[dict[str, Any], dict[str, dict[str, A
     return [(cell, rows) for cell, rows in found if cell["recommended"] in rows]
 
 
-def _gain(results: Results, temperature: float) -> tuple[float | None, str]:
+def _gain(results: Results, temperature: float) -> Worst:
+    """Of the tuned head, as it is recommended for one request; beside it, with costs."""
     for cell, rows in _bench(results):
         if cell["settings"]["batch"] == 1 and cell["settings"]["temperature"] == temperature:
-            row, plain = rows[cell["recommended"]], rows[cell["head"]]
+            row, priced = rows[cell["head"]], rows[cell["recommended"]]
             low, high = row["ci95"]["gain_over_best_fixed"]
-            of = (
-                f"head with costs, 95 % {low:+.3f} to {high:+.3f}; without costs {plain['gain_over_best_fixed']:+.3f}; "
-            )
-            return row["gain_over_best_fixed"], of + f"noise floor {row['noise_floor']:.3f}; best {cell['best_static']}"
-    return None, "no cell"
+            of = f"tuned head, 95 % {low:+.3f} to {high:+.3f}; with costs {priced['gain_over_best_fixed']:+.3f}; "
+            of += f"noise floor {row['noise_floor']:.3f}; best {cell['best_static']}"
+            return row["gain_over_best_fixed"], of, True
+    return None, "no cell", False
 
 
-def _slowest(results: Results) -> tuple[float | None, str]:
-    rows = [(rows[cell["recommended"]]["speedup"], cell["cell"]) for cell, rows in _bench(results)]
+def _slowest(results: Results) -> Worst:
+    benched = _bench(results)
+    rows = [(rows[cell["recommended"]]["speedup"], cell["cell"]) for cell, rows in benched]
     if not rows:
-        return None, "no cell"
-    return min(rows)[0], f"the least of {len(rows)} cells: {min(rows)[1]}"
+        return None, "no cell", False
+    there = {(cell["settings"]["batch"], float(cell["settings"]["temperature"])) for cell, _ in benched}
+    return min(rows)[0], f"the least of {len(rows)} cells: {min(rows)[1]}", there >= BENCHED
 
 
-def _sweep(results: Results) -> tuple[float | None, str]:
+def _sweep(results: Results) -> Worst:
     compared = (results.get("head_sweep", {}).get("compared") or {}).get("1B shape")
     if not compared:
-        return None, "no cell"
-    return compared["sweep_over_singles"], f"1B shape; {compared['sweep_over_plain']:.1f} x the plain loop"
+        return None, "no cell", False
+    plain = f"; {compared['sweep_over_plain']:.1f} x the plain loop" if "sweep_over_plain" in compared else ""
+    return compared["sweep_over_singles"], f"1B shape{plain}", True
 
 
 if __name__ == "__main__":

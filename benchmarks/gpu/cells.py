@@ -14,7 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from accept_head.inference.profile import device_name
 from accept_head.pair import default_device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGES = ("accept-head", "torch", "transformers", "triton", "lightning", "datasets", "pyarrow", "flash-attn")
 TINY = REPOSITORY / "checkpoints" / "tiny"
 sys.path.append(str(REPOSITORY / "benchmarks"))  # scripts here import their elders: record, vs_transformers
 sys.path.append(str(REPOSITORY / "checkpoints" / "recipe"))
@@ -128,7 +129,7 @@ def where() -> dict[str, Any]:
     return {
         "command": " ".join(["python", str(Path(sys.argv[0])), *sys.argv[1:]]),
         "commit": _commit(),
-        "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
+        "versions": {name: _version(name) for name in PACKAGES},
         "device": device_name(device),
         "device_memory_gib": memory and round(memory, 1),
         "cores": os.cpu_count(),
@@ -165,8 +166,17 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
 def _commit() -> str:
-    """On the device machine there may be no git."""
+    """On the device machine there may be no git, and the command says it."""
+    if given := os.environ.get("COMMIT"):
+        return given
     try:
         done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
     except OSError:

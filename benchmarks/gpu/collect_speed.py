@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     for shown, load, prompts in pairs:
         pair = load()
-        for batch in batches:
+        for batch in batches if prompts else batches[:1]:
             tokens = 16 if options.tiny else NEW_TOKENS
             cells.measure(
                 f"{shown}, batch {batch}",

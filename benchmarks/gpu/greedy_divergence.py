@@ -53,7 +53,10 @@ def run(options: argparse.Namespace) -> int:
     requests = make_requests([prompt.ids for prompt in loaded], tokens)
     name = "embedded" if folder == TINY else str(folder)
     cells.write(pair=name, prompts=len(requests), new_tokens=tokens)
-    for mode, chunk in {mode: (mode, chunk) for mode, chunk in reversed(modes()[0])}.values():  # one chunk of each
+    best: dict[str, Any] = {}
+    for mode, chunk in modes()[0]:  # of each mode the chunk that is named first
+        best.setdefault(mode, chunk)
+    for mode, chunk in best.items():
         settings = {"compile": mode, "chunk": chunk, "pair": name, "dtype": options.dtype}
         shown = f"{mode}{'' if chunk is None else f', chunk {chunk}'}"
         cells.measure(shown, settings, lambda m=mode, c=chunk: compare(pair, requests, m, c, policies), needs=60)

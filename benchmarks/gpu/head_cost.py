@@ -14,6 +14,7 @@ python benchmarks/gpu/head_cost.py [--batches 1 8 32] [--temperatures 0 1] [--re
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -65,17 +66,15 @@ def run(options: argparse.Namespace) -> int:
     without += [] if kernels else ["no Triton on a GPU: torch's operations only"]
     cells.write(attention=backend.name if backend else "sdpa", fallback="; ".join(without) or None)
     measured = []
-    for temperature in options.temperatures:
-        for batch in options.batches:
-            for mode in ("graph", "eager") if on_gpu else ("eager",):
-                for way in ("kernels", "torch") if kernels else ("torch",):
-                    settings = {"batch": batch, "temperature": temperature, "mode": mode, "way": way}
-                    settings |= {"replays": options.replays, "attention": cells.settings["attention"]}
-                    name = f"{mode}, {way}, batch {batch}, temperature {temperature:g}"
-                    scene = Scene(draft, batch, Sampling(temperature=temperature), options.tiny)
-                    cell = cells.measure(name, settings, lambda s=settings, c=scene: measure(c, **_of(s)), needs=10)
-                    measured.append(cell)
-    cells.write(**summary([cell for cell in measured if is_measured(cell)]))
+    modes, ways = ("graph", "eager") if on_gpu else ("eager",), ("kernels", "torch") if kernels else ("torch",)
+    # What the aim is about comes first.
+    for mode, way, temperature, batch in itertools.product(modes, ways, options.temperatures, options.batches):
+        settings = {"batch": batch, "temperature": temperature, "mode": mode, "way": way}
+        settings |= {"replays": options.replays, "attention": cells.settings["attention"]}
+        name = f"{mode}, {way}, batch {batch}, temperature {temperature:g}"
+        scene = Scene(draft, batch, Sampling(temperature=temperature), options.tiny)
+        measured.append(cells.measure(name, settings, lambda s=settings, c=scene: measure(c, **_of(s)), needs=10))
+    cells.write(**summary(measured))
     return cells.status
 
 
@@ -85,11 +84,13 @@ def _of(settings: dict[str, Any]) -> dict[str, Any]:
 
 def summary(cells: list[Cell]) -> dict[str, Any]:
     """What `aims` reads: the worst batch size and temperature of what is used on a GPU. Nothing without one."""
-    used = [cell for cell in cells if (cell["settings"]["mode"], cell["settings"]["way"]) == ("graph", "kernels")]
+    asked = [cell for cell in cells if (cell["settings"]["mode"], cell["settings"]["way"]) == ("graph", "kernels")]
+    used = [cell for cell in asked if is_measured(cell)]
     if not used:
-        return {"share_of_draft_forward": None, "of": "not measured: it takes a GPU and Triton"}
+        return {"share_of_draft_forward": None, "of": "not measured: it takes a GPU and Triton", "whole": False}
     share, name = max((cell["added"][AIM]["share"], cell["cell"]) for cell in used)
-    return {"share_of_draft_forward": share, "of": f"the worst: {name}; head {AIM}"}
+    of = f"the worst of {len(used)} of {len(asked)} cells: {name}; head {AIM}"
+    return {"share_of_draft_forward": share, "of": of, "whole": len(used) == len(asked)}
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ def measure(scene: Scene, mode: str, way: str, replays: int) -> Cell:
         forward = _forward(scene)
         processing = Processing(scene.sampling, output_size(scene.draft))
         number = torch.full((scene.batch,), 0.5, device=scene.draft.device)
+        active = torch.ones(scene.batch, dtype=torch.bool, device=scene.draft.device)  # as the loop has it
 
         def drawn() -> tuple[Forward, torch.Tensor, torch.Tensor | None, torch.Tensor]:
             fed = forward()
@@ -118,7 +120,7 @@ def measure(scene: Scene, mode: str, way: str, replays: int) -> Cell:
         def step(needs: frozenset[Any]) -> tuple[DraftStep, torch.Tensor]:
             fed, scores, q, ids = drawn()
             of = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
-            return DraftStep.of(needs, 1, ids, ids >= 0, of, fed, fed), ids
+            return DraftStep.of(needs, 1, ids, active, of, fed, fed), ids
 
         calls: dict[str, Call] = {"forward": forward, "drawn": drawn, "signals": lambda: step(OF_Q)}
         for name, policy in heads.items():

@@ -78,31 +78,29 @@ def run(options: argparse.Namespace) -> int:
     for name, draft, place in cases:
         job = Job(draft, place, folder / name.replace(" ", "-"), epochs, options.tiny)
         settings = {"draft": name, "traces": traces, "epochs": epochs}
-        cells.measure(f"plain loop, {name}", settings, job.plain, needs=30)
+        cells.measure(f"sweep, {name}", settings, lambda j=job: j.fit(DEPTHS, WEIGHTS), needs=60)
         for depth in SINGLES:
             cells.measure(f"depth {depth} alone, {name}", settings, lambda d=depth, j=job: j.fit(d, 1), needs=30)
-        cells.measure(f"sweep, {name}", settings, lambda j=job: j.fit(DEPTHS, WEIGHTS), needs=60)
+        cells.measure(f"plain loop, {name}", settings, job.plain, needs=30)
     cells.write(compared={name: compare(cells.cells, name) for name, _, _ in cases})
     return cells.status
 
 
 def compare(cells: dict[str, Cell], name: str) -> dict[str, float] | None:
     """How many times as fast the sweep is; None where a cell is missing."""
-    parts = [
-        cells.get(f"{part}, {name}", {}) for part in ("sweep", *(f"depth {d} alone" for d in SINGLES), "plain loop")
-    ]
+    parts = [cells.get(f"{part}, {name}", {}) for part in ("sweep", *(f"depth {d} alone" for d in SINGLES))]
     if any("seconds" not in part for part in parts):
         return None
-    sweep, *singles, plain = (part["seconds"] for part in parts)
+    sweep, *singles = (part["seconds"] for part in parts)
+    plain = cells.get(f"plain loop, {name}", {}).get("seconds")
     heads = len(DEPTHS) * len(WEIGHTS)
     alone = sum(singles) / len(singles)
     return {
         "heads": heads,
         "sweep_seconds": sweep,
         "singles_seconds": heads * alone,
-        "plain_seconds": heads * plain,
         "sweep_over_singles": heads * alone / sweep,
-        "sweep_over_plain": heads * plain / sweep,
+        **({} if plain is None else {"plain_seconds": heads * plain, "sweep_over_plain": heads * plain / sweep}),
         "draft_tokens_per_second": parts[0]["draft_tokens"] / sweep,
         "head_tokens_per_second": heads * parts[0]["draft_tokens"] / sweep,
     }

@@ -35,7 +35,7 @@ SCRIPTS = {
     "h": "head_cost.py",
 }
 # Shares of the minutes of a part, next to the others that run; what one leaves over goes to those behind it.
-WEIGHTS = {"a": 5.0, "b": 9.0, "c": 2.0, "d": 1.5, "e": 1.5, "h": 1.0}
+WEIGHTS = {"a": 4.0, "b": 9.0, "c": 3.5, "d": 1.0, "e": 1.5, "h": 2.0}
 GRACE = 40.0  # seconds for a cell that was begun in time, and for starting up
 
 

@@ -116,9 +116,6 @@ def _train(
     tiny: bool,
 ) -> Cell:
     """Train for so many seconds and save in bf16, with the tokenizer."""
-    device = default_device()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
     L.seed_everything(seed, verbose=False)
     tokenizer = AutoTokenizer.from_pretrained(text / "tokenizer")
     model = build_model(shape, tokenizer)
@@ -139,10 +136,10 @@ def _train(
         use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader(Windows(packed(text, seed), rows, context), batch_size=None))
-    trained = module.model.to(device).bfloat16().eval()
     spent = time.monotonic() - module.begin
-    trained.save_pretrained(out)
+    module.model.bfloat16().save_pretrained(out)
     tokenizer.save_pretrained(out)
+    trained = load_model(out, "--out", dtype="bfloat16")  # anew: the angles of the rotary table must not be bf16
     return {
         "parameters": trained.num_parameters(),
         "steps": trainer.global_step // 2,  # two optimizers

@@ -322,6 +322,9 @@ class Flow:
         )
         cell = read_json(out)["cells"][0]
         policies = [{k: v for k, v in row.items() if k not in ("chunks", "domains")} for row in cell["policies"]]
+        captured = self._captured(specs)
+        for row in policies:
+            row["captured"] = captured.get(row["name"], True)
         return {
             "head": f"head:{self.chosen[temperature]['head']}",
             "recommended": f"head:{self.chosen[temperature]['head']},costs={self._costs()}",
@@ -330,6 +333,11 @@ class Flow:
             "left_out": left,
             "policies": policies,
         }
+
+    def _captured(self, specs: list[str]) -> dict[str, bool]:
+        """Whether a policy's own steps can be graphs: those of the target alone and of fixed lengths can."""
+        pair = load_pair(self.target, self.draft)
+        return {spec: make_policy(spec, pair).carries is not None for spec in specs}
 
     # --- against transformers -----------------------------------------------------------------------------------------
 

@@ -413,6 +413,17 @@ def test_a_grid_in_graphs_sees_the_rounds_of_one_without(captures, noisy_pair, m
     assert (wrong.context_tokens != plain.context_tokens).any()  # each round was the last one
 
 
+def test_a_grid_captures_once_for_all_turns(captures, noisy_pair):
+    """Each turn with a decoder of its own would capture hundreds of graphs on a GPU."""
+    options = {"sampling": Sampling(temperature=1.5, top_k=0), "max_new_tokens": 12, "compile": "graphs"}
+    counts = []
+    for turns in (1, 3):
+        before = captures.captures
+        measure_rounds(noisy_pair, PROMPTS[:2], (1, 2), (0, 2), turns=turns, **options)
+        counts.append(captures.captures - before)
+    assert 0 < counts[0] <= counts[1] < 1.5 * counts[0]
+
+
 def test_the_command_measures_what_it_is_asked_to_decode_with(quick, random_pair_folder, tmp_path, monkeypatch):
     seen = []
     cost = module.BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)

@@ -312,23 +312,27 @@ def results(*, overhead: float, ratio: float, head: float, gain: float, speedup:
                 {"name": "head:H,costs=C", "gain_over_best_fixed": gain, "speedup": speedup, **noise},
             ],
         }
-        for batch in (1, 8)
+        for batch in (1, 8, 32, 128)
         for temperature in (1.0, 0.0)
     ]
     loops = [
         {
-            "cell": f"graphs, chunk {chunk}, batch 1, temperature 0",
-            "settings": {"batch": 1, "chunk": chunk},
+            "cell": f"graphs, chunk {chunk}, batch 1, temperature {temperature}",
+            "settings": {"batch": 1, "chunk": chunk, "temperature": temperature},
             "policies": [{"policy": "none", "overhead": 1.0}, {"policy": "head", "overhead": value}],
         }
         for chunk, value in (("auto", overhead), (1, 9.0))
+        for temperature in (0, 1)
     ]
-    against = {"cell": "assisted, temperature 0", "settings": {}, "policies": [{"policy": "fixed:4", "ratio": ratio}]}
+    against = [
+        {"cell": f"assisted, temperature {t}", "settings": {}, "policies": [{"policy": "fixed:4", "ratio": ratio}]}
+        for t in (0, 1)
+    ]
     return {
         "overhead": {"cells": loops},
-        "whole_flow": {"cells": [*bench, against, {"cell": "bench, batch 32, temperature 0", "error": "…"}]},
+        "whole_flow": {"cells": [*bench, *against]},
         "head_sweep": {"compared": {"1B shape": {"sweep_over_singles": sweep, "sweep_over_plain": 20.0}}},
-        "head_cost": {"share_of_draft_forward": head},
+        "head_cost": {"share_of_draft_forward": head, "whole": True},
     }
 
 
@@ -341,6 +345,22 @@ def test_each_aim_is_computed_and_can_fail(script: Callable[[str], ModuleType]) 
     assert [row["measured"] for row in bad] == [1.06, 2.9, 0.011, -0.01, -0.01, 0.99, 9.5]
     empty = aims.aims({})
     assert [(row["measured"], row["holds"]) for row in empty] == [(None, None)] * 7
+
+
+def test_an_aim_fails_by_one_cell_and_holds_by_all(script: Callable[[str], ModuleType]) -> None:
+    """Where only T = 0 was measured, or not at all batch sizes, good figures say nothing and bad ones enough."""
+    aims, numbers = script("aims"), {"overhead": 1.04, "ratio": 3.1, "head": 0.009, "gain": 0.02, "sweep": 10.5}
+    for speedup, ratio, verdicts in ((1.0, 3.1, (None, None)), (0.9, 2.0, (False, False))):
+        part = results(**{**numbers, "ratio": ratio, "speedup": speedup})
+        part["overhead"]["cells"] = part["overhead"]["cells"][:1]
+        part["head_cost"]["whole"] = False
+        cells = part["whole_flow"]["cells"]
+        part["whole_flow"]["cells"] = [
+            {"cell": cell["cell"], "error": "…"} if "32" in cell["cell"] or cell["cell"].endswith("ature 1") else cell
+            for cell in cells
+        ]
+        found = [row["holds"] for row in aims.aims(part)]
+        assert found == [None, verdicts[0], None, None, True, verdicts[1], True]
 
 
 # --- the whole thing --------------------------------------------------------------------------------------------------
