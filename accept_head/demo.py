@@ -81,8 +81,9 @@ def demo(
         raise InputError(f"--pair {folder}: no embedded pair there; run the demo from a checkout, or give --pair")
     sampling = Sampling(temperature=temperature, top_k=top_k)
     counts = {"train": train_prompts, "dev": dev_prompts, "test": test_prompts}
-    wanted = {f"{split}_prompts": count for split, count in counts.items()} | {"max_new_tokens": max_new_tokens}
-    for name, value in wanted.items() if processes is None else {**wanted, "processes": processes}.items():
+    numbers = {f"{split}_prompts": count for split, count in counts.items()}
+    numbers |= {"max_new_tokens": max_new_tokens, "processes": 1 if processes is None else processes}
+    for name, value in numbers.items():
         if value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
     output = _clean(writable_folder(Path(out)))  # only now: what is refused leaves an earlier demo as it is

@@ -90,6 +90,6 @@ def read_by_steps(policy: DraftPolicy) -> dict[str, Any]:
     """The attributes that steps may read as they are: all but those that go in and out."""
     carried = policy.carries or ()
     read = {name: value for name, value in vars(policy).items() if name not in carried}
-    for held in {name.partition(".")[0] for name in carried if "." in name}:  # a policy in it, read by them as well
+    for held in [name for name, value in read.items() if hasattr(value, "carries")]:  # a policy in it
         read |= {name: value for each, value in vars(read[held]).items() if (name := f"{held}.{each}") not in carried}
     return read

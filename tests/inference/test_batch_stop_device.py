@@ -150,21 +150,25 @@ INNER = {
     "max-prob": lambda: MaxProbPolicy(0.05, k_max=4),
     "head": lambda: HeadPolicy(random_head(32, signals=True), 0.95, k_max=4),
 }
-COSTS = pair_costs(0.05, 0.01)
+COSTS, DEAR = pair_costs(0.05, 0.01), pair_costs(0.85)
 
 
-@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
-@pytest.mark.parametrize("name", INNER)
-def test_captured_or_not_it_decodes_as_on_the_host(name, sampling: Sampling):
-    """Two runs each; what the first has learnt the second goes by."""
-    host = BatchStopPolicy(INNER[name](), COSTS)
-    device, captured = (DeviceBatchStopPolicy(BatchStopPolicy(INNER[name](), COSTS)) for _ in "ab")
+@pytest.mark.parametrize(
+    ("name", "sampling", "costs"),
+    [(name, sampling, COSTS) for name in INNER for sampling in (SAMPLED, GREEDY)] + [("max-prob", SAMPLED, DEAR)],
+)
+def test_captured_or_not_it_decodes_as_on_the_host(name, sampling: Sampling, costs):
+    """Two runs each; what the first has learnt the second goes by. With dear drafts some rounds have none."""
+    host = BatchStopPolicy(INNER[name](), costs, probe=4)
+    device, captured = (DeviceBatchStopPolicy(BatchStopPolicy(INNER[name](), costs, probe=4)) for _ in "ab")
     decoder = new_decoder(sampling=sampling)
     with standing_in() as backend:
         graphs = new_decoder("graphs", sampling=sampling)
         for _ in range(2):
             captures = backend.captures
             expected = run(decoder, host, sampling=sampling)
+            rounds, drafted = (sum(getattr(stats, name) for *_, stats in expected) for name in ("rounds", "drafted"))
+            assert (drafted < rounds) == (costs is DEAR)
             assert run(decoder, device, sampling=sampling) == expected
             assert run(graphs, captured, sampling=sampling) == expected
             assert_learnt_alike(host, captured, rtol=1e-5)  # predictions are float32, of batches of other sizes
@@ -191,4 +195,6 @@ def test_what_steps_read_of_the_policy_within_is_compared():
     before = read_by_steps(policy)
     policy.policy.level = 0.5
     assert read_by_steps(policy)["policy.level"] != before["policy.level"]
+    fixed = DeviceBatchStopPolicy(BatchStopPolicy(INNER["fixed"](), COSTS))
+    assert read_by_steps(fixed)["policy.max_draft_tokens"] == 4
     assert "policy.running" not in before and "survival" not in before and "accepted" in before

