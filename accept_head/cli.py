@@ -12,12 +12,13 @@ import itertools
 import json
 import logging
 import os
+import re
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from accept_head.allocator import keep_freed_blocks
 from accept_head.config_file import check_config_files, config_names
@@ -47,6 +48,15 @@ VERBS = {
     "publish": ("accept_head.publish", "publish", "a head -> a repository on the Hub"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
+
+# What jsonargparse says of a value of another type: the parameter, a sentence for each type it may have, the value.
+UNFIT = re.compile(r'Parser key "(\w+)": (?:Does not validate .* Given value: |Expected a .*?\. Got value: )(.*)')
+KIND_WORDS = {
+    bool: ("true or false", "true or false"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a text", "texts"),
+}  # of one, and of several
 
 WORDS = {"publish": ("head", "repo")}  # options of a verb that may stand right after it without their names
 
@@ -99,7 +109,7 @@ def _call(verb: str, options: list[str]) -> None:
 
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
-            words = " ".join(str(message).split()).removesuffix(".")
+            words = plainly(function, " ".join(str(message).split()).removesuffix("."))
             if "<unicode string>" in words:  # what yaml calls a text without saying which file it came from
                 words = f"{next(config_names(options), '--config')}: {words}"
             raise InputError(f"{words} (see accept-head {verb} --help)")
@@ -118,6 +128,27 @@ def without_nulls(function: Callable[..., object], parsed: Any) -> Any:
         if name != "return" and type(None) not in (hint, *get_args(hint)) and name in parsed and parsed[name] is None:
             raise InputError(f"{name} is null, expected a value")
     return parsed
+
+
+def plainly(function: Callable[..., object], message: str) -> str:
+    """The parser's word on a value of another type, as one sentence that names no python type; any other as it is."""
+    hints = get_type_hints(function)
+    if (found := UNFIT.search(message)) is None or found[1] not in hints:
+        return message
+    *others, last = (word for kind in kinds(hints[found[1]]) for word in _kind_words(kind))
+    expected = f"{', '.join(others)} or {last}" if others else last
+    return f"{message[: found.start()]}{found[1]} is {found[2]}, expected {expected}"
+
+
+def _kind_words(kind: Any) -> list[str]:
+    """What a value of this type may be."""
+    if get_origin(kind) is Literal:
+        return [str(value) for value in get_args(kind)]
+    if get_origin(kind) is list:
+        return [f"a list of {KIND_WORDS[get_args(kind)[0]][1]}"]
+    if get_origin(kind) is dict:
+        return [f"a mapping of {' to '.join(KIND_WORDS[each][1] for each in get_args(kind))}"]
+    return [KIND_WORDS[kind][0]]
 
 
 def name_words(verb: str, options: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,17 +99,16 @@ def measure_rounds(
     policies = {k: FixedPolicy(k) for k in draft_lengths}
     options: Any = {"greedy": sampling.greedy, "compile": compile}
     cells: dict[tuple[int, int], list[_Rounds]] = {}
-    kept: dict[int, Decoder] = {}  # what is captured or compiled serves all turns; else memory is for one at a time
+    kept: dict[int, Decoder] = {}  # by batch size: what is captured or compiled serves all turns
     for turn in range(turns):
         for size in batch_sizes:
             chosen = [usable[(turn * size + row) % len(usable)] for row in range(size)]
             requests = make_requests(chosen, max_new_tokens)
-            planned = requests if compile == "none" else make_requests([*chosen, *usable], max_new_tokens)
-            decoder = kept.get(size) or make_decoder(
-                pair.target, pair.draft, planned, policies[longest], batch_size=size, **options
-            )
-            if compile != "none":
-                kept[size] = decoder
+            if compile == "none":
+                decoder = make_decoder(pair.target, pair.draft, requests, policies[longest], batch_size=size, **options)
+            else:
+                planned = make_requests([*chosen, *usable], max_new_tokens)
+                decoder = _kept_decoder(kept, pair, planned, policies[longest], batch_size=size, **options)
             for k, policy in policies.items():
                 if compile != "none":  # what is captured or compiled when it is first met is met now
                     _full_rounds(decoder, requests, policy, processing)
@@ -131,6 +131,31 @@ def measure_rounds(
         at_risk=at_risk,
         accepted=taken,
     )
+
+
+def _kept_decoder(
+    kept: dict[int, Decoder],
+    pair: Pair,
+    requests: Sequence[Request],
+    policy: FixedPolicy,
+    *,
+    batch_size: int,
+    **options: Any,
+) -> Decoder:
+    """The decoder of this size, a new one if it is not there. If it does not fit beside the others, their memory goes:
+    they are made again when their turn comes. requests: the longest of all turns are among them."""
+    if batch_size not in kept:
+        make = partial(make_decoder, pair.target, pair.draft, requests, policy, batch_size=batch_size, **options)
+        try:
+            kept[batch_size] = make()
+        except InputError:
+            if not kept:
+                raise
+            for other in kept.values():
+                other.free()
+            kept.clear()
+            kept[batch_size] = make()
+    return kept[batch_size]
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,7 @@ def tune(
     )
     if not grid.bounds:
         raise InputError(f"no k_min of {list(grid.k_min)} is at most any k_max of {list(grid.k_max)}")
+    _check_read(grid, bool(head), thresholds=thresholds, k_min=k_min)
     if search == "cost" and objective != "mean":
         raise InputError(f"search is 'cost' and objective {objective!r}, expected 'mean' with it")
     if max_prompts is not None and max_prompts < 1:
@@ -122,8 +123,8 @@ def tune(
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model, fingerprint)
-    if lag is not None and heads and all(each.config.reads == "before" for each in heads.values()):
-        raise InputError(f"lag is {lag}, but every --head reads the state before a token: there is none")
+    if lag is not None and all(each.config.reads == "before" for each in heads.values()):
+        raise InputError(f"lag is {lag}, which only a --head that reads the state at a drawn token has: there is none")
     for name in heads:
         check_unseen(name, head_folder(name), Path(traces), finished_config(Path(traces)))
     load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
@@ -187,11 +188,30 @@ class Grid:
 
     def of(self, rule: str) -> Sequence[float]:
         """Thresholds of a rule that needs no training."""
-        own: Sequence[float] = getattr(RULES[rule], "grid", PROBABILITIES)
+        own = _own(rule)
         return self.nats if rule == "entropy" else self.thresholds if own == PROBABILITIES else own
 
     def settings(self, thresholds: Sequence[float]) -> list[Setting]:
         return [Setting(threshold=t, k_min=low, k_max=high) for low, high in self.bounds for t in thresholds]
+
+
+def _own(rule: str) -> Sequence[float]:
+    """A rule's thresholds where none are given."""
+    own: Sequence[float] = getattr(RULES[rule], "grid", PROBABILITIES)
+    return own
+
+
+def _check_read(grid: Grid, has_heads: bool, **given: Sequence[float] | None) -> None:
+    """Raises InputError for thresholds or a k_min that nothing would read: by cost heads have neither."""
+    readers = {"thresholds": [name for name in RULES if _own(name) == PROBABILITIES], "k_min": list(RULES)}
+    for name, values in given.items():
+        read = (has_heads and grid.search == "grid") or set(readers[name]) & set(grid.rules)
+        if values is not None and not read:
+            rules = ", ".join(readers[name])
+            raise InputError(
+                f"{name} is {values}, but nothing here reads it: expected a --head with --search grid, or one of the "
+                f"rules {rules}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

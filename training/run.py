@@ -26,6 +26,7 @@ from accept_head.training.launch import limit_cpu_threads, local_device, trainer
 from accept_head.training.mixing import Packing
 from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
 from accept_head.training.output import prepare_run, print_quality, save_heads
+from accept_head.training.progress import EpochProgress
 from accept_head.training.recipe import RECIPES, Recipe, variants
 from accept_head.training.splits import Splits, read_splits
 from accept_head.training.threads import Count, Threads, settled
@@ -245,7 +246,7 @@ def _fit(
         val_check_interval=sampler.steps_per_epoch * sampler.accumulate,
         logger=loggers,
         log_every_n_steps=LOG_EVERY,
-        callbacks=[checkpoints],
+        callbacks=[checkpoints, EpochProgress(steps_per_epoch=sampler.steps_per_epoch, epochs=sampler.epochs)],
         num_sanity_val_steps=0,
     )
     last = run_folder / "last.ckpt"

@@ -14,11 +14,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from versions import versions
 
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
@@ -26,7 +26,6 @@ from accept_head.inference.profile import device_name
 from accept_head.pair import default_device
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = ("accept-head", "torch", "transformers", "triton", "lightning", "datasets", "pyarrow", "flash-attn")
 TINY = REPOSITORY / "checkpoints" / "tiny"
 sys.path.append(str(REPOSITORY / "benchmarks"))  # scripts here import their elders: record, vs_transformers
 sys.path.append(str(REPOSITORY / "checkpoints" / "recipe"))
@@ -75,8 +74,8 @@ class Cells:
     ) -> Cell:
         """The cell of this name: as it is there, or as `call` measures it now.
 
-        needs: seconds that it takes, about. made: what it leaves on the disk: the cell counts only while that is there.
-        after: cells without which it cannot be measured.
+        needs: seconds that it takes, about, where it is not tiny. made: what it leaves on the disk: the cell counts
+        only while that is there. after: cells without which it cannot be measured.
         """
         asked = {**settings, "tiny": self.tiny}
         self.asked.append(name)
@@ -89,7 +88,7 @@ class Cells:
         missing = [other["cell"] for other in after if not is_measured(other)]
         if missing:
             cell["not_run"] = f"needs {missing[0]}"
-        elif self.seconds_left < needs or self.seconds_left <= 0:
+        elif self.seconds_left < (0 if self.tiny else needs) or self.seconds_left <= 0:
             left = max(0.0, self.seconds_left)
             cell["not_run"] = f"{left:.0f} s left, takes about {needs:.0f} s"
         else:
@@ -129,7 +128,7 @@ def where() -> dict[str, Any]:
     return {
         "command": " ".join(["python", str(Path(sys.argv[0])), *sys.argv[1:]]),
         "commit": _commit(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": versions(),
         "device": device_name(device),
         "device_memory_gib": memory and round(memory, 1),
         "cores": os.cpu_count(),
@@ -164,13 +163,6 @@ def _read(path: Path) -> dict[str, Any]:
     except InputError:
         return {}
     return values
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str:

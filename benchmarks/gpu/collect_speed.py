@@ -29,6 +29,7 @@ from accept_head.training.score import score
 
 NEW_TOKENS, PROMPT_TOKENS = 96, 128
 SAMPLING = Sampling(temperature=1.0, top_k=50)
+CELL_SECONDS = 10  # a guess
 
 
 def main() -> int:
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
                 f"{shown}, batch {batch}",
                 {"batch": batch, "new_tokens": tokens},
                 lambda p=pair, b=batch, f=prompts, t=tokens: measure(p, _prompts(p, f, b), t),
-                needs=40,
+                needs=CELL_SECONDS,
             )
         del pair
     return cells.status

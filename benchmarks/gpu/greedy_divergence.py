@@ -30,6 +30,7 @@ from accept_head.pair import Pair, end_ids
 from accept_head.prompts import load_prompts
 
 PROMPTS, NEW_TOKENS, OTHER_BATCH = 24, 64, 8
+MODE_SECONDS = 45  # a guess of what a cell takes
 POLICIES = ("fixed:2", "fixed:4", "fixed:8", "max-prob:0.4,k_max=8")
 
 
@@ -59,7 +60,9 @@ def run(options: argparse.Namespace) -> int:
     for mode, chunk in best.items():
         settings = {"compile": mode, "chunk": chunk, "pair": name, "dtype": options.dtype}
         shown = f"{mode}{'' if chunk is None else f', chunk {chunk}'}"
-        cells.measure(shown, settings, lambda m=mode, c=chunk: compare(pair, requests, m, c, policies), needs=60)
+        cells.measure(
+            shown, settings, lambda m=mode, c=chunk: compare(pair, requests, m, c, policies), needs=MODE_SECONDS
+        )
     return cells.status
 
 

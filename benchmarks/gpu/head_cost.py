@@ -24,7 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from cells import Cell, is_measured, open_cells, part_parser
+from cells import Cell, open_cells, part_parser
 from recorded_loop import random_head
 from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 
@@ -41,14 +41,16 @@ from accept_head.sampling import draw
 
 CONTEXT_TOKENS = 512
 K_MAX = 8
+BATCHES, TEMPERATURES = (1, 8, 32), (0.0, 1.0)
+CELL_SECONDS = 5  # a guess
 AIM = "default"  # the head that the aim is about, in graphs, with kernels: at its worst batch size and temperature
 Call = Callable[[], object]
 
 
 def main() -> int:
     parser = part_parser(__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--replays", type=int, default=100, help="of each graph, in turns")
     options = parser.parse_args()
     return run(options)
@@ -65,32 +67,24 @@ def run(options: argparse.Namespace) -> int:
     without = [] if on_gpu else ["no CUDA device: eager only"]
     without += [] if kernels else ["no Triton on a GPU: torch's operations only"]
     cells.write(attention=backend.name if backend else "sdpa", fallback="; ".join(without) or None)
-    measured = []
-    modes, ways = ("graph", "eager") if on_gpu else ("eager",), ("kernels", "torch") if kernels else ("torch",)
+    modes, ways = modes_of(on_gpu, kernels)
     # What the aim is about comes first.
     for mode, way, temperature, batch in itertools.product(modes, ways, options.temperatures, options.batches):
         settings = {"batch": batch, "temperature": temperature, "mode": mode, "way": way}
         settings |= {"replays": options.replays, "attention": cells.settings["attention"]}
         name = f"{mode}, {way}, batch {batch}, temperature {temperature:g}"
         scene = Scene(draft, batch, Sampling(temperature=temperature), options.tiny)
-        measured.append(cells.measure(name, settings, lambda s=settings, c=scene: measure(c, **_of(s)), needs=10))
-    cells.write(**summary(measured))
+        cells.measure(name, settings, lambda s=settings, c=scene: measure(c, **_of(s)), needs=CELL_SECONDS)
     return cells.status
+
+
+def modes_of(on_gpu: bool, kernels: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """How calls are made, and by what; what is used where it can be comes first."""
+    return ("graph", "eager") if on_gpu else ("eager",), ("kernels", "torch") if kernels else ("torch",)
 
 
 def _of(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: settings[name] for name in ("mode", "way", "replays")}
-
-
-def summary(cells: list[Cell]) -> dict[str, Any]:
-    """What `aims` reads: the worst batch size and temperature of what is used on a GPU. Nothing without one."""
-    asked = [cell for cell in cells if (cell["settings"]["mode"], cell["settings"]["way"]) == ("graph", "kernels")]
-    used = [cell for cell in asked if is_measured(cell)]
-    if not used:
-        return {"share_of_draft_forward": None, "of": "not measured: it takes a GPU and Triton", "whole": False}
-    share, name = max((cell["added"][AIM]["share"], cell["cell"]) for cell in used)
-    of = f"the worst of {len(used)} of {len(asked)} cells: {name}; head {AIM}"
-    return {"share_of_draft_forward": share, "of": of, "whole": len(used) == len(asked)}
 
 
 @dataclass(frozen=True)

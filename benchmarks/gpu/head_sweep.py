@@ -42,6 +42,7 @@ DEPTHS, WEIGHTS = [0, 1, 2, 3, 4], [1, 3, 6, 12]
 SINGLES = (0, 2, 4)  # depths of the heads that are trained alone
 PROMPT_TOKENS, RESPONSE_TOKENS = 128, 128
 BATCH = 32
+TRACES_SECONDS, SWEEP_SECONDS, RUN_SECONDS = 30, 35, 15  # guesses
 
 
 def main() -> int:
@@ -72,16 +73,19 @@ def run(options: argparse.Namespace) -> int:
         "traces of the 1B shape",
         {"traces": traces},
         lambda: make_traces(draft, made, shape, traces),
-        needs=40,
+        needs=TRACES_SECONDS,
         made=made / "trace_config.json",
     )
     for name, draft, place in cases:
         job = Job(draft, place, folder / name.replace(" ", "-"), epochs, options.tiny)
         settings = {"draft": name, "traces": traces, "epochs": epochs}
-        cells.measure(f"sweep, {name}", settings, lambda j=job: j.fit(DEPTHS, WEIGHTS), needs=60)
+        cells.measure(f"sweep, {name}", settings, lambda j=job: j.fit(DEPTHS, WEIGHTS), needs=SWEEP_SECONDS)
         for depth in SINGLES:
-            cells.measure(f"depth {depth} alone, {name}", settings, lambda d=depth, j=job: j.fit(d, 1), needs=30)
-        cells.measure(f"plain loop, {name}", settings, job.plain, needs=30)
+            cells.measure(
+                f"depth {depth} alone, {name}", settings, lambda d=depth, j=job: j.fit(d, 1), needs=RUN_SECONDS
+            )
+        cells.write(compared={shown: compare(cells.cells, shown) for shown, _, _ in cases})
+        cells.measure(f"plain loop, {name}", settings, job.plain, needs=RUN_SECONDS)
     cells.write(compared={name: compare(cells.cells, name) for name, _, _ in cases})
     return cells.status
 

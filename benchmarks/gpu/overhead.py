@@ -53,6 +53,8 @@ BATCHES = (1, 8, 32, 128)
 POLICIES = ("none", "fixed:1", "fixed:4", f"fixed:{K_MAX}", "head")
 REPLAYS = 20  # of a floor
 WAVES = {1: 4, 8: 2}  # that count, of a policy; 1 for other sizes
+FLOOR_SECONDS = 6  # guesses of what a cell takes
+LOOP_SECONDS = {1: 25, 8: 20, 32: 20, 128: 30}
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class Scene:
     sampling: Sampling
     prompt_tokens: int
     tiny: bool
+
+    @property
+    def half(self) -> int:
+        """Tokens of a row in the middle of its response."""
+        return self.prompt_tokens + self.record.tokens // 2
 
 
 def main() -> int:
@@ -84,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
         options,
         acceptance="recorded: traces of the embedded pair (checkpoints/tiny) and its trained heads drive what is "
         "accepted and what the head says; the models have random weights",
+        sampling=f"top_k {TOP_K} at temperature 1, as people decode, whatever the records were sampled with",
         records={f"{temperature:g}": record.about for temperature, record in records.items()},
         prompt_tokens=PROMPT_TOKENS,
         fallback=without,
@@ -91,24 +99,28 @@ def run(options: argparse.Namespace) -> int:
     pair = build_pair(options.tiny)
     head = random_head(pair.draft)
     batches = options.batches or ([1, 3] if options.tiny else BATCHES)
+    floors: dict[tuple[int, int], Cell] = {}
     # What the aim is about first: minutes are few. How often the host asks is compared at batch 1 only.
     for (mode, chunk), batch, temperature in itertools.product(usable, batches, options.temperatures):
         if batch > 1 and (mode, chunk) == ("graphs", 1):
             continue
         record = records[float(bool(temperature))].to(pair.target.device)
-        # As people decode; the record says what is accepted, whatever it was sampled with.
         sampling = Sampling(temperature=temperature, top_k=TOP_K if temperature else 0)
         scene = Scene(pair, head, record, sampling, 16 if options.tiny else PROMPT_TOKENS, options.tiny)
-        place = f"batch {batch}, temperature {temperature:g}"
-        floors = cells.measure(
-            f"floor, {place}", {"batch": batch}, lambda b=batch, s=scene: measure_floors(s, b), needs=20
-        )
+        place = batch, scene.half  # a forward does not know the temperature
+        if place not in floors:
+            floors[place] = cells.measure(
+                f"floor, batch {batch}, context {scene.half}",
+                {"batch": batch},
+                lambda b=batch, s=scene: measure_floors(s, b),
+                needs=FLOOR_SECONDS,
+            )
         cells.measure(
-            f"{mode}{'' if chunk is None else f', chunk {chunk}'}, {place}",
+            f"{mode}{'' if chunk is None else f', chunk {chunk}'}, batch {batch}, temperature {temperature:g}",
             {"batch": batch, "temperature": temperature, "compile": mode, "chunk": chunk, "top_k": sampling.top_k},
-            lambda b=batch, m=mode, c=chunk, f=floors, s=scene: measure_loop(s, b, m, c, f["seconds"]),
-            needs=45,
-            after=[floors],
+            lambda b=batch, m=mode, c=chunk, f=floors[place], s=scene: measure_loop(s, b, m, c, f["seconds"]),
+            needs=LOOP_SECONDS.get(batch, 30),
+            after=[floors[place]],
         )
         clear()
     return cells.status
@@ -117,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
 @torch.no_grad()
 def measure_floors(scene: Scene, batch: int) -> Cell:
     """Seconds of one forward alone: of the draft on one token a row, of the target on 1 to K_MAX + 1."""
-    length = scene.prompt_tokens + scene.record.tokens // 2
+    length = scene.half
     seconds, how, attention = {}, set(), {}
     for role, model, widths in (("target", scene.pair.target, range(1, K_MAX + 2)), ("draft", scene.pair.draft, (1,))):
         # The attention of the loop that is measured: a slower one here would make it look better than it is.

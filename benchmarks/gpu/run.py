@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+import versions
 from aims import report
 from cells import REPOSITORY
 
@@ -35,7 +36,7 @@ SCRIPTS = {
     "h": "head_cost.py",
 }
 # Shares of the minutes of a part, next to the others that run; what one leaves over goes to those behind it.
-WEIGHTS = {"a": 4.0, "b": 9.0, "c": 3.5, "d": 1.0, "e": 1.5, "h": 2.0}
+WEIGHTS = {"a": 4.0, "b": 9.0, "c": 3.5, "d": 0.8, "e": 1.0, "h": 1.0}
 GRACE = 40.0  # seconds for a cell that was begun in time, and for starting up
 
 
@@ -50,6 +51,7 @@ def main() -> int:
     parser.add_argument("--seed", type=Path, help="folder with the JSON files of earlier commands, to go on from")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
+    versions.main()  # a mismatch explains what fails later
     work = options.work or options.out / "work"
     options.out.mkdir(parents=True, exist_ok=True)
     if options.seed:
@@ -58,14 +60,19 @@ def main() -> int:
     failed = []
     for place, part in enumerate(options.part):
         left = end - time.monotonic()
-        weights = [WEIGHTS[name] for name in options.part[place:]]
-        seconds = left * weights[0] / sum(weights)
+        seconds = share(options.part[place:], left)
         if not run_part(part, seconds, left, work, options):
             failed.append(part)
     report(options.out)
     if failed:
         print(f"not whole: {', '.join(SCRIPTS[part] for part in failed)}", flush=True)
     return 1 if failed else 0
+
+
+def share(parts: list[str], left: float) -> float:
+    """Seconds of the first of these parts, which have so many together."""
+    weights = [WEIGHTS[part] for part in parts]
+    return left * weights[0] / sum(weights)
 
 
 def run_part(part: str, seconds: float, most: float, work: Path, options: argparse.Namespace) -> bool:

@@ -29,6 +29,7 @@ from prepare_text import tiny_text
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
 from accept_head.inference.bench import bench
+from accept_head.inference.bench_figures import TWIN
 from accept_head.inference.policies import POLICIES, make_policy
 from accept_head.inference.policy import check_lossless
 from accept_head.inference.profile import measure_forwards, profile
@@ -42,11 +43,15 @@ STAGES = ("train", "flow", "bench", "assisted")
 TEMPERATURES = (1.0, 0.0)
 DEPTHS, WEIGHTS = [0, 1, 2, 3, 4], [1, 3, 6, 12]
 # Prompts of a bench cell by batch size: of 128 rows as many as there are, each about twice.
-BENCH_PROMPTS = {1: 8, 8: 32, 32: 96, 128: 240}
+BENCH_PROMPTS = {1: 8, 8: 32, 128: 240, 32: 96}  # in this order: the largest says more than one in between
 MORE_WITH_GRAPHS = 2  # times as many at batch 1, where they take least time and scatter most
-BENCH_SECONDS = {1: 90, 8: 60, 32: 60, 128: 60}  # a guess of what a cell takes
+# Guesses of what cells take.
+BENCH_SECONDS = {1: 80, 8: 33, 32: 33, 128: 33}
+FLOW_SECONDS = {"profile": 45, "collect": 25, "sweep": 60, "tune": 45}
+AROUND_TRAINING, ASSISTED_SECONDS = 12, 40
 TUNE_PROMPTS = 48
 NEW_TOKENS, BENCH_TOKENS, ASSISTED_TOKENS = 96, 64, 48
+ASSISTED_PROMPTS = 6
 # As their authors have them, where tuning changes much; and what tuning at batch 1 says nothing of.
 OTHERS = ["hf-heuristic", "hf-confidence", "max-prob-mean:0.6", "bandit"]
 TINY_RULES = ["confidence"]
@@ -56,8 +61,8 @@ def main() -> int:
     parser = part_parser(__doc__)
     parser.add_argument("--text", type=Path, help="folder made by prepare_text.py")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--target_seconds", type=float, default=120)
-    parser.add_argument("--draft_seconds", type=float, default=60)
+    parser.add_argument("--target_seconds", type=float, default=110)
+    parser.add_argument("--draft_seconds", type=float, default=50)
     parser.add_argument("--batches", type=int, nargs="+", help="1 8 32 128 when left out")
     return run(parser.parse_args())
 
@@ -101,13 +106,13 @@ class Flow:
         target = measure(
             "train target",
             call=self._train_target,
-            needs=first + 15,
+            needs=first + AROUND_TRAINING,
             made=self.target / "model.safetensors",
         )
         draft = measure(
             "train draft",
             call=lambda: train_pair.train_draft(self.text, self.draft, self.target, seconds=second, tiny=self.tiny),
-            needs=second + 15,
+            needs=second + AROUND_TRAINING,
             made=self.draft / "model.safetensors",
             after=[target],
         )
@@ -123,7 +128,12 @@ class Flow:
     def tuned(self) -> None:
         self.last.append(
             self.cells.measure(
-                "profile", self._settings(), self._profile, needs=45, made=self._costs(), after=self.last
+                "profile",
+                self._settings(),
+                self._profile,
+                needs=FLOW_SECONDS["profile"],
+                made=self._costs(),
+                after=self.last,
             )
         )
         for temperature in TEMPERATURES:
@@ -133,7 +143,7 @@ class Flow:
                 f"collect, {name}",
                 settings,
                 lambda t=temperature: self._collect(t),
-                needs=30,
+                needs=FLOW_SECONDS["collect"],
                 made=folder / "dev" / "trace_config.json",
                 after=self.last,
             )
@@ -141,7 +151,7 @@ class Flow:
                 f"sweep, {name}",
                 settings | {"depth": DEPTHS, "w_rej": WEIGHTS},
                 lambda t=temperature: self._sweep(t),
-                needs=60,
+                needs=FLOW_SECONDS["sweep"],
                 made=folder / "heads" / "depth0-w_rej1",
                 after=[collected],
             )
@@ -149,7 +159,7 @@ class Flow:
                 f"tune, {name}",
                 settings,
                 lambda t=temperature: self._tune(t),
-                needs=45,
+                needs=FLOW_SECONDS["tune"],
                 made=folder / "tuned.json",
                 after=[swept],
             )
@@ -272,7 +282,7 @@ class Flow:
                     f"bench, batch {batch}, temperature {temperature:g}",
                     self._settings() | {"batch": batch, "temperature": temperature},
                     lambda b=batch, t=temperature: self._bench(b, t),
-                    needs=BENCH_SECONDS.get(batch, 60),
+                    needs=BENCH_SECONDS.get(batch, 40),
                     after=[*self.last, self.chosen[temperature]],
                 )
 
@@ -322,9 +332,9 @@ class Flow:
         )
         cell = read_json(out)["cells"][0]
         policies = [{k: v for k, v in row.items() if k not in ("chunks", "domains")} for row in cell["policies"]]
-        captured = self._captured(specs)
+        captured = self._captured([row["name"] for row in policies]) if mode == "graphs" else {}
         for row in policies:
-            row["captured"] = captured.get(row["name"], True)
+            row["captured"] = captured.get(row["name"], False)
         return {
             "head": f"head:{self.chosen[temperature]['head']}",
             "recommended": f"head:{self.chosen[temperature]['head']},costs={self._costs()}",
@@ -334,10 +344,10 @@ class Flow:
             "policies": policies,
         }
 
-    def _captured(self, specs: list[str]) -> dict[str, bool]:
-        """Whether a policy's own steps can be graphs: those of the target alone and of fixed lengths can."""
-        pair = load_pair(self.target, self.draft)
-        return {spec: make_policy(spec, pair).carries is not None for spec in specs}
+    def _captured(self, names: list[str]) -> dict[str, bool]:
+        """Whether a policy's own steps are functions of tensors alone, and so graphs where forwards are."""
+        pair = load_pair(self.target, self.draft, dtype="bfloat16")
+        return {name: make_policy(name.removesuffix(TWIN), pair).carries is not None for name in names}
 
     # --- against transformers -----------------------------------------------------------------------------------------
 
@@ -351,10 +361,10 @@ class Flow:
                     self._prompts("test"),
                     temperature=t,
                     new_tokens=8 if self.tiny else ASSISTED_TOKENS,
-                    prompts=2 if self.tiny else 8,
+                    prompts=2 if self.tiny else ASSISTED_PROMPTS,
                     mode=best_mode(),
                 ),
-                needs=60,
+                needs=ASSISTED_SECONDS,
                 after=self.last[:2],
             )
 

@@ -170,7 +170,7 @@ VERBATIM = "docs/quickstart.md"  # its sizes are small as they are
 SMALL = {
     "collect": "--max_new_tokens 16 --batch_size 8 --shard_size 8",
     "train": "--epochs 1",
-    "profile": "--max_prompts 2",
+    "profile": "--max_new_tokens 12",
     "tune": "--rules max-prob",
     "report": "--responses 2",
     "generate": "--max_new_tokens 12 --max_prompts 4",

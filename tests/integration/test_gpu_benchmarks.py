@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -248,8 +249,8 @@ def test_a_cell_is_measured_once_and_says_why_it_was_not(script: Callable[[str],
     def broken() -> dict[str, Any]:
         raise ValueError("no such kernel")
 
-    def begin(minutes: float = 1.0) -> Any:
-        return cells.Cells("part", tmp_path / "part.json", minutes=minutes, tiny=True)
+    def begin(minutes: float = 1.0, tiny: bool = False) -> Any:
+        return cells.Cells("part", tmp_path / "part.json", minutes=minutes, tiny=tiny)
 
     first = begin()
     first.measure("a", {"batch": 1}, measure("a"))
@@ -270,13 +271,15 @@ def test_a_cell_is_measured_once_and_says_why_it_was_not(script: Callable[[str],
     assert calls[2:] == ["other settings", "what it made is gone"]
 
     # $OUT is emptied before each command; what is in the other folder is gone on from.
-    copied = cells.Cells("part", tmp_path / "out.json", minutes=1, tiny=True, copy=tmp_path / "part.json")
+    copied = cells.Cells("part", tmp_path / "out.json", minutes=1, tiny=False, copy=tmp_path / "part.json")
     assert copied.measure("a", {"batch": 2}, measure("copied"))["value"] == 3 and "copied" not in calls
 
     (tmp_path / "part.json").write_text('{"cells": [')  # nobody's: not ours, which are written whole
     assert begin().cells == {}
     begin(minutes=0).measure("a", {"batch": 2}, measure("no time"))
     assert "no time" not in calls
+    begin(tiny=True).measure("c", {}, measure("guesses are of the large models"), needs=100)
+    assert calls[-1] == "guesses are of the large models"
 
 
 def test_the_learning_rate_ends_with_the_clock(script: Callable[[str], ModuleType]) -> None:
@@ -328,11 +331,20 @@ def results(*, overhead: float, ratio: float, head: float, gain: float, speedup:
         {"cell": f"assisted, temperature {t}", "settings": {}, "policies": [{"policy": "fixed:4", "ratio": ratio}]}
         for t in (0, 1)
     ]
+    costed = [
+        {
+            "cell": f"graph, kernels, batch {batch}, temperature {temperature}",
+            "settings": {"batch": batch, "temperature": temperature},
+            "default_share": head if batch == 8 else 0.001,
+        }
+        for batch in (1, 8, 32)
+        for temperature in (0, 1)
+    ]
     return {
         "overhead": {"cells": loops},
         "whole_flow": {"cells": [*bench, *against]},
         "head_sweep": {"compared": {"1B shape": {"sweep_over_singles": sweep, "sweep_over_plain": 20.0}}},
-        "head_cost": {"share_of_draft_forward": head, "whole": True},
+        "head_cost": {"cells": [*costed, {**costed[0], "cell": "eager, kernels, batch 1", "default_share": 9.0}]},
     }
 
 
@@ -349,18 +361,141 @@ def test_each_aim_is_computed_and_can_fail(script: Callable[[str], ModuleType]) 
 
 def test_an_aim_fails_by_one_cell_and_holds_by_all(script: Callable[[str], ModuleType]) -> None:
     """Where only T = 0 was measured, or not at all batch sizes, good figures say nothing and bad ones enough."""
-    aims, numbers = script("aims"), {"overhead": 1.04, "ratio": 3.1, "head": 0.009, "gain": 0.02, "sweep": 10.5}
-    for speedup, ratio, verdicts in ((1.0, 3.1, (None, None)), (0.9, 2.0, (False, False))):
-        part = results(**{**numbers, "ratio": ratio, "speedup": speedup})
+    aims = script("aims")
+    good = {"overhead": 1.04, "ratio": 3.1, "head": 0.009, "gain": 0.02, "speedup": 1.0, "sweep": 10.5}
+    bad = {"overhead": 1.06, "ratio": 2.0, "head": 0.02, "gain": 0.02, "speedup": 0.9, "sweep": 9.0}
+    for numbers, verdict in ((good, None), (bad, False)):
+        part = results(**numbers)
         part["overhead"]["cells"] = part["overhead"]["cells"][:1]
-        part["head_cost"]["whole"] = False
+        part["head_cost"]["cells"] = part["head_cost"]["cells"][:5]
         cells = part["whole_flow"]["cells"]
         part["whole_flow"]["cells"] = [
             {"cell": cell["cell"], "error": "…"} if "32" in cell["cell"] or cell["cell"].endswith("ature 1") else cell
             for cell in cells
         ]
-        found = [row["holds"] for row in aims.aims(part)]
-        assert found == [None, verdicts[0], None, None, True, verdicts[1], True]
+        rows = aims.aims(part)
+        assert [row["holds"] for row in rows] == [verdict, verdict, verdict, None, True, verdict, numbers is good]
+        said = [row["of"].rpartition("; ")[2] for row in rows]
+        assert said == [f"{k} of {n} cells" for k, n in ((1, 2), (1, 2), (5, 6), (0, 1), (1, 1), (3, 8), (4, 4))]
+
+
+def test_the_aims_want_what_the_parts_measure(script: Callable[[str], ModuleType]) -> None:
+    aims, flow, cost, sweep = (script(name) for name in ("aims", "whole_flow", "head_cost", "head_sweep"))
+    assert set(itertools.product(flow.BENCH_PROMPTS, flow.TEMPERATURES)) == aims.BENCHED
+    assert set(itertools.product(cost.BATCHES, cost.TEMPERATURES)) == aims.HEAD_COSTED
+    assert 1 + len(sweep.SINGLES) == aims.SWEEP_CELLS
+
+
+def test_a_bench_row_says_whether_the_policys_steps_are_graphs(
+    script: Callable[[str], ModuleType], embedded_pair_folder: Path
+) -> None:
+    from types import SimpleNamespace
+
+    flow = SimpleNamespace(target=embedded_pair_folder / "target", draft=embedded_pair_folder / "draft")
+    head = f"head:{embedded_pair_folder / 'heads' / 'sampled'}"
+    found = script("whole_flow").Flow._captured(flow, ["none", "fixed:4", "fixed:4 again", head, "hf-heuristic"])
+    assert found == {"none": True, "fixed:4": True, "fixed:4 again": True, head: True, "hf-heuristic": False}
+
+
+# --- the session with a lease -----------------------------------------------------------------------------------------
+
+CALL = re.compile(r"^python3 .*run\.py .*$", re.MULTILINE)
+MACHINE, CALL_LIMIT, START, LEFT_OVER = 30.0, 10.0, 2.0, 2.0  # minutes
+COMMAND_LIMIT = 2000
+IMPORTS = 10.0  # seconds of a part before its clock begins
+GRAPHS = [("graphs", "auto"), ("graphs", 1), ("none", 1)]
+
+
+def calls() -> list[dict[str, Any]]:
+    """The calls of the README: their commands, with what comes before, and options."""
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    (prefix,) = re.findall(r"^python3 -m pip install .*$", text, re.MULTILINE)
+    found = []
+    for line in CALL.findall(text):
+        options: dict[str, list[str]] = {}
+        for word in line.partition("run.py ")[2].split():
+            if word.startswith("--"):
+                options[word] = []
+            else:
+                list(options.values())[-1].append(word)
+        found.append({"command": f"{prefix} {line}", **options})
+    return found
+
+
+def test_the_calls_fit_a_lease() -> None:
+    found = calls()
+    minutes = [float(call["--minutes"][0]) for call in found]
+    assert len(found) == 4 and max(minutes) <= CALL_LIMIT - 0.5
+    assert START + sum(minutes) + len(found) * 0.125 <= MACHINE - LEFT_OVER
+    assert all(len(call["command"]) <= COMMAND_LIMIT and "COMMIT=" in call["command"] for call in found)
+    assert "versions.py; " in found[0]["command"]
+
+
+@pytest.fixture
+def planned(
+    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, list[str]], list[tuple[str, float]]]:
+    """The cells of a part as they would come on a GPU, and the seconds that each is thought to take."""
+    cells, order = script("cells"), []
+
+    def measure(self: Any, name: str, settings: Any, call: Any, *, needs: float = 0.0, **_: Any) -> dict[str, Any]:
+        order.append((name, needs))
+        return {"cell": name, "settings": settings}
+
+    shapes, modes = script("shapes"), (GRAPHS, None)
+    monkeypatch.setattr(cells.Cells, "measure", measure)
+    for name in ("overhead", "collect_speed"):
+        monkeypatch.setattr(script(name), "build_pair", lambda tiny: shapes.build_pair(True))
+    for name in ("overhead", "greedy_divergence", "whole_flow"):
+        monkeypatch.setattr(script(name), "modes", lambda: modes)
+    cost = script("head_cost")
+    monkeypatch.setattr(cost, "build", lambda shape, dtype: shapes.build(shapes.SMALL_DRAFT))
+    monkeypatch.setattr(cost, "modes_of", lambda on_gpu, kernels: (("graph", "eager"), ("kernels", "torch")))
+    text = script("prepare_text").tiny_text(tmp_path / "text")
+
+    def plan(part: str, stages: list[str]) -> list[tuple[str, float]]:
+        module = script(script("run").SCRIPTS[part].removesuffix(".py"))
+        arguments = [module.__file__, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+        arguments += ["--text", str(text), "--stages", *stages] if part == "b" else []
+        order.clear()
+        monkeypatch.setattr(sys, "argv", arguments)
+        assert module.main() == 0
+        return list(order)
+
+    return plan
+
+
+AIMED = {  # what aims.py reads, of each part of each call
+    ("h", 2): lambda name: name.startswith("graph, kernels"),
+    ("c", 2): lambda name: not name.startswith("plain loop"),
+    ("a", 2): lambda name: name.startswith(("floor, batch 1,", "graphs, chunk auto, batch 1,")),
+    ("b", 3): lambda name: True,
+    ("b", 4): lambda name: name.startswith(("assisted", "bench")),
+    ("e", 4): lambda name: name.startswith("graphs"),
+    ("d", 4): lambda name: True,
+}
+
+
+def test_what_the_aims_are_about_comes_first_and_fits(
+    script: Callable[[str], ModuleType], planned: Callable[[str, list[str]], list[tuple[str, float]]]
+) -> None:
+    """By the scripts' own guesses, with every part's share of its call's minutes."""
+    run, there, seen = script("run"), set(), set()
+    for number, call in enumerate(calls()[1:], start=2):
+        left = 60 * float(call["--minutes"][0])
+        for place, part in enumerate(call["--part"]):
+            limit, spent, begun = run.share(call["--part"][place:], left), 0.0, []
+            order = [(name, needs) for name, needs in planned(part, call.get("--stages", [])) if name not in there]
+            for name, needs in order:
+                if spent + needs <= limit:
+                    spent, begun = spent + needs, [*begun, name]
+            aimed = [name for name, _ in order if AIMED[part, number](name)]
+            print(number, part, f"{spent:.0f} of {limit:.0f} s; no room for", [n for n, _ in order if n not in begun])
+            assert aimed == begun[: len(aimed)] == [name for name, _ in order[: len(aimed)]]
+            there |= set(begun)
+            seen.add((part, number))
+            left -= spent + IMPORTS
+    assert seen == set(AIMED)
 
 
 # --- the whole thing --------------------------------------------------------------------------------------------------

@@ -151,6 +151,14 @@ def test_csv_and_tensorboard_logs_exist(head):
     assert any(path.stat().st_size for path in (run_folder(head) / "tensorboard").glob("events.out.tfevents.*"))
 
 
+def test_the_bar_names_the_epochs_of_the_run(arguments, run_warm, tmp_path):
+    done = run_warm(*arguments(tmp_path / "head", *SHORT))
+    assert done.returncode == 0, done.stderr
+    epochs = [word for word in (done.stdout + done.stderr).split("Epoch ")[1:]]
+    assert epochs and all(word.startswith(("1/4", "2/4", "3/4", "4/4")) for word in epochs)
+    assert epochs[-1].startswith("4/4")
+
+
 def test_training_loss_is_logged(train, tmp_path):
     """Every tenth step, so a run of more steps than that."""
     head = train(tmp_path / "head", "--batch_size", 4, "--micro_batch_size", 4, "--epochs", 8)

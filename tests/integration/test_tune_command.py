@@ -396,6 +396,22 @@ WRONG = {
     "a head that was trained on the traces": (of_these_traces, ["traces", "drawn", "was trained on these"], None),
     "a head that was trained on them and others": (of_these_and_other_traces, ["was trained on these"], None),
     "a lag of heads that have none": (lambda p: ["--head", p / "before", "--lag", 1], ["lag", "1"], None),
+    "a lag without heads": (lambda p: ["--lag", 1], ["lag", "1"], None),
+    "thresholds of heads that are tuned by cost": (
+        lambda p: ["--head", p / "before", "--search", "cost", "--thresholds", 0.3, "--rules", "entropy"],
+        ["thresholds is [0.3]", "--search grid", "confidence"],
+        None,
+    ),
+    "k_min of heads that are tuned by cost": (
+        lambda p: ["--head", p / "before", "--search", "cost", "--k_min", 3, "--rules", "adaedl"],
+        ["k_min is [3]", "--search grid", "entropy"],
+        None,
+    ),
+    "thresholds without heads or rules that have any": (
+        lambda p: ["--thresholds", 0.3, "--rules", "goodput"],
+        ["thresholds is [0.3]"],
+        None,
+    ),
     "a head that does not exist": (lambda p: ["--head", p / "nowhere"], ["nowhere"], None),
     "a folder that is no head": (not_a_head, ["empty"], None),
     "a head given twice": (lambda p: ["--head", p / "drawn", p / "drawn"], ["--head", "twice"], None),
@@ -415,7 +431,11 @@ def test_it_refuses(tune, place, name):
     make, named, costs = WRONG[name]
     words = make(place)
     before = files_in(place)
-    done = tune(*words, costs=("--costs", "costs.json") if costs is None else costs)
+    done = tune(
+        *words,
+        costs=("--costs", "costs.json") if costs is None else costs,
+        rules=None if "--rules" in words else QUICK,
+    )
     assert done.code == 2
     assert len(done.err.splitlines()) == 1 and done.err.startswith("accept-head: error: ")
     assert all(word in done.err for word in named), done.err
