@@ -16,14 +16,15 @@ from accept_head.files import HALF_PAIR, has_half_pairs, sha256
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. index: its place among the prompts used. id, domain: from the record, "" when it has none. value:
-    what the record's field holds, text or messages."""
+    """One prompt. index: its place among the prompts used. id, domain, tenant: from the record, "" when it has none.
+    value: what the record's field holds, text or messages."""
 
     index: int
     id: str
     domain: str
     ids: tuple[int, ...]
     value: Any = None
+    tenant: str = ""
 
 
 def load_prompts(
@@ -54,7 +55,8 @@ def load_prompts(
                 f"{max_prompt_tokens} before the response; shorten it or lower --max_new_tokens"
             )
         identifier = str(record.get("id", len(prompts)))
-        prompts.append(Prompt(len(prompts), identifier, str(record.get("domain", "")), tuple(ids), record[field]))
+        domain, tenant = (str(record.get(name, "")) for name in ("domain", "tenant"))
+        prompts.append(Prompt(len(prompts), identifier, domain, tuple(ids), record[field], tenant))
         if len(prompts) == max_prompts:
             break
     if not prompts:

@@ -37,7 +37,7 @@ from accept_head.inference.bench_measure import (
 from accept_head.inference.bench_replay import latency_noise, replay_all, replay_rows, time_scale_for, trace_requests
 from accept_head.inference.cache import Compile
 from accept_head.inference.chunks import Chunk
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.generation import check_tenants, make_decoder, make_requests
 from accept_head.inference.policies import FixedPolicy, make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.inference.rows import Request
@@ -81,7 +81,8 @@ class Job:
 
     def measure(self, batch: int, sampling: Sampling) -> dict[str, Any]:
         """One cell of prompts in chunks."""
-        requests = make_requests([prompt.ids for prompt in self.prompts], self.max_new_tokens)
+        tenants = [prompt.tenant for prompt in self.prompts]
+        requests = make_requests([prompt.ids for prompt in self.prompts], self.max_new_tokens, tenants=tenants)
         stage, arms, twin = self._prepare(batch, sampling, requests)
         domains = [prompt.domain if self.by_domain else None for prompt in self.prompts]
         chunks = make_chunks(requests, domains, batch=batch, prompts=self.chunk_prompts, seed=self.seed)
@@ -110,8 +111,10 @@ class Job:
     def replay(self, arrivals: Sequence[Arrival], batch: int, sampling: Sampling) -> dict[str, Any]:
         """One cell of a trace."""
         order = np.random.default_rng(self.seed).permutation(len(self.prompts))  # files tend to be sorted by domain
-        prompts = [self.prompts[index].ids for index in order]
-        requests, by = trace_requests(arrivals, prompts, self.max_new_tokens)
+        prompts = [self.prompts[index] for index in order]
+        requests, by = trace_requests(
+            arrivals, [p.ids for p in prompts], self.max_new_tokens, [p.tenant for p in prompts]
+        )
         stage, arms, twin = self._prepare(batch, sampling, requests)
         busy, _, _, _ = stage.time(requests, make_policy("none", self.pair), self.seed)
         span = arrivals[-1].seconds
@@ -142,12 +145,15 @@ class Job:
     def _prepare(self, batch: int, sampling: Sampling, requests: Sequence[Request]) -> tuple[Stage, Arms, str]:
         """The stage, warmed up; all arms; and the static K that runs twice, which is the fastest of the warm-up."""
         arms = {name: _maker(name, self.pair) for name in self.names}
+        policies = [make() for make in arms.values()]
+        for policy in policies:
+            check_tenants(policy, (request.tenant for request in requests))
         decoder = make_decoder(
             self.pair.target,
             self.pair.draft,
             requests,
             FixedPolicy(LONGEST if self.costs else 0),
-            others=[make() for make in arms.values()],
+            others=policies,
             batch_size=batch,
             greedy=sampling.greedy,
             compile=self.compile,

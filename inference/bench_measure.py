@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -128,7 +129,7 @@ def warm_up(stage: Stage, arms: Arms, requests: Sequence[Request]) -> dict[str, 
     captured, responses are as long as they come: what is captured now is not when it is timed."""
     most = WARM_UP_TOKENS if stage.decoder.backend is None else sys.maxsize
     short = [
-        Request(request.index, request.prompt, min(request.max_new_tokens, most), request.key)
+        replace(request, max_new_tokens=min(request.max_new_tokens, most))
         for request in requests[: stage.decoder.batch]
     ]
     speeds = {}

@@ -41,16 +41,20 @@ class Replay(NamedTuple):
 
 
 def trace_requests(
-    arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], max_new_tokens: int
+    arrivals: Sequence[Arrival],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    tenants: Sequence[str] | None = None,
 ) -> tuple[list[Request], str]:
     """One request an arrival, its index being its place, and how prompts were chosen. A response is as long as the
-    trace's, if that is shorter than max_new_tokens."""
+    trace's, if that is shorter than max_new_tokens. tenants: of the prompts."""
     chosen, by = match_prompts(arrivals, [len(prompt) for prompt in prompts])
     texts = [prompts[index] for index in chosen]
     keys = content_ids(texts)
+    whose = [tenants[index] if tenants else "" for index in chosen]
     requests = [
-        Request(index, text, min(arrival.output_tokens, max_new_tokens), key)
-        for index, (arrival, text, key) in enumerate(zip(arrivals, texts, keys, strict=True))
+        Request(index, text, min(arrival.output_tokens, max_new_tokens), key, tenant=tenant)
+        for index, (arrival, text, key, tenant) in enumerate(zip(arrivals, texts, keys, whose, strict=True))
     ]
     return requests, by
 

@@ -88,6 +88,10 @@ class Feeding:
             self.rows.mark_fed(taken)
         index = torch.tensor(taken, device=self.rows.keys.device)
         self.policy.admit(index, self.rows.lengths[index])
+        named = [(row, request.tenant) for row, request in zip(taken, requests, strict=True) if request.tenant]
+        if self.policy.by_tenant and named:
+            rows, keys = zip(*named, strict=True)
+            self.policy.set_tenants(torch.tensor(rows, device=index.device), keys)
 
     def _compact(self) -> None:
         """Drop idle rows, which nobody will want, when they are a quarter of the batch. Compiled shapes stay."""

@@ -21,7 +21,7 @@ from accept_head.files import atomic_path, sha256, writable_file, write_json
 from accept_head.inference.attention_backends import Attention
 from accept_head.inference.cache import Compile
 from accept_head.inference.chunks import Chunk
-from accept_head.inference.generation import content_ids, make_decoder
+from accept_head.inference.generation import check_tenants, content_ids, make_decoder
 from accept_head.inference.loop_options import explained
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policies.content import content_hash
@@ -100,6 +100,8 @@ def generate_file(
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
     chosen = make_policy(policy, pair)
     check_lossless(chosen, verifier, greedy=sampling.greedy, allow_lossy=allow_lossy)
+    tenants = [prompt.tenant for prompt in loaded]
+    check_tenants(chosen, tenants)
     settings = {
         "policy": policy,
         "policy_content": content_hash(chosen),
@@ -113,6 +115,7 @@ def generate_file(
         "prompts": prompts_fingerprint(loaded),
         "target": checkpoint_fingerprint(target),
         "draft": checkpoint_fingerprint(draft),
+        "tenants": sha256(json.dumps(tenants)) if chosen.by_tenant else None,
     }
     processing = Processing(sampling, pair.vocab_size, repetition_penalty=repetition_penalty)
     criteria = stop_strings_criteria(stop or [], pair.tokenizer)
@@ -120,7 +123,7 @@ def generate_file(
     kept = Kept(path, settings)
     keys = content_ids([prompt.ids for prompt in loaded])
     requests = [
-        Request(prompt.index, prompt.ids, max_new_tokens, key)
+        Request(prompt.index, prompt.ids, max_new_tokens, key, tenant=prompt.tenant)
         for prompt, key in zip(loaded, keys, strict=True)
         if prompt.index not in kept.records
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, get_args
 
 from torch import Tensor
@@ -56,6 +56,7 @@ def generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int = 0,
     row_ids: Sequence[int] | None = None,
+    tenants: Sequence[str] | None = None,
     verifier: Verifier = "ratio",
     allow_lossy: bool = False,
     compile: Compile = "none",
@@ -77,6 +78,8 @@ def generate(
     the id is made of the prompt itself (and of how many equal ones came before), so that a prompt gives the same
     tokens alone, in a batch and in another order.
 
+    tenants: whose each prompt is, for policies that go by that (`per_tenant`, `tenant_share`); "" = nobody has said.
+
     verifier: how candidates are tested when sampling, `ratio` (min(1, p/q)) or `match` (equal to a token drawn from p:
     fewer are accepted, but any policy is lossless, and a prompt's tokens do not depend on the policy). allow_lossy: let
     a policy run that is not lossless under the verifier.
@@ -90,8 +93,9 @@ def generate(
     for index, prompt in enumerate(prompts):
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise InputError(f"prompt {index} has a token id outside 0 to {vocab_size - 1}, the models' vocabulary")
-    requests = make_requests(prompts, max_new_tokens, row_ids)
+    requests = make_requests(prompts, max_new_tokens, row_ids, tenants)
     policy = make_policy(policy, draft) if isinstance(policy, str) else policy
+    check_tenants(policy, tenants or [])
     processing = Processing(
         sampling, vocab_size, repetition_penalty=repetition_penalty, logits_processor=logits_processor
     )
@@ -172,6 +176,16 @@ def make_decoder(
     return Decoder(target, draft, plan, compile=compile, attention=attention, chunk=chunk)
 
 
+def check_tenants(policy: DraftPolicy, tenants: Iterable[str]) -> None:
+    """Raises InputError when the policy goes by tenants and nobody is named: it would take all for one. tenants: whose
+    the prompts are."""
+    if policy.by_tenant and not any(tenants):
+        raise InputError(
+            "the policy goes by tenants (per_tenant, tenant_share), but nobody says whose a prompt is; expected a "
+            "field 'tenant' in the prompts' records, or `tenants` in Python"
+        )
+
+
 def _score_of(policy: DraftPolicy) -> object:
     """That of the policy's head, or of the one that it wraps, if any."""
     while (inner := getattr(policy, "policy", None)) is not None:
@@ -223,18 +237,22 @@ def as_prompts(input_ids: Prompts, attention_mask: Tensor | None = None) -> list
 
 
 def make_requests(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, row_ids: Sequence[int] | None = None
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    row_ids: Sequence[int] | None = None,
+    tenants: Sequence[str] | None = None,
 ) -> list[Request]:
-    """One request a prompt. Raises InputError for a max_new_tokens below 1, or row_ids of another number."""
+    """One request a prompt. Raises InputError for a max_new_tokens below 1, or row_ids or tenants of another number."""
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
-    if row_ids is None:
-        row_ids = content_ids(prompts)
-    elif len(row_ids) != len(prompts):
-        raise InputError(f"there are {len(row_ids)} row_ids and {len(prompts)} prompts; expected one a prompt")
+    row_ids = content_ids(prompts) if row_ids is None else row_ids
+    tenants = [""] * len(prompts) if tenants is None else tenants
+    for name, values in (("row_ids", row_ids), ("tenants", tenants)):
+        if len(values) != len(prompts):
+            raise InputError(f"there are {len(values)} {name} and {len(prompts)} prompts; expected one a prompt")
     return [
-        Request(index, prompt, max_new_tokens, key)
-        for index, (prompt, key) in enumerate(zip(prompts, row_ids, strict=True))
+        Request(index, prompt, max_new_tokens, key, tenant=tenant)
+        for index, (prompt, key, tenant) in enumerate(zip(prompts, row_ids, tenants, strict=True))
     ]
 
 

@@ -7,7 +7,7 @@ decoding lossless. A policy that `trims` drops drawn tokens, and then says under
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal, Protocol, TypeVar
@@ -177,6 +177,8 @@ class DraftPolicy(Protocol):
     predicted: list[Tensor]
     # Beside them, β̂ of the token to be drawn after each; empty for policies that do not look ahead.
     predicted_next: list[Tensor]
+    # True: it goes by whose a row is, and is told with `set_tenants`.
+    by_tenant: bool
 
     @property
     def in_chunks(self) -> bool:
@@ -209,6 +211,10 @@ class DraftPolicy(Protocol):
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         """These rows, (n,) int, hold new sequences from now on, prompts of (n,) tokens: forget the old ones."""
+        ...
+
+    def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
+        """Whose these rows, (n,) int, are, said after `admit`. Rows that nobody names are one tenant's, together."""
         ...
 
     def select(self, rows: Tensor) -> None:
@@ -262,6 +268,7 @@ class RowPolicy:
     lossless: frozenset[Verifier] = BOTH
     predicted: list[Tensor] = []  # noqa: RUF012 - never filled: a rule that predicts begins each round with its own
     predicted_next: list[Tensor] = []  # noqa: RUF012 - nor this
+    by_tenant = False
     max_draft_tokens: int
 
     def start(self, batch: int, device: torch.device) -> None:
@@ -271,6 +278,9 @@ class RowPolicy:
         pass
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
+        pass
+
+    def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         pass
 
     def select(self, rows: Tensor) -> None:

@@ -25,13 +25,15 @@ from accept_head.inference.verify import Verified
 @dataclass(frozen=True)
 class Request:
     """One prompt to continue. index: its place in the caller's list. key: names its random numbers. left: (n,) ids that
-    logits processors and stopping criteria see before the prompt, but the models do not: transformers' left padding."""
+    logits processors and stopping criteria see before the prompt, but the models do not: transformers' left padding.
+    tenant: whose it is, for policies that go by that; "" = nobody has said."""
 
     index: int
     prompt: Sequence[int]
     max_new_tokens: int
     key: int
     left: Tensor | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

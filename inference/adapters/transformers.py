@@ -14,6 +14,7 @@ function: pass stop strings as stopping_criteria=[StopStringCriteria(tokenizer, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from accept_head.errors import InputError
-from accept_head.inference.generation import as_prompts, check_models, content_ids, make_decoder
+from accept_head.inference.generation import as_prompts, check_models, check_tenants, make_decoder, make_requests
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.inference.processing import Processing
@@ -66,6 +67,7 @@ def generate(
     draft: PreTrainedModel | None = None,
     policy: DraftPolicy | str = "fixed:4",
     batch_size: int | None = None,
+    tenants: Sequence[str] | None = None,
     verifier: Verifier = "ratio",
     allow_lossy: bool = False,
     **model_kwargs: Any,
@@ -73,8 +75,8 @@ def generate(
     """The function to pass as `custom_generate`. input_ids: (batch, seq), padded on the left.
 
     draft: the draft model; `assistant_model=` cannot be used, transformers drops it before this is called. policy: a
-    DraftPolicy or its SPEC. batch_size: rows decoded together; all of them when left out. verifier, allow_lossy: as in
-    `accept_head.inference.generate`.
+    DraftPolicy or its SPEC. batch_size: rows decoded together; all of them when left out. tenants, verifier,
+    allow_lossy: as in `accept_head.inference.generate`.
 
     Returns (batch, seq + new tokens) ids, padded after each row's end, or a SpeculativeOutput.
     Raises InputError (a ValueError) for what speculative decoding cannot do, naming the option.
@@ -91,7 +93,8 @@ def generate(
     sampling, processors = _split(config, logits_processor)
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     max_length = min(limits, default=config.max_length)
-    requests = _requests(input_ids, model_kwargs.get("attention_mask"), max_length)
+    check_tenants(chosen, tenants or [])
+    requests = _requests(input_ids, model_kwargs.get("attention_mask"), max_length, tenants)
     decoder = make_decoder(model, draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy)
     record = _Recorder(len(requests), bool(config.output_scores), bool(config.output_logits), sampling)
     stopping = _stopping(stopping_criteria, input_ids.device)
@@ -150,15 +153,15 @@ def _split(config: GenerationConfig, processors: LogitsProcessorList) -> tuple[S
     return Sampling(**{"temperature": 1.0, "top_k": 0, **settings}), kept
 
 
-def _requests(input_ids: Tensor, mask: Tensor | None, max_length: int) -> list[Request]:
+def _requests(input_ids: Tensor, mask: Tensor | None, max_length: int, tenants: Sequence[str] | None) -> list[Request]:
     prompts = as_prompts(input_ids, mask)
     width = input_ids.shape[1]
     new_tokens = max_length - width
     if new_tokens < 1:
         raise InputError(f"max_length is {max_length}, but the input has {width} tokens; set max_new_tokens")
-    ends = enumerate(zip(prompts, content_ids(prompts), strict=True))
     left = [input_ids[index, : width - len(prompt)] for index, prompt in enumerate(prompts)]
-    return [Request(index, prompt, new_tokens, key, left[index]) for index, (prompt, key) in ends]
+    requests = make_requests(prompts, new_tokens, tenants=tenants)
+    return [replace(request, left=padding) for request, padding in zip(requests, left, strict=True)]
 
 
 def _end_ids(config: GenerationConfig) -> list[int]:

@@ -99,7 +99,7 @@ class BatchStopPolicy(RowPolicy):
         self.policy, self.costs, self.host = policy, costs, host
         self.content = content_hash(policy)  # so that two with different policies inside have different hashes
         self.needs, self.scores, self.peeks, self.lossless = policy.needs, policy.scores, policy.peeks, policy.lossless
-        self.max_draft_tokens = policy.max_draft_tokens
+        self.max_draft_tokens, self.by_tenant = policy.max_draft_tokens, policy.by_tenant
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it.
         self.accepted, self.before, self.after = ([0.0] * self.max_draft_tokens for _ in range(3))
@@ -125,6 +125,9 @@ class BatchStopPolicy(RowPolicy):
         self.policy.admit(rows, lengths)
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             self.lengths[row] = length
+
+    def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
+        self.policy.set_tenants(rows, keys)
 
     def select(self, rows: Tensor) -> None:
         self.policy.select(rows)

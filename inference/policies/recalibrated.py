@@ -164,9 +164,12 @@ class RecalibratedHeadPolicy(HeadPolicy):
         if self.recalibration is not None:
             self.recalibration.admit(rows)
 
+    @property
+    def by_tenant(self) -> bool:  # type: ignore[override]
+        online = self.recalibration
+        return online is not None and (online.per_tenant or online.tenant_share < 1)
+
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
-        """Whose these rows, (n,) int, are; hosts that know call it after `admit`. Rows that nobody named are one
-        tenant's, together."""
         if self.recalibration is not None:
             self.recalibration.set_tenants(rows, keys)
 

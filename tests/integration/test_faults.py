@@ -415,11 +415,11 @@ BAD_DATA = """
 import os, sys
 from accept_head import cli
 from accept_head.errors import InputError
-from accept_head.training import collect
+from accept_head.training import collector
 def refuse(*_):
     raise InputError("shard 1 has bad data")
 if os.environ.get("LOCAL_RANK") == "1":
-    collect.write_shard = refuse
+    collector.write_shard = refuse
 sys.exit(cli.main(sys.argv[1:]))
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -86,8 +87,10 @@ def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
     return torch.cat([layers[0](chunk) for chunk in ids.split(1 << 14)])
 
 
-def build_host(vllm_config: Any, device: torch.device, model: nn.Module) -> PolicyHost | None:
-    """model: the draft. Raises InputError as `build_policy` does."""
+def build_host(
+    vllm_config: Any, device: torch.device, model: nn.Module, tenant_of: Callable[[str], str] | None = None
+) -> PolicyHost | None:
+    """model: the draft. tenant_of: as PolicyHost has it. Raises InputError as `build_policy` and PolicyHost do."""
     policy = build_policy(vllm_config, device, model)
     settings = Settings.of(vllm_config)
     if policy is None or settings is None:
@@ -102,6 +105,7 @@ def build_host(vllm_config: Any, device: torch.device, model: nn.Module) -> Poli
         greedy=spec.draft_sample_method == "greedy",
         agree=_broadcast if tensor_parallel > 1 else None,
         metrics=_metrics(settings, limit),
+        tenant_of=tenant_of,
     )
     if settings.compile:
         _compile(host, policy, spec, device)

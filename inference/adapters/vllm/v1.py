@@ -15,7 +15,7 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from accept_head.inference.adapters.vllm.build import build_host, build_policy
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
 from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
-from accept_head.inference.adapters.vllm.settings import check_hooks
+from accept_head.inference.adapters.vllm.settings import TENANT, check_hooks
 
 HOOKS = (
     "load_model",
@@ -42,7 +42,12 @@ class AcceptHeadProposer(DraftModelProposer):
 
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
-        self.host = build_host(self.vllm_config, self.device, self.model)
+        self.host = build_host(self.vllm_config, self.device, self.model, self.tenant_of)
+
+    def tenant_of(self, request: str) -> str:
+        """Whose a request is, "" where it does not say."""
+        sampling = self.runner.requests[request].sampling_params
+        return str(((sampling and sampling.extra_args) or {}).get(TENANT, ""))
 
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor

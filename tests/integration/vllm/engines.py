@@ -30,7 +30,8 @@ def use(llm: Any, policy: str | None) -> Any:
 
     drafter = drafter_of(llm)
     drafter.vllm_config.additional_config = {"accept_head": {"policy": policy}} if policy else {}
-    drafter.host = build_host(drafter.vllm_config, drafter.device, drafter.model)
+    whose = getattr(drafter, "tenant_of", None)
+    drafter.host = build_host(drafter.vllm_config, drafter.device, drafter.model, whose)
     return drafter.host
 
 

@@ -1,0 +1,67 @@
+"""Whose a request is, from its vllm_xargs to what the head's correction learns of it (V1; the V2 runner refuses)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from accept_head import InputError
+from accept_head.inference.adapters.vllm.settings import TENANT
+from tests.integration.vllm.engines import use
+
+TENANTS = ["ann", "bob", None, "ann"] * 6
+
+
+@pytest.fixture(scope="module")
+def llm(make_llm):
+    return make_llm({}, max_num_seqs=5, additional_config={"accept_head": {"policy": "fixed:1"}})
+
+
+def decode(llm, prompts, tenants):
+    """Each request has its own tenant, or says nothing."""
+    prompts = prompts[: len(tenants)]
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=16, extra_args={TENANT: tenant} if tenant else None)
+        for tenant in tenants
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def head_of(folder, options):
+    return f"head:{folder}/heads/greedy:1,rule=product,k_max=4,online=true,half_life=inf,{options}"
+
+
+@torch.inference_mode()  # as the engine has it
+def labels_of(host):
+    online = host.policy.recalibration
+    online._sum_up()
+    labels = (online.sums.labels + online.fresh.labels).tolist()
+    return {name: labels[place] for name, place in {"": 0, **online.places}.items()}
+
+
+def test_requests_teach_their_own_tenants_fit(llm, prompts, embedded_pair_folder):
+    """The tokens that a tenant teaches with others around are those that it teaches alone: greedy drafts and verdicts
+    depend on no other row, as long as nothing learnt changes what is drafted, which the threshold sees to."""
+    spec = head_of(embedded_pair_folder, "per_tenant=true")
+    plain = decode(use(llm, None) or llm, prompts, [None] * len(TENANTS))
+    host = use(llm, spec)
+    assert decode(llm, prompts, TENANTS) == plain
+    together = labels_of(host)
+    assert set(together) == {"", "ann", "bob"} and all(together.values())
+    for name in ("", "ann", "bob"):
+        host = use(llm, spec)
+        chosen = [prompt for prompt, tenant in zip(prompts, TENANTS, strict=False) if (tenant or "") == name]
+        decode(llm, chosen, [name or None] * len(chosen))
+        alone = labels_of(host)
+        assert alone == {"": 0.0, name: together[name]}, name
+
+
+def test_a_runner_that_does_not_show_them_is_refused(llm, embedded_pair_folder):
+    from accept_head.inference.adapters.vllm.build import build_host
+
+    use(llm, head_of(embedded_pair_folder, "tenant_share=0.1"))
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    with pytest.raises(InputError, match="V2 model runner does not show whose"):
+        build_host(drafter.vllm_config, drafter.device, drafter.model)
