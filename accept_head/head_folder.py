@@ -15,7 +15,7 @@ from huggingface_hub import snapshot_download
 from accept_head.errors import InputError
 from accept_head.hub_errors import hub_errors
 
-WEIGHTS_NAME, HEAD_CONFIG_NAME = "model.safetensors", "config.json"
+WEIGHTS_NAME, HEAD_CONFIG_NAME, TRAINING_NAME = "model.safetensors", "config.json", "training_config.json"
 # All that a head's folder may hold; nothing else is ever fetched, or sent.
 HEAD_FILES = (
     WEIGHTS_NAME,
@@ -24,7 +24,7 @@ HEAD_FILES = (
     "calibration.json",
     "trace_config.json",
     "metrics.json",
-    "training_config.json",
+    TRAINING_NAME,
 )
 HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 

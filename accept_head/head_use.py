@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from accept_head.errors import InputError
 from accept_head.files import read_json
+from accept_head.head_folder import TRAINING_NAME
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace import CONFIG_NAME, TraceConfig, fingerprint_of
@@ -24,7 +25,6 @@ from accept_head.trace import CONFIG_NAME, TraceConfig, fingerprint_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TRAINING_NAME = "training_config.json"  # as in hub.py, which is not needed to read it
 SETTINGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, write_json
 from accept_head.head import AcceptanceHead
+from accept_head.head_folder import TRAINING_NAME
 from accept_head.model_card import CardFacts, model_card
 from accept_head.trace import TraceConfig
 
 METRICS_NAME = "metrics.json"
-TRAINING_NAME = "training_config.json"
 
 
 def save_head(

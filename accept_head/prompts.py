@@ -55,7 +55,8 @@ def load_prompts(
                 f"{max_prompt_tokens} before the response; shorten it or lower --max_new_tokens"
             )
         identifier = str(record.get("id", len(prompts)))
-        domain, tenant = (str(record.get(name, "")) for name in ("domain", "tenant"))
+        # A data set has None where a record has no such field and others do.
+        domain, tenant = ("" if (each := record.get(name)) is None else str(each) for name in ("domain", "tenant"))
         prompts.append(Prompt(len(prompts), identifier, domain, tuple(ids), record[field], tenant))
         if len(prompts) == max_prompts:
             break

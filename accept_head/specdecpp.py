@@ -25,8 +25,7 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, parse_json, read_json, sha256, write_json
 from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.head_folder import WEIGHTS_NAME, head_folder
-from accept_head.hub import TRAINING_NAME
+from accept_head.head_folder import TRAINING_NAME, WEIGHTS_NAME, head_folder
 from accept_head.model_card import CardFacts, model_card
 from accept_head.version import VERSION
 

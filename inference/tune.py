@@ -88,8 +88,8 @@ def tune(
         rules: Policies without training to tune, by name; all of them when left out, which takes a minute or two.
         search: How heads are tuned. `cost`: the threshold at which one more token just pays for itself, with k_min 1
             and the largest k_max; for the objective `mean`; `thresholds` and `k_min` are then of the rules alone.
-            `grid`: every threshold at all bounds. When left out:
-            `grid` where `thresholds`, `k_min` or another objective are given, else `cost`.
+            `grid`: every threshold at all bounds. When left out: `grid` where `thresholds`, `k_min` or another
+            objective are given, else `cost`.
         objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest;
             `discard`: least drafted in vain at no more target calls than the best fixed length, of which 97.5 % of
             resamples of the prompts must agree.

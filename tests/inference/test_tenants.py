@@ -16,7 +16,7 @@ from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
 from accept_head.inference.generation import make_requests
 from accept_head.prompts import load_prompts
 from tests.inference.test_vllm_host import Engine
-from tests.inference.toy import random_head, toy_pair
+from tests.inference.toy import labels_by_tenant, random_head, toy_pair
 
 # More prompts than rows, and rows that end at different times; "" is nobody's.
 TENANTS = ["ann", "bob", "", "ann", "eve", "bob", "ann", "", "eve", "ann"]
@@ -32,18 +32,6 @@ def saved(tmp_path_factory):
 
 def policy_of(saved, options="per_tenant=true", **more):
     return make_policy(f"head:{saved}:0.9,online=true,half_life=inf,k_max=4,{options}", toy_pair().draft, **more)
-
-
-def online_of(policy):
-    return getattr(policy, "policy", policy).recalibration
-
-
-def learnt_of(policy):
-    """Tokens that each tenant taught; nobody is ""."""
-    online = online_of(policy)
-    online._sum_up()
-    labels = (online.sums.labels + online.fresh.labels).tolist()
-    return {name: labels[place] for name, place in {"": 0, **online.places}.items()}
 
 
 def decode(policy, tenants, **options):
@@ -68,14 +56,14 @@ def decode(policy, tenants, **options):
 def test_each_tenant_teaches_by_its_own_rows(saved, options, batch_size):
     policy = policy_of(saved, options)
     told = decode(policy, TENANTS, batch_size=batch_size)
-    assert learnt_of(policy) == told and all(told.values())
+    assert labels_by_tenant(policy) == told and all(told.values())
 
 
 def test_a_row_does_not_stay_its_last_tenants(saved):
     """Who is admitted without a name is nobody's, whoever had the row."""
     policy = policy_of(saved)
     told = decode(policy, ["ann"] + [""] * 9, batch_size=1)
-    assert learnt_of(policy) == told and told[""] > told["ann"]
+    assert labels_by_tenant(policy) == told and told[""] > told["ann"]
 
 
 def test_names_of_other_rows_would_be_noticed(saved):
@@ -83,13 +71,13 @@ def test_names_of_other_rows_would_be_noticed(saved):
     told = decode(policy, TENANTS, batch_size=3)
     swapped = policy_of(saved)
     decode(swapped, TENANTS[::-1], batch_size=3)
-    assert learnt_of(swapped) != told
+    assert labels_by_tenant(swapped) != told
 
 
 def test_a_policy_that_trusts_all_takes_them_for_one(saved):
     policy = policy_of(saved, "signals=false")
     told = decode(policy, TENANTS)
-    assert learnt_of(policy) == {"": sum(told.values())}
+    assert labels_by_tenant(policy) == {"": sum(told.values())}
 
 
 @pytest.mark.parametrize("options", ["per_tenant=true", "tenant_share=0.2", "per_tenant=true,costs=0.05"])
@@ -115,17 +103,21 @@ def test_in_transformers(saved):
     with pytest.raises(InputError, match="whose a prompt is"):
         pair.target.generate(inputs, policy=policy, **options)
     pair.target.generate(inputs, policy=policy, tenants=["ann", "bob"], **options)
-    learnt = learnt_of(policy)
+    learnt = labels_by_tenant(policy)
     assert learnt[""] == 0 and learnt["ann"] and learnt["bob"]
 
 
 # --- prompts files ----------------------------------------------------------------------------------------------------
 
 
+RECORDS = ({"tenant": "ann"}, {"domain": "maths"}, {"tenant": 7}, {"tenant": None, "domain": None})
+
+
 def test_a_prompts_file_says_whose_prompts_are(tmp_path, embedded_pair):
     file = tmp_path / "prompts.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": "Hi", **more}) for more in ({"tenant": "ann"}, {}, {"tenant": 7})))
-    assert [prompt.tenant for prompt in load_prompts(str(file), embedded_pair.tokenizer)] == ["ann", "", "7"]
+    file.write_text("\n".join(json.dumps({"prompt": "Hi", **more}) for more in RECORDS))
+    prompts = load_prompts(str(file), embedded_pair.tokenizer)
+    assert [(prompt.tenant, prompt.domain) for prompt in prompts] == [("ann", ""), ("", "maths"), ("7", ""), ("", "")]
 
 
 def test_generate_reads_it_and_refuses_a_file_that_names_nobody(tmp_path, embedded_pair_folder, capsys):
@@ -163,7 +155,7 @@ def test_in_a_host_of_vllms_kind(saved, options):
                     told[whose.get(name, "")] += 1  # of a refused draft the first token is judged
         lengths, _ = Engine(len(requests), 4, number).round(host, requests, verdict=verdict)
         before = requests, dict(zip(requests, lengths, strict=True))
-    learnt = learnt_of(policy)
+    learnt = labels_by_tenant(policy)
     assert {name: count for name, count in learnt.items() if count} == told and len(told) == 3
 
 

@@ -154,3 +154,11 @@ def _sharpen(model: PreTrainedModel, factor: float) -> PreTrainedModel:
     head = model.get_output_embeddings()
     head.weight = torch.nn.Parameter(torch.randn(head.weight.shape) * factor * 0.2)
     return model.eval().requires_grad_(False)
+
+
+def labels_by_tenant(policy):
+    """Tokens that each tenant has taught a head with `online=true` whose half-life has no end; "" is nobody."""
+    online = getattr(policy, "policy", policy).recalibration
+    online._sum_up()
+    labels = (online.sums.labels + online.fresh.labels).tolist()
+    return {name: labels[place] for name, place in {"": 0, **online.places}.items()}

@@ -47,7 +47,8 @@ class AcceptHeadProposer(DraftModelProposer):
     def tenant_of(self, request: str) -> str:
         """Whose a request is, "" where it does not say."""
         sampling = self.runner.requests[request].sampling_params
-        return str(((sampling and sampling.extra_args) or {}).get(TENANT, ""))
+        name = ((sampling and sampling.extra_args) or {}).get(TENANT)
+        return "" if name is None else str(name)
 
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor

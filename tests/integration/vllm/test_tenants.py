@@ -8,7 +8,8 @@ from vllm import SamplingParams
 
 from accept_head import InputError
 from accept_head.inference.adapters.vllm.settings import TENANT
-from tests.integration.vllm.engines import use
+from tests.inference.toy import labels_by_tenant
+from tests.integration.vllm.engines import drafter_of, use
 
 TENANTS = ["ann", "bob", None, "ann"] * 6
 
@@ -33,12 +34,9 @@ def head_of(folder, options):
     return f"head:{folder}/heads/greedy:1,rule=product,k_max=4,online=true,half_life=inf,{options}"
 
 
-@torch.inference_mode()  # as the engine has it
 def labels_of(host):
-    online = host.policy.recalibration
-    online._sum_up()
-    labels = (online.sums.labels + online.fresh.labels).tolist()
-    return {name: labels[place] for name, place in {"": 0, **online.places}.items()}
+    with torch.inference_mode():  # as the engine has it
+        return labels_by_tenant(host.policy)
 
 
 def test_requests_teach_their_own_tenants_fit(llm, prompts, embedded_pair_folder):
@@ -62,6 +60,6 @@ def test_a_runner_that_does_not_show_them_is_refused(llm, embedded_pair_folder):
     from accept_head.inference.adapters.vllm.build import build_host
 
     use(llm, head_of(embedded_pair_folder, "tenant_share=0.1"))
-    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    drafter = drafter_of(llm)
     with pytest.raises(InputError, match="V2 model runner does not show whose"):
         build_host(drafter.vllm_config, drafter.device, drafter.model)
