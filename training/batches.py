@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ LABELS = ("token", "next", "after")
 
 @dataclass
 class DraftBatch:
-    """One forward of the draft and what the head should say of it.
+    """One forward of the draft, and what the head should say of it, which stays with the host: what counts, and what
+    differs, is found there while the draft runs, and a GPU is not waited for.
 
     input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
     labels, mask: (batch, seq, 3): last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
@@ -39,13 +40,16 @@ class DraftBatch:
     indices: Tensor
 
     def to(self, device: torch.device) -> DraftBatch:
-        return DraftBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        """With what the draft reads on the device."""
+        inputs = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "allowed")}
+        return replace(self, **inputs)
 
     def at(self, hidden: Tensor, axes: Sequence[int]) -> StateBatch:
         """The places where one of LABELS[axes] counts. hidden: (batch, seq, hidden_size), of this very forward."""
         used = self.mask[..., axes].any(-1)
+        places = sent(used.flatten().nonzero()[:, 0], hidden.device)
         return StateBatch(
-            hidden=hidden[used],
+            hidden=hidden.flatten(0, 1).index_select(0, places),
             labels=self.labels[used],
             mask=self.mask[used],
             signals=self.signals[used],
@@ -60,7 +64,7 @@ class DraftBatch:
 @dataclass
 class StateBatch:
     """What heads read and should say at the n places of some traces that count, trace by trace: all that is left to
-    know of a DraftBatch once the draft has run.
+    know of a DraftBatch once the draft has run. All but `hidden` is with the host.
 
     hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3); signals: (n, 3); drawn_ids: (n,).
     alternative_ids: (n, m); alternatives: (n, m, 2). counts: (traces,) places of each trace. indices: (traces,).
@@ -77,7 +81,7 @@ class StateBatch:
     indices: Tensor
 
     def to(self, device: torch.device) -> StateBatch:
-        return StateBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        return replace(self, hidden=self.hidden.to(device))
 
     @classmethod
     def joined(cls, batches: Sequence[StateBatch]) -> StateBatch:
@@ -128,3 +132,9 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
         batch.alternative_ids[row, :length] = item.alternative_ids
         batch.alternatives[row, :length] = item.alternatives
     return batch
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on that device. Behind the work that a GPU has been given, and not waited for: a plain
+    `to` waits for all of that, as it has to read from memory that may be paged out."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

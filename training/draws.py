@@ -20,7 +20,7 @@ TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
 
 @dataclass
 class Draws:
-    """n different draws. place: (n,) ascending, where in the batch each was drawn; None: one at each. ids: (n,).
+    """n different draws, with the host. place: (n,) ascending, where in the batch each was drawn; None: one at each. ids: (n,).
     signals: (n, 3). accept, reject: (n, labels asked for), the sum of a and of 1 − a over the times that it was drawn
     there; both 0 where that label does not count."""
 
@@ -38,7 +38,7 @@ def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
     if not batch.alternative_ids.shape[1]:
         return Draws(None, batch.drawn_ids, batch.signals, accept, reject)
     logprob, of_alternatives = batch.alternatives.unbind(-1)
-    is_token = torch.tensor([axis == TOKEN for axis in axes], device=mask.device)
+    is_token = torch.tensor([axis == TOKEN for axis in axes])
     counts = (mask & is_token).unsqueeze(1)  # (places, 1, labels)
     of_alternatives = of_alternatives.unsqueeze(-1)
     accept = torch.cat([accept.unsqueeze(1), torch.where(counts, of_alternatives, 0.0)], 1)
@@ -46,7 +46,7 @@ def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
 
     ids = torch.cat([batch.drawn_ids.unsqueeze(-1), batch.alternative_ids], -1)  # (places, draws)
     into = (ids.unsqueeze(-1) == ids.unsqueeze(-2)).int().argmax(-1)  # the first draw of the same token
-    number = torch.arange(ids.shape[-1], device=ids.device)
+    number = torch.arange(ids.shape[-1])
     merging = (into.unsqueeze(-2) == number.unsqueeze(-1)).to(accept.dtype)  # (places, kept, draws)
     accept, reject = merging @ accept, merging @ reject
     kept = (into == number) & (accept + reject > 0).any(-1)

@@ -17,7 +17,7 @@ from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.pair import attention_mask_for, base_model
-from accept_head.training.batches import LABELS, DraftBatch, StateBatch
+from accept_head.training.batches import LABELS, DraftBatch, StateBatch, sent
 from accept_head.training.draws import draws
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
 from accept_head.training.shared_rows import SharedRows
@@ -44,6 +44,7 @@ class HeadTraining(L.LightningModule):
     """
 
     train_sums: Tensor
+    w_rej: Tensor
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class HeadTraining(L.LightningModule):
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
+        self.register_buffer("w_rej", torch.tensor([one.w_rej for one in self.candidates]), persistent=False)
         # Dev batches come while one is read ahead, and a draft's rotary tables may change with the length.
         self.draft_in_use = threading.Lock()
         self.threads = threads or Threads()
@@ -94,9 +96,9 @@ class HeadTraining(L.LightningModule):
         return batch if isinstance(batch, StateBatch) else batch.at(self.hidden_states(batch), self.axes)
 
     def training_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> Tensor:
-        device = batch.indices.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         batch = self.read(batch)
+        device = batch.hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
             positions = self._positions(batch)
             losses = self.threads.map(
@@ -110,27 +112,27 @@ class HeadTraining(L.LightningModule):
         return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
 
     def _positions(self, batch: StateBatch) -> Positions:
-        drawn = draws(batch, self.axes)
+        """What there is to learn, found by the host while a GPU runs the draft, and sent behind it."""
+        drawn, device = draws(batch, self.axes), batch.hidden.device
         head = self.candidates[0].head  # all normalise the same signals alike
         embedded = None
         if head.config.reads_embedding:
             ids, index = drawn.ids.unique(return_inverse=True)
-            embedded = SharedRows(head.embedded(ids), index)
+            embedded = SharedRows(head.embedded(sent(ids, device)), sent(index, device))
         # Without a layer of its own for the state, a head adds to it; else products read it as the draft gave it.
         hidden = batch.hidden.float() if head.config.width is None else batch.hidden
         return Positions(
-            states=SharedRows(hidden, drawn.place),
-            signals=head.normalised(drawn.signals) if head.config.signals else None,
+            states=SharedRows(hidden, None if drawn.place is None else sent(drawn.place, device)),
+            signals=head.normalised(sent(drawn.signals, device)) if head.config.signals else None,
             embedded=embedded,
-            accept=drawn.accept,
-            reject=drawn.reject,
+            accept=sent(drawn.accept, device),
+            reject=sent(drawn.reject, device),
         )
 
     def _sums(self, positions: Positions, values: Tensor, losses: Sequence[HeadLoss]) -> Tensor:
         """One micro-batch's part of `step_sums`."""
         accept, reject = positions.accept, positions.reject
-        w_rej = values.new_tensor([candidate.w_rej for candidate in self.candidates])
-        weights = self.w_acc * accept.sum() + w_rej * reject.sum()
+        weights = self.w_acc * accept.sum() + self.w_rej.to(values.dtype) * reject.sum()
         times = (accept + reject).clamp(min=1e-12)
         entropy = -(torch.xlogy(accept, accept / times) + torch.xlogy(reject, reject / times)).sum(0)
         kl = torch.stack([loss.cross_entropy for loss in losses]) - entropy
@@ -187,9 +189,10 @@ class HeadTraining(L.LightningModule):
 
     def validation_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> None:
         batch = self.read(batch)
-        read = batch.hidden, batch.signals, batch.drawn_ids
+        device = batch.hidden.device
+        read = batch.hidden, sent(batch.signals, device), sent(batch.drawn_ids, device)
         logits = torch.stack([candidate.head(*read).float() for candidate in self.candidates])
-        self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes].cpu(), batch.mask[:, self.axes].cpu()))
+        self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes], batch.mask[:, self.axes]))
 
     def on_validation_epoch_end(self) -> None:
         outputs, self.dev_outputs = _gather_all(self.dev_outputs), []

@@ -88,6 +88,16 @@ class HeadPolicy(ThresholdPolicy):
     def _scorer(self, head: AcceptanceHead) -> Score:
         return fused_scorer(head, "both" if self.predicts_next else "token")
 
+    def start(self, batch: int, device: torch.device) -> None:
+        """Raises InputError where the head is elsewhere: its weights are folded by then, so it is not moved."""
+        there = self.head.output.weight.device
+        if (there.type, there.index or 0) != (device.type, device.index or 0):
+            raise InputError(
+                f"the head is on {there}, but the models are on {device}; give load_head(device=...), or call its "
+                "to(...) before the policy is made"
+            )
+        super().start(batch, device)
+
     @constant_budget
     def start_round(self, live: Tensor) -> Tensor:
         self.earlier = None

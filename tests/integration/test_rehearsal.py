@@ -1,0 +1,31 @@
+"""The GPU's paths on a machine without one: tests/rehearsal, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "rehearsal"
+FILES = sorted(file.name for file in FOLDER.glob("test_*.py"))
+
+
+def test_there_are_such_tests() -> None:
+    assert {"test_pretend_cuda.py", "test_decoding.py", "test_training.py"} <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_on_a_pretended_gpu(file: str, request: pytest.FixtureRequest) -> None:
+    """The inner tests follow the outer ones' choice of slow or not."""
+    slow = request.config.getoption("-m") != "not slow"
+    command = [sys.executable, "-m", "pytest", "-q", str(FOLDER / file), "-p", "no:cacheprovider"]
+    environment = {**os.environ, "ACCEPT_HEAD_REHEARSAL": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
+        del environment[name]
+    command += [] if slow else ["-m", "not slow"]
+    done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

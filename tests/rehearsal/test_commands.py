@@ -1,0 +1,73 @@
+"""Commands and the GPU benchmark's scripts on a GPU that is not there: they run to the end, by the branches of a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from accept_head.cli import main
+from accept_head.files import read_json
+from accept_head.inference import cache
+
+REPOSITORY = Path(__file__).parents[2]
+TINY, SCRIPTS = REPOSITORY / "checkpoints" / "tiny", REPOSITORY / "benchmarks" / "gpu"
+MODELS = ["--target", str(TINY / "target"), "--draft", str(TINY / "draft")]
+PROMPTS = ["--prompts", str(TINY / "prompts" / "test.jsonl"), "--max_prompts", "2", "--max_new_tokens", "10"]
+HEAD = f"head:{TINY / 'heads' / 'sampled'}:0.5,k_max=4"
+
+
+@pytest.mark.parametrize("compile", [pytest.param("none", marks=pytest.mark.slow), "graphs"])
+def test_generate(compile, tmp_path, waits, monkeypatch):
+    used, choose = set(), cache.choose
+
+    def noting(*arguments, **options):
+        used.add(getattr(chosen := choose(*arguments, **options), "name", None))
+        return chosen
+
+    monkeypatch.setattr(cache, "choose", noting)
+    out = tmp_path / "responses.jsonl"
+    options = ["--policy", HEAD, "--temperature", "1", "--compile", compile, "--out", str(out)]
+    assert main(["generate", *MODELS, *PROMPTS, *options]) == 0
+    assert len([json.loads(line) for line in out.read_text().splitlines()]) == 2
+    assert used == {"varlen"}  # in bfloat16, as the pair is, PyTorch's own kernel serves
+
+
+@pytest.mark.slow
+def test_bench(tmp_path, waits):
+    out = tmp_path / "bench.json"
+    options = ["--policy", "max-prob:0.5,k_max=4", "--policy+", HEAD, "--fixed", "2", "--repeats", "1"]
+    options += ["--temperature", "1", "--compile", "graphs", "--batch_size", "2", "--out", str(out)]
+    assert main(["bench", *MODELS, *PROMPTS, *options]) == 0
+    assert read_json(out)["device"] == "pretended"
+
+
+PARTS = {
+    "overhead": [],
+    "head_sweep": [],
+    "collect_speed": [],
+    "greedy_divergence": [],
+    "head_cost": [],
+    "whole_flow": ["--stages", "train", "flow", "assisted", "bench"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", PARTS)
+def test_every_cell_of_the_benchmark_is_measured(part, tmp_path, waits, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    arguments = [str(SCRIPTS / f"{part}.py"), "--tiny", "--minutes", "25", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, *PARTS[part]])
+    spec = importlib.util.spec_from_file_location(part, SCRIPTS / f"{part}.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, part, script)
+    spec.loader.exec_module(script)
+    assert script.main() == 0
+    written = read_json(tmp_path / f"{part}.json")
+    assert written["device"] == "pretended" and not written.get("fallback")
+    assert written["cells"] and not [cell for cell in written["cells"] if {"error", "not_run"} & set(cell)]
