@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -222,12 +223,19 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def _interpolated(p: Tensor, xs: Sequence[float], ys: Sequence[float]) -> Tensor:
-    x, y = (torch.tensor(points, dtype=torch.float32, device=p.device) for points in (xs, ys))
+    x, y = (_on(p.device, tuple(points)) for points in (xs, ys))
     if len(x) == 1:
         return y.expand(p.shape)
     right = torch.searchsorted(x, p.contiguous()).clamp(1, len(x) - 1)
     share = ((p - x[right - 1]) / (x[right] - x[right - 1])).clamp(0, 1)
     return y[right - 1] + share * (y[right] - y[right - 1])
+
+
+@lru_cache(maxsize=1024)
+def _on(device: torch.device, points: tuple[float, ...]) -> Tensor:
+    """The points there, sent once: a GPU would be waited for each time."""
+    with torch.inference_mode(False):
+        return torch.tensor(points, dtype=torch.float32, device=device)
 
 
 def _rises(points: Sequence[Any], *, strictly: bool) -> bool:

@@ -54,8 +54,8 @@ class Decoder(Feeding):
     """Two cached models that decode as many rows, of as many tokens, as the memory was planned for.
 
     With compile="graphs" forwards are CUDA graphs, and so are the steps between them where policy and processing are
-    functions of tensors alone: `self.call(name, function, …)` is then a replay, else a plain call. graphs: what
-    captures, CUDA when left out.
+    functions of tensors alone: `self.call(name, function, …)` is then a replay, else a plain call, and so is `self.ask`
+    for those that ask the policy. graphs: what captures, CUDA when left out.
 
     Caches, rows and graphs stay from run to run, and serve the next one as far as they fit it (see `Steps`); one run at
     a time. Their memory is the decoder's until `free`, or until nobody refers to it any more."""
@@ -130,7 +130,7 @@ class Decoder(Feeding):
             if policy.learnt is None:
                 policy.observe(replace(outcome, seconds=time.perf_counter() - begin))
             else:
-                self.call("learn", policy.observe, outcome, state=policy, mutates=policy.learnt)
+                self.ask("learn", policy.observe, outcome, state=policy, mutates=policy.learnt)
             going = self.rows.live_rows or not waiting.done
             yield from finished
             if self.runs != number:  # the caller has begun another
@@ -153,7 +153,9 @@ class Decoder(Feeding):
         only the host can launch one.
         """
         rows, policy = self.rows, self.policy
-        going = self.call("begin", self._begin, state=policy, renews=True)
+        if not self.processing.greedy:
+            self.call("random", self._set_uniforms, max(1, policy.max_draft_tokens))
+        going = self.ask("begin", self._begin, state=policy, renews=True)
         known = getattr(policy.start_round, "constant", False)
         most = rows.room(policy.max_draft_tokens) if known else int(going.budget.max())
         drafted = Drafted(going.lengths, going.lengths, going.in_vain)
@@ -161,15 +163,17 @@ class Decoder(Feeding):
             return drafted
         looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         fed = self._feed_unfed()
+        # A policy that does not peek is not asked when tokens are drawn: the step is that of all who need the same.
+        draw, peeked = (self.ask, policy) if policy.peeks else (self.call, None)
+        shows = policy.needs, policy.stops_early
         for depth in range(1, most + 1):
-            peeked = policy if policy.peeks else None
-            drawn, going = self.call(f"draw {depth}", self._draw, depth, fed, going, state=peeked)
+            drawn, going = draw(f"draw {depth}", self._draw, depth, fed, going, shows, state=peeked)
             drafted.append(drawn)
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
             ahead = self._feed(drawn.ids, depth) if looks_ahead and depth < most else None
             if policy.stops_early:
                 state = ahead.hidden[:, 0] if ahead else None
-                going = self.call(f"judge {depth}", self._judge, drawn.step, state, going, state=policy)
+                going = self.ask(f"judge {depth}", self._judge, drawn.step, state, going, state=policy)
             if self.chunks.over(drafted, going, depth, most):
                 break
             fed = ahead or self._feed(drawn.ids, depth)
@@ -181,26 +185,27 @@ class Decoder(Feeding):
         return drafted
 
     def _begin(self) -> Going:
-        """Budgets, and this round's random numbers."""
+        """What each row may draft in this round."""
         rows, policy = self.rows, self.policy
         live = rows.live.clone()
         # A round emits one token more than it accepts: the last token of a response needs no draft.
         budget = checked(policy, "start_round", policy.start_round(live), len(live))
         budget = torch.minimum(budget, rows.max_lengths - rows.lengths - 1).clamp(min=0) * live
-        if not self.processing.greedy:
-            slots = max(1, policy.max_draft_tokens)
-            rows.uniforms[..., :slots] = self._uniforms(slots)
         return Going(budget, budget > 0, torch.zeros_like(budget), torch.zeros_like(budget))
 
-    def _draw(self, depth: int, fed: Forward, going: Going) -> tuple[Drawn, Going]:
-        """Draw the token at `depth` of every row; rows that have stopped draw one that nobody counts."""
+    def _draw(
+        self, depth: int, fed: Forward, going: Going, shows: tuple[frozenset[Signal], bool]
+    ) -> tuple[Drawn, Going]:
+        """Draw the token at `depth` of every row; rows that have stopped draw one that nobody counts. shows: what the
+        policy needs of it, and whether it is asked afterwards."""
         rows, policy, processing = self.rows, self.policy, self.processing
+        needs, asks = shows
         scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
         q = None if processing.greedy else processing.probabilities(scores)
-        signal_q = processing.signal_probabilities(scores, q) if policy.needs & OF_Q else scores
+        signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
         budget, active, lengths, in_vain = going
         if policy.peeks:
-            step = DraftStep.of(policy.needs, depth, None, active, signal_q, fed, None)
+            step = DraftStep.of(needs, depth, None, active, signal_q, fed, None)
             declined = active & ~checked(policy, "draw_next", policy.draw_next(step), len(active))
             active, in_vain = active & ~declined, in_vain + declined
         ids = scores.argmax(-1) if q is None else draw(q, rows.uniforms[:, DRAFT, depth - 1])
@@ -208,8 +213,8 @@ class Decoder(Feeding):
         lengths = lengths + active
         # What is drawn is kept, so not drafting beyond an end token changes no distribution.
         active = active & ~self.ends.is_end(ids) & (lengths < budget)
-        asked = DraftStep.of(policy.needs, depth, ids, active, signal_q, fed, None) if policy.stops_early else None
-        shown = scores if Signal.DIVERGENCE in policy.needs else None
+        asked = DraftStep.of(needs, depth, ids, active, signal_q, fed, None) if asks else None
+        shown = scores if Signal.DIVERGENCE in needs else None
         return Drawn(ids, q, shown, asked), Going(budget, active, lengths, in_vain)
 
     def _judge(self, step: DraftStep, drawn_hidden: Tensor | None, going: Going) -> Going:
@@ -258,8 +263,9 @@ class Decoder(Feeding):
     def _accept(self, drafted: Drafted, verified: Verified) -> VerifyOutcome:
         return self.rows.accept(drafted, verified, self.ends)
 
-    def _uniforms(self, slots: int) -> Tensor:
-        """This round's random numbers, (batch, 3, slots)."""
+    def _set_uniforms(self, slots: int) -> None:
+        """This round's random numbers, `slots` for each purpose of each row."""
         rows = self.rows
         slot, purpose = torch.arange(slots, device=rows.keys.device), torch.arange(3, device=rows.keys.device)
-        return uniforms(self.seed, rows.keys[:, None, None], rows.rounds[:, None, None], slot, purpose[:, None])
+        keys, rounds = rows.keys[:, None, None], rows.rounds[:, None, None]
+        rows.uniforms[..., :slots] = uniforms(self.seed, keys, rounds, slot, purpose[:, None])

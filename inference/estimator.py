@@ -29,6 +29,12 @@ class AcceptanceEstimator:
     INTERVAL, DAMPING, RIDGE = 100, 50.0, 1e-3
 
     def __init__(self, k_max: int):
+        self.k_max = k_max
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as if new."""
+        k_max = self.k_max
         self.slope = torch.tensor(self.SLOPE, dtype=torch.float64)
         self.intercepts = torch.full((k_max,), self.INTERCEPT, dtype=torch.float64)  # of depths 1..k_max
         # Sums since the last step, a row a depth: w·f², w·f, w, residual·f, residual, labels, with w = p·(1 − p).

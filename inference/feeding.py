@@ -59,14 +59,19 @@ class Feeding:
             model.restore(self.batch)
 
     def _choose_steps(self) -> None:
-        """Set `call`, how this run calls the steps between its forwards: as graphs, where they can be captured; and
-        `lends`, whether forwards may lend what they return, because the step that reads it copies what it keeps."""
-        self.lends = self.backend is not None and self.policy.carries is not None and self.processing.plain
+        """Set `call`, how this run calls the steps between its forwards, and `ask`, how those that ask the policy: as
+        graphs, where they can be captured; and `lends`, whether forwards may lend what they return, because the steps
+        that read it copy what they keep."""
         self.call: Callable[..., Any] = run_directly
-        if self.lends:
-            graphs, self.ends = self.steps.of(self.policy, self.processing, self.ends, self.verifier, self.seed)
-            graphs.keep(*self.rows.tensors)
-            self.call = partial(graphs, optional=True)
+        self.ask: Callable[..., Any] = run_directly
+        self.lends = False
+        if self.backend is None or not self.processing.plain:
+            return
+        graphs, self.ends = self.steps.everybodys(self.processing, self.ends, self.verifier, self.seed)
+        graphs.keep(*self.rows.tensors)
+        self.call, self.lends = partial(graphs, optional=True), True
+        if self.policy.carries is not None:
+            self.ask = partial(self.steps.of(self.policy), optional=True)
 
     def _seconds(self) -> tuple[float, float] | None:
         """What `Chunks` goes by, measured once, as no row holds anything yet; None where it needs none."""

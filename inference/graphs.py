@@ -9,7 +9,8 @@ A replay runs the same kernels on the same memory and nothing of Python. Hence t
 - A function is run before it is captured, so that kernels are loaded and buffers have shapes; what it changes in place
   (`mutates`) is put back. It must not read a value on the host; a call that does is refused while it is tried.
 - An object whose attributes the function rebinds is given as `state`, with their names in `carries`, those of an
-  object that it holds as `held.name`: they go in and out like arguments and results.
+  object that it holds as `held.name`: they go in and out like arguments and results. Attributes that it only reads, and
+  that others rebind between calls, are named in `inputs`: they go in.
 
 The result of a call is valid until the next call of that name.
 """
@@ -166,7 +167,7 @@ class Graphs:
         if name in self.refused:
             return function(*inputs)
         leaves: list[Tensor] = []
-        shape = _flatten((inputs, {} if renews else _carried(state)), leaves)
+        shape = _flatten((inputs, _read(state) | ({} if renews else _carried(state))), leaves)
         places = tuple(None if copy else self._address(leaf) for leaf in leaves)
         key = (name, shape, places, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves))
         known = self.captured.get(key)
@@ -212,7 +213,7 @@ class Graphs:
         given = list(leaves)
         for place, buffer in copied:
             given[place] = buffer
-        begun = _carried(state)
+        begun = _carried(state) | _read(state)
 
         def once() -> tuple[Any, list[Tensor]]:
             rest = iter(given)
@@ -279,6 +280,10 @@ def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:
 
 def _carried(state: Any) -> dict[str, Any]:
     return {} if state is None else {name: attrgetter(name)(state) for name in state.carries}
+
+
+def _read(state: Any) -> dict[str, Any]:
+    return {} if state is None else {name: attrgetter(name)(state) for name in getattr(state, "inputs", ())}
 
 
 def _restore(state: Any, carried: dict[str, Any]) -> None:

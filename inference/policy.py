@@ -191,8 +191,19 @@ class DraftPolicy(Protocol):
     def carries(self) -> tuple[str, ...] | None:
         """The attributes that `start_round` makes anew and that `draw_next` and `keep_drafting` change, if these three
         are functions of tensors alone: they wait for nothing, and whatever else they read stays as it is, and where it
-        is, from `start` on, but for what is in `learnt`. They can then be captured in CUDA graphs. None: they are not.
-        Attributes of a policy that it holds are named `held.name`."""
+        is, from `start` on, but for what is in `inputs` and `learnt`. They can then be captured in CUDA graphs. None:
+        they are not. Attributes of what it holds are named `held.name`."""
+        ...
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The attributes that these three only read, and that `observe`, `admit` and `select` may bind to other tensors
+        between rounds; named as in `carries`. Of use where that is not None."""
+        ...
+
+    @property
+    def keeps(self) -> tuple[str, ...]:
+        """The attributes that these three do not read at all, and others bind to other objects, named alike."""
         ...
 
     @property
@@ -264,6 +275,8 @@ class RowPolicy:
     trims = False
     in_chunks = False
     carries: tuple[str, ...] | None = None
+    inputs: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
     learnt: tuple[Tensor, ...] | None = None
     lossless: frozenset[Verifier] = BOTH
     predicted: list[Tensor] = []  # noqa: RUF012 - never filled: a rule that predicts begins each round with its own

@@ -37,9 +37,11 @@ class Token(NamedTuple):
 
 
 class Round(NamedTuple):
-    """tokens: of each depth. tenants, judged: (batch,) int. labels: (batch, depths)."""
+    """depths: how many were judged. tokens: of all of them, (depths, batch, …) each. tenants, judged: (batch,) int.
+    labels: (batch, depths)."""
 
-    tokens: list[Token]
+    depths: int
+    tokens: Token
     tenants: Tensor
     judged: Tensor
     labels: Tensor
@@ -126,7 +128,7 @@ class OnlineRecalibration:
                 f"online recalibration tenant_share is {tenant_share}, expected a share above 0, at most 1"
             )
         self.half_life, self.prior, self.tenant_share, self.per_tenant = half_life, prior, tenant_share, per_tenant
-        self.learning, self.rounds = True, 0
+        self.learning = True
         self.normal = torch.tensor(signals, dtype=torch.float64)  # (2, signals) mean and deviation
         self.state, self.signals = (
             state,
@@ -136,10 +138,16 @@ class OnlineRecalibration:
         box = [self.MOST_SLOPE] + [self.MOST_WEIGHT] * (self.signals - 1)
         box += [self.MOST_STATE] * state + [self.MOST_INTERCEPT] * k_max
         self.box = torch.tensor(box, dtype=torch.float64)
-        self.own = torch.zeros(1, len(box), dtype=torch.float64)  # θ_t of the tenants that there are
-        self.pooled = torch.zeros(len(box), dtype=torch.float64)  # θ
+        self.served = torch.empty(0)  # what `judge` goes by, as `_prepare` puts it together
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as if new; `start` comes next."""
+        size, self.rounds = len(self.box), 0
+        self.own = torch.zeros(1, size, dtype=torch.float64)  # θ_t of the tenants that there are
+        self.pooled = torch.zeros(size, dtype=torch.float64)  # θ
         # Since the last step; and all that is remembered, with the right side of the equation above.
-        self.fresh, self.sums = (NewtonSums.zeros(1, k_max, self.shared, self.own) for _ in range(2))
+        self.fresh, self.sums = (NewtonSums.zeros(1, size - self.shared, self.shared, self.own) for _ in range(2))
         self.places: dict[str, int] = {}  # of tenants, the one named longest ago first
         self.tenants = torch.zeros(0, dtype=torch.long)  # (batch,) places
         self.tokens: list[Token] = []  # of this round, a depth
@@ -197,22 +205,23 @@ class OnlineRecalibration:
             self._prepare()
 
     def _prepare(self) -> None:
-        """What `judge` needs: s, () or (batch,); the weights of signals as they come; v; and b a depth with them."""
+        """What `judge` needs, in one tensor, () or (batch,) of each: s; the weights of signals as they come; v; b a
+        depth with them, and without signals."""
         theta = (self.own[self.tenants] if self.per_tenant else self.pooled).float()
         mean, deviation = self.normal.float()
-        self.slope, self.weights = theta[..., 0].exp(), theta[..., 1 : self.signals] / deviation
-        self.last_layer = theta[..., self.signals : self.shared]
-        offset = (self.weights * mean).sum(-1, keepdim=True)
-        self.intercepts = (theta[..., self.shared :] - offset).unbind(-1)
-        self.plain = theta[..., self.shared :].unbind(-1)  # without signals
+        weights, plain = theta[..., 1 : self.signals] / deviation, theta[..., self.shared :]
+        intercepts = plain - (weights * mean).sum(-1, keepdim=True)
+        last_layer = theta[..., self.signals : self.shared]
+        self.served = torch.cat([theta[..., :1].exp(), weights, last_layer, intercepts, plain], dim=-1)
 
     def judge(self, probability: Tensor, signals: Tensor | None = None, state: Tensor | None = None) -> Tensor:
         """P̂ → P̂' of the next depth's tokens, (batch,) each. Once a depth, in order. signals: (batch, signals), not
         normalised. state: (batch, state), of length 1."""
-        z = torch.logit(probability.float())
-        corrected = torch.addcmul(self.intercepts[len(self.tokens)], self.slope, z)
-        for values, weights in ((signals, self.weights), (state, self.last_layer)):
-            if weights.shape[-1]:
+        z, served = torch.logit(probability.float()), self.served
+        corrected = torch.addcmul(served[..., self.shared + len(self.tokens)], served[..., 0], z)
+        for values, first, last in ((signals, 1, self.signals), (state, self.signals, self.shared)):
+            if first < last:
+                weights = served[..., first:last]
                 assert values is not None
                 corrected = corrected + self._weighed(values.float(), weights)
         self.tokens.append(Token(z, signals, state))
@@ -224,8 +233,10 @@ class OnlineRecalibration:
     def look_ahead(self, probability: Tensor) -> Tensor:
         """β̂ → β̂' of the tokens after those judged last, (batch,) each: by s and b alone, as their signals are not
         known, and not learnt from."""
-        depth = min(len(self.tokens), len(self.plain) - 1)
-        return torch.sigmoid(torch.addcmul(self.plain[depth], self.slope, torch.logit(probability.float())))
+        depths = len(self.box) - self.shared
+        plain = self.shared + depths + min(len(self.tokens), depths - 1)
+        logit = torch.logit(probability.float())
+        return torch.sigmoid(torch.addcmul(self.served[..., plain], self.served[..., 0], logit))
 
     def corrected(self, logit: Tensor, depth: Tensor, signals: Tensor | None = None) -> Tensor:
         """Logits, (n,), of tokens at depths (n,) int, by s, u and b of the pooled θ, and differentiable in `logit`; v
@@ -245,9 +256,15 @@ class OnlineRecalibration:
         tokens, self.tokens = self.tokens, []
         if not self.learning:
             return
-        if tokens:  # copies: the host may write its next verdict into the same memory
+        if tokens:  # copies: the host may write its next round into the same memory
             judged = torch.where(outcome.live, outcome.judged, 0)
-            self.pending.append(Round(tokens, self.tenants, judged, outcome.labels(len(tokens))))
+            z, signals, state = (
+                None if parts[0] is None else torch.stack(parts)  # of all, or of none
+                for parts in zip(*tokens, strict=True)
+            )
+            assert z is not None
+            told = Token(z, signals, state), self.tenants, judged, outcome.labels(len(tokens))
+            self.pending.append(Round(len(tokens), *told))
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0:
             self._step()
@@ -258,24 +275,23 @@ class OnlineRecalibration:
         if not rounds:
             return
         dtype, k_max = self.own.dtype, len(self.box) - self.shared
-        tokens = [token for each in rounds for token in each.tokens]
+        tokens = [each.tokens for each in rounds]
         # Of every token, (n,): its row's tenant, how many of the row's were judged, its label, and its own depth.
         tenant, judged = (
-            torch.cat([values for each in rounds for values in [getattr(each, name)] * len(each.tokens)])
+            torch.cat([values for each in rounds for values in [getattr(each, name)] * each.depths])
             for name in ("tenants", "judged")
         )
         label = torch.cat([each.labels.t().reshape(-1) for each in rounds]).to(dtype)
         places = torch.arange(k_max, device=tenant.device)
-        depth = torch.cat([places[d].expand(len(token.z)) for each in rounds for d, token in enumerate(each.tokens)])
-        x = torch.cat([token.z for token in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
+        depth = torch.cat([places[: len(z), None].expand_as(z).reshape(-1) for z, *_ in tokens])
+        x = torch.cat([z.reshape(-1) for z, *_ in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
         if self.signals > 1:
-            signals = torch.cat([token.signals for token in tokens if token.signals is not None]).to(dtype)
+            signals = torch.cat([s.flatten(0, 1) for _, s, _ in tokens if s is not None]).to(dtype)
             normal = ((signals - self.normal[0]) / self.normal[1]).clamp(-MOST_SIGNAL, MOST_SIGNAL)
             x = torch.cat([x, normal], dim=-1)
         if self.state:
-            x = torch.cat(
-                [x, torch.cat([token.state for token in tokens if token.state is not None]).to(dtype)], dim=-1
-            )
+            states = torch.cat([state.flatten(0, 1) for *_, state in tokens if state is not None]).to(dtype)
+            x = torch.cat([x, states], dim=-1)
         counts = depth < judged
         x, label = torch.where(counts[:, None], x, 0.0), torch.where(counts, label, 0.0)  # idle rows may hold NaN
         own = self.own[tenant]

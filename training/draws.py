@@ -20,9 +20,9 @@ TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
 
 @dataclass
 class Draws:
-    """n different draws, with the host. place: (n,) ascending, where in the batch each was drawn; None: one at each. ids: (n,).
-    signals: (n, 3). accept, reject: (n, labels asked for), the sum of a and of 1 − a over the times that it was drawn
-    there; both 0 where that label does not count."""
+    """n different draws, with the host. place: (n,) ascending, where in the batch each was drawn; None: one at each.
+    ids: (n,). signals: (n, 3). accept, reject: (n, labels asked for), the sum of a and of 1 − a over the times that it
+    was drawn there; both 0 where that label does not count."""
 
     place: Tensor | None
     ids: Tensor

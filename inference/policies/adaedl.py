@@ -28,6 +28,9 @@ class AdaEdlPolicy(RowPolicy):
     scores: Literal["prefix", "proposal"] = "prefix"
     peeks = True
     in_chunks = True
+    carries = ()
+    inputs = ("levels",)
+    keeps = ("rates",)
     grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     GAMMA, BETA_RATE, BETA_LEVEL, STEP, WANTED = 0.2, 0.5, 0.9, 0.01, 0.9
 

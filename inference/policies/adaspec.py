@@ -53,6 +53,11 @@ class AdaSpecPolicy(RowPolicy):
     scores: Literal["prefix", "proposal"] = "proposal"
     trims = True
     CONFIDENCE = 0.6
+    OF_A_ROUND: tuple[str, ...] = ("rows", "context", "going", "s", "q", "drawn", "before", "expected", "tokens")
+    OF_A_ROUND += ("drafting", "goodput", "least", "limit")
+    carries = (*OF_A_ROUND, "probe.idle")
+    inputs = ("lengths", "last", "confidence", "probe.idle")
+    keeps = ("confidences", "drafted")
 
     def __init__(
         self,
@@ -77,6 +82,11 @@ class AdaSpecPolicy(RowPolicy):
         self.costs, self.slo, self.max_draft_tokens, self.lossy, self.graph = costs, slo_ms / 1e3, k_max, lossy, graph
         self.lossless: frozenset[Verifier] = frozenset({"match"}) if lossy else BOTH
         self.probe = Probe("adaspec", probe)
+        for name in self.OF_A_ROUND:
+            setattr(self, name, None)
+        self.forget()
+
+    def forget(self) -> None:
         self.confidence = torch.tensor(self.CONFIDENCE)  # c̄
         self.confidences, self.drafted = torch.zeros(()), torch.zeros(())  # Σ q(Y), and how many
 

@@ -25,6 +25,8 @@ class BanditPolicy(RowPolicy):
 
     needs = frozenset({Signal.SECONDS})
     stops_early = False
+    carries = ("arm",)
+    inputs = ("counts", "sums", "top")
     grid = (0.01, 0.1, 1.0, 6.0)  # of exploration
 
     def __init__(
@@ -45,7 +47,12 @@ class BanditPolicy(RowPolicy):
         self.passes, self.exploration, self.shared_bonus = passes, exploration, shared_bonus
         self.shortest = 0 if zero_arm else 1
         self.max_draft_tokens = arms
-        self.counts, self.sums = torch.zeros(2, arms + 1 - self.shortest)  # rounds and tokens/s of each arm
+        self.forget()
+
+    def forget(self) -> None:
+        self.counts, self.sums = torch.zeros(
+            2, self.max_draft_tokens + 1 - self.shortest
+        )  # rounds, tokens/s of each arm
         self.top = torch.zeros(())
 
     def start(self, batch: int, device: torch.device) -> None:

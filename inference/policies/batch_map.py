@@ -20,6 +20,8 @@ class BatchMapPolicy(RowPolicy):
     """
 
     stops_early = False
+    carries = ()
+    inputs = ("starts", "draft_lengths")
 
     def __init__(self, table: Sequence[Sequence[int]]):
         """Raises InputError naming the row of the table that is wrong."""

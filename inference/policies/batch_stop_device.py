@@ -46,6 +46,9 @@ class DeviceBatchStopPolicy(RowPolicy):
         self.max_draft_tokens = rule.max_draft_tokens
         self.prior, self.optimism, self.memory, self.probe = rule.prior, rule.optimism, rule.memory, rule.probe
         self.carries = (*self.OWN, *(f"policy.{name}" for name in rule.policy.carries or ()))
+        self.inputs, self.keeps = (
+            tuple(f"policy.{name}" for name in names) for names in (rule.policy.inputs, rule.policy.keeps)
+        )
         # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it.
         self.accepted, self.before, self.after = (torch.zeros(self.max_draft_tokens, dtype=KIND) for _ in range(3))
         self.totals = torch.zeros(4, dtype=KIND)  # rows, tokens emitted, draft steps, tokens verified besides the last

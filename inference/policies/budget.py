@@ -77,6 +77,8 @@ class BudgetPolicy(RowPolicy):
     needs = frozenset({Signal.MAX_PROB})
     scores: Literal["prefix", "proposal"] = "prefix"
     trims = True
+    carries = ("live", "survivals", "budget", "depth", "estimator.features")
+    inputs = ("lengths", "last", "depth", "estimator.slope", "estimator.intercepts")
 
     def __init__(
         self,
@@ -93,6 +95,11 @@ class BudgetPolicy(RowPolicy):
         self.retrospective, self.cap = retrospective, cap
         self.lossless: frozenset[Verifier] = frozenset({"match"}) if retrospective else BOTH
         self.estimator = AcceptanceEstimator(k_max)
+        self.live = self.budget = torch.empty(0)  # of this round
+        self.survivals = list[Tensor]()  # and ŝ of each depth, (batch,)
+
+    def forget(self) -> None:
+        self.estimator.forget()
 
     @property
     def in_chunks(self) -> bool:  # type: ignore[override]

@@ -38,6 +38,8 @@ class DsdePolicy(RowPolicy):
     stops_early = False
     grid = (2, 4, 5, 6, 8, 10)
     PER_ROW = ("history", "known", "last", "rounds", "accepted", "total", "count", "peak", "draft")
+    carries = ()
+    inputs = PER_ROW
     LARGEST = 1e3  # nats: a draft that rules out what the target wants is not to make all that follows infinite
 
     def __init__(

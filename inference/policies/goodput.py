@@ -48,6 +48,8 @@ class GoodputPolicy(RowPolicy):
     """
 
     stops_early = False
+    carries = ("probe.idle",)
+    inputs = ("probe.idle", "accepted", "judged", "lengths")
     CONSERVATIVE = 1.1
 
     def __init__(
@@ -70,7 +72,11 @@ class GoodputPolicy(RowPolicy):
             raise InputError(f"goodput k_max is {k_max}, expected a positive integer")
         self.costs, self.decay, self.max_draft_tokens = costs, decay, k_max
         self.probe = Probe("goodput", probe)
-        self.accepted, self.judged = torch.tensor(rate * prior), torch.tensor(float(prior))
+        self.rate, self.prior = rate, prior
+        self.forget()
+
+    def forget(self) -> None:
+        self.accepted, self.judged = torch.tensor(self.rate * self.prior), torch.tensor(float(self.prior))
 
     def start(self, batch: int, device: torch.device) -> None:
         self.probe.start(device)

@@ -24,6 +24,9 @@ class HfHeuristicPolicy(RowPolicy):
     """
 
     stops_early = False
+    carries = ()
+    inputs = ("budgets",)
+    keeps = ("first",)
     grid = (1, 2, 5, 10, 20)
 
     def __init__(self, k: int = 20, *, k_max: int = 40, persist: bool = False):
@@ -31,6 +34,9 @@ class HfHeuristicPolicy(RowPolicy):
             if value < 1:
                 raise InputError(f"hf-heuristic {name} is {value}, expected a positive integer")
         self.k, self.max_draft_tokens, self.persist = min(k, k_max), k_max, persist
+        self.forget()
+
+    def forget(self) -> None:
         self.first = torch.tensor(self.k)  # K of a request that begins
 
     def start(self, batch: int, device: torch.device) -> None:

@@ -23,6 +23,8 @@ class LeviathanPolicy(RowPolicy):
     """
 
     stops_early = False
+    carries = ()
+    inputs = ("accepted", "judged", "idle", "costs")
     grid = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
 
     def __init__(self, cost_ratio: float, *, rate: float = 0.7, prior: float = 5.0, probe: int = 16, k_max: int = 20):

@@ -25,6 +25,8 @@ class OnlineLogisticPolicy(RowPolicy):
     """
 
     in_chunks = True
+    carries = ("survival", "predicted", "estimator.features")
+    inputs = ("estimator.slope", "estimator.intercepts")
     needs = frozenset({Signal.MAX_PROB})
     scores: Literal["prefix", "proposal"] = "prefix"
     grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
@@ -35,6 +37,10 @@ class OnlineLogisticPolicy(RowPolicy):
         check_bounds("online-logistic", k_min, k_max)
         self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
         self.estimator = AcceptanceEstimator(k_max)
+        self.survival = torch.empty(0)  # of this round, (batch,)
+
+    def forget(self) -> None:
+        self.estimator.forget()
 
     def start(self, batch: int, device: torch.device) -> None:
         self.estimator.start(device)

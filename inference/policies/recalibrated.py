@@ -52,7 +52,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
     """
 
     by_depth = True
-    carries: tuple[str, ...] | None = None  # what it has learnt changes
+    keeps = ("seen", "state")  # from a score to the correction of it
 
     def __init__(
         self,
@@ -121,6 +121,21 @@ class RecalibratedHeadPolicy(HeadPolicy):
         """Not if it learns with a lag: it would be shown the state at the last token of a round, too, and learn from a
         token that it does not judge otherwise. Nor if the head trains, whose memory such tokens would fill sooner."""
         return self.recalibration is None or (self.lag == 0 and self.training is None)
+
+    @property
+    def carries(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        """Not if the head itself changes, or rows are corrected by what their tenants are."""
+        if self.training is not None or (self.recalibration is not None and self.recalibration.per_tenant):
+            return None
+        return (*(HeadPolicy.carries or ()), *(["recalibration.tokens"] if self.recalibration is not None else []))
+
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("recalibration.served",) if self.recalibration is not None else ()
+
+    def forget(self) -> None:
+        if self.recalibration is not None:
+            self.recalibration.forget()
 
     def _signals_of(self, step: DraftStep) -> Tensor | None:
         self.seen = super()._signals_of(step)

@@ -208,9 +208,9 @@ def test_a_policy_of_the_users_is_asked_after_each_token_unless_it_says_that_it_
 # What is wrong shows.
 
 
-def not_masked(decoder, depth, fed, going, draw=Decoder._draw):
+def not_masked(decoder, depth, fed, going, shows, draw=Decoder._draw):
     """Rows that have stopped count what is drawn for them in the rest of a chunk."""
-    drawn, after = draw(decoder, depth, fed, going)
+    drawn, after = draw(decoder, depth, fed, going, shows)
     return drawn, after._replace(lengths=torch.full_like(after.lengths, depth) * (going.budget >= depth))
 
 

@@ -208,12 +208,23 @@ def test_a_second_run_captures_nothing(backend):
 def test_another_seed_takes_one_more_graph_in_place_of_the_old(backend):
     decoder, policy = new_decoder("graphs"), FixedPolicy(3)
     run(decoder, policy)
-    begun = []
+    made, drawn = backend.captures, []
     for seed in (1, 2):
         run(decoder, policy, seed=seed)
-        captured = decoder.steps.policies[id(policy)].graphs.captured
-        begun += [graph for key, graph in captured.items() if key[0] == "begin"]
-    assert len(begun) == 2 and begun[0] is not begun[1]
+        drawn += [graph for key, graph in decoder.steps.shared.captured.items() if key[0] == "random"]
+    assert len(drawn) == 2 and drawn[0] is not drawn[1] and backend.captures == made + 2
+
+
+def test_steps_that_ask_no_policy_are_captured_once_for_all(backend):
+    """A policy's own are `begin` and, if it stops early, `judge`; another that needs the same draws by the same."""
+    decoder = new_decoder("graphs")
+    run(decoder, POLICIES["threshold"]())
+    names = {key[0].split()[0] for key in decoder.steps.shared.captured}
+    assert names == {"random", "draw", "draft", "target", "test", "accept"}
+    made, policy = backend.captures, POLICIES["threshold"]()
+    run(decoder, policy)
+    own = decoder.steps.policies[id(policy)].graphs.captured
+    assert {key[0].split()[0] for key in own} == {"begin", "judge"} and backend.captures == made + len(own)
 
 
 def test_more_policies_take_no_more_memory_and_go_with_their_graphs(backend):

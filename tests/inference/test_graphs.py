@@ -11,11 +11,23 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.depth_calibration import DepthCalibration
 from accept_head.inference import cache, generate, make_policy
 from accept_head.inference.cache import CachedModel
 from accept_head.inference.generation import make_decoder, make_requests
 from accept_head.inference.graphs import Graphs
-from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies import (
+    AdaSpecPolicy,
+    BanditPolicy,
+    BatchMapPolicy,
+    BatchStopPolicy,
+    BudgetPolicy,
+    FixedPolicy,
+    GoodputPolicy,
+    HeadPolicy,
+    HfHeuristicPolicy,
+    RecalibratedHeadPolicy,
+)
 from accept_head.inference.policies.batch_stop_device import DeviceBatchStopPolicy
 from accept_head.inference.processing import Processing
 from accept_head.inference.rows import Rows
@@ -39,9 +51,25 @@ def head(**options):
     return HeadPolicy(made, 0.7, k_max=5, **options)
 
 
+def recalibrated(reads="drawn", predicts="token", **options):
+    made = random_head(32, signals=True, reads=reads, predicts=predicts)
+    return RecalibratedHeadPolicy(made, 0.7, k_max=5, **options)
+
+
+def eager(policy):
+    """Which learns every other round, so that a short text tells."""
+    learner = getattr(policy, "recalibration", None) or policy.estimator
+    learner.INTERVAL = 2
+    return policy
+
+
+AFFINE = DepthCalibration(method="affine", slopes=(0.5, 2.0), intercepts=(0.2, -0.2))
+ISOTONIC = DepthCalibration(method="isotonic", predicted=((0.2, 0.8),), observed=((0.1, 0.9),))
+COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
+
+
 def of_costs(policy):
-    costs = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
-    return DeviceBatchStopPolicy(BatchStopPolicy(policy, costs))
+    return DeviceBatchStopPolicy(BatchStopPolicy(policy, COSTS))
 
 
 CAPTURED = {
@@ -56,20 +84,41 @@ CAPTURED = {
     "head before": lambda: head(reads="before"),
     "head gain": lambda: head(reads="before", predicts="both"),
     "max-prob, costs": lambda: of_costs(make_policy("max-prob:0.05,k_max=5", LLAMA[1])),
-}
-FORWARDS_ALONE = {
+    # These go by what rounds before have taught.
     "adaedl": lambda: make_policy("adaedl:0.4,k_max=5", LLAMA[1]),
+    "leviathan": lambda: make_policy("leviathan:0.1,k_max=5", LLAMA[1]),
+    "hf-heuristic": lambda: make_policy("hf-heuristic:3,k_max=5", LLAMA[1]),
+    "online-logistic": lambda: eager(make_policy("online-logistic:0.4,k_max=5", LLAMA[1])),
+    "dsde": lambda: make_policy("dsde:3,k_max=5,calibration=2", LLAMA[1]),
+    "batch-map": lambda: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
+    "goodput": lambda: GoodputPolicy(COSTS, k_max=5, probe=2),
+    "budget": lambda: eager(BudgetPolicy(COSTS, k_max=5)),
+    "adaspec": lambda: AdaSpecPolicy(COSTS, k_max=5, probe=2),
+    "head calibrated": lambda: recalibrated(calibration=AFFINE),
+    "head calibrated, isotonic": lambda: recalibrated(calibration=ISOTONIC),
+    "head online": lambda: eager(recalibrated(online=True)),
+    "head online, before": lambda: eager(recalibrated(online=True, reads="before", predicts="both")),
+}
+FORWARDS_ALONE = {  # and steps that ask no policy
     "hf-confidence": lambda: make_policy("hf-confidence:0.4,k_max=5", LLAMA[1]),
-    "dsde": lambda: make_policy("dsde:3,k_max=5", LLAMA[1]),
-    "head online": lambda: RecalibratedHeadPolicy(random_head(32, signals=True), 0.7, k_max=5, online=True),
+    "head trains": lambda: recalibrated(online=True, train=True, reads="before"),
 }
 
 
 SLOW = pytest.mark.slow
-ALL = [
-    (name, SAMPLED)
-    for name in ("none", "fixed:3", "confidence", "head lag 0", "head lag 1", "head gain", "max-prob, costs")
-]
+QUICK = (
+    "none",
+    "fixed:3",
+    "confidence",
+    "head lag 0",
+    "head lag 1",
+    "head gain",
+    "max-prob, costs",
+    "adaedl",
+    "goodput",
+)
+QUICK += ("budget", "adaspec", "head calibrated", "head online")
+ALL = [(name, SAMPLED) for name in QUICK]
 ALL += [pytest.param(name, SAMPLED, marks=SLOW) for name in CAPTURED if (name, SAMPLED) not in ALL]
 ALL += [pytest.param(name, GREEDY, marks=SLOW) for name in CAPTURED]
 
@@ -117,7 +166,7 @@ def test_replayed_steps_are_the_plain_ones(name, sampling, backend, caplog):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "adaedl" else pytest.param(name, marks=SLOW) for name in FORWARDS_ALONE]
+    "name", [name if name == "hf-confidence" else pytest.param(name, marks=SLOW) for name in FORWARDS_ALONE]
 )
 def test_policies_that_are_not_captured_see_the_same(name, backend, caplog):
     make = FORWARDS_ALONE[name]
@@ -231,6 +280,38 @@ def test_rows_that_move_in_memory_show(backend, monkeypatch):
     plain = decode("fixed:3")
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         assert decode("fixed:3", compile="graphs") == plain
+
+
+LEARNT = {"budget": BudgetPolicy, "goodput": GoodputPolicy, "head online": RecalibratedHeadPolicy}
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_what_a_policy_learns_and_does_not_name_shows(name, backend, monkeypatch):
+    plain = decode(CAPTURED[name](), max_new_tokens=30)
+    assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") == plain
+    monkeypatch.setattr(LEARNT[name], "inputs", ())
+    assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") != plain
+
+
+@pytest.mark.parametrize("name", ["bandit", "hf-heuristic", "goodput", "online-logistic", "budget", "adaspec"])
+def test_a_policy_that_forgets_is_as_if_new(name):
+    made = {
+        "bandit": lambda: BanditPolicy(3),
+        "hf-heuristic": lambda: HfHeuristicPolicy(3, persist=True),
+        **{each: CAPTURED[each] for each in ("goodput", "online-logistic", "budget", "adaspec")},
+    }[name]
+    options = {"max_new_tokens": 30, "allow_lossy": True}
+    policy = made()
+    if name == "bandit":  # it goes by the clock: what it was told is all that it has
+        policy.start(2, torch.device("cpu"))
+        policy.counts, policy.top = policy.counts + 1, policy.top + 1
+        policy.forget()
+        assert not policy.counts.any() and not policy.top.any()
+        return
+    first, second = decode(policy, **options), decode(policy, **options)
+    assert first != second  # it matters
+    policy.forget()
+    assert decode(policy, **options) == first
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------

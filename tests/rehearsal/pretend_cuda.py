@@ -247,7 +247,7 @@ def register() -> list[torch.library.Library]:
     of_all.fallback(lambda function, *arguments, **options: operate(function, arguments, options), "PrivateUse1")
     # PyTorch itself makes an empty tensor and has it grow, which a wrapper cannot.
     for name in ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm"):
-        overload = getattr(getattr(aten, name.split(".")[0]), (name.split(".") + ["default"])[1])
+        overload = getattr(getattr(aten, name.split(".")[0]), [*name.split("."), "default"][1])
         of_some.impl(name, lambda *arguments, overload=overload, **options: operate(overload, arguments, options))
     kernel = torch.library.Library("aten", "IMPL", "CPU")
     kernel.impl("_flash_attention_forward", flash_attention)

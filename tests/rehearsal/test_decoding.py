@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -101,7 +102,7 @@ POLICIES = {
     "head trains": head(online, "before", online=True, train=True, state=False),
 }
 SLOW = pytest.mark.slow
-QUICK = ("adaedl", "costs", "budget", "head gain", "head online", "head by tenants", "head trains")
+QUICK = ("adaedl", "head gain", "head online", "head trains")
 CASES = [
     pytest.param(name, compile, sampling, marks=[] if quick else SLOW, id=f"{name}, {compile}, {sampling.temperature}")
     for name in POLICIES
@@ -131,7 +132,11 @@ def test_every_policy_decodes_as_on_a_cpu(name, compile, sampling, waits, captur
     assert bool(captures) == (compile == "graphs") and sum(waits.values())
 
 
-@pytest.mark.parametrize("options", [{"verifier": "match"}, {"repetition_penalty": 1.3}, {"chunk": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"repetition_penalty": 1.3}, {"chunk": "auto"}, pytest.param({"verifier": "match"}, marks=SLOW)],
+    ids=str,
+)
 def test_other_ways_to_decode(options, waits):
     assert decode(THERE, "max-prob", **options) == decode(HERE, "max-prob", **options)
 
@@ -157,23 +162,28 @@ def waits_of_rounds(name, waits, *, chunk, compile="none", sampling=SAMPLED):
 
     stopping = Stopping([], [], THERE[0].device)
     run = decoder.run(requests, policy=policy, processing=Processing(sampling, VOCAB), stopping=stopping, watch=watch)
-    assert len(list(run)[0].token_ids) == 40
-    counts = [(after - before, slots) for (before, _), (after, slots) in zip(seen[1:], seen[2:], strict=False)]
+    assert [len(done.token_ids) for done in run] == [40]
+    counts = [(after - before, slots) for (before, _), (after, slots) in pairwise(seen[1:])]
     assert len(counts) > 5
     return counts
 
 
 @pytest.mark.parametrize("compile", [pytest.param("none", marks=SLOW), "graphs"])
-@pytest.mark.parametrize("name", [pytest.param("none", marks=SLOW), "fixed", "batch-map"])
+@pytest.mark.parametrize("name", ["fixed", *(pytest.param(name, marks=SLOW) for name in ("none", "batch-map"))])
 def test_a_round_of_known_length_waits_once(name, compile, waits):
     for counts, _ in waits_of_rounds(name, waits, chunk="auto", compile=compile):
         assert counts == {ROUND_END: 1} | ({BUDGET: 1} if name == "batch-map" else {})
 
 
 @pytest.mark.parametrize(
-    "name", ["head", "head online, before", *(pytest.param(name, marks=SLOW) for name in ("max-prob", "head gain"))]
+    ("name", "chunk", "compile"),
+    [
+        pytest.param(name, chunk, compile, marks=[] if quick else SLOW)
+        for name in ("head", "head online, before", "max-prob", "head gain")
+        for chunk, compile in ((1, "none"), (2, "none"), (5, "graphs"))
+        for quick in [(name, chunk) in (("head", 5), ("head online, before", 1))]
+    ],
 )
-@pytest.mark.parametrize(("chunk", "compile"), [(1, "none"), pytest.param(2, "none", marks=SLOW), (5, "graphs")])
 def test_a_round_that_may_stop_waits_once_a_chunk_besides(name, chunk, compile, waits):
     questions = []
     for counts, slots in waits_of_rounds(name, waits, chunk=chunk, compile=compile):
@@ -182,6 +192,7 @@ def test_a_round_that_may_stop_waits_once_a_chunk_besides(name, chunk, compile, 
     assert max(questions) >= 1
 
 
+@SLOW
 def test_costs_add_the_question_of_the_budget(waits):
     for counts, _ in waits_of_rounds("costs", waits, chunk=5, compile="graphs"):
         assert counts.keys() <= {ROUND_END, QUESTION, BUDGET} and max(counts.values()) == 1

@@ -1,4 +1,4 @@
-"""The device that is not there refuses what a GPU refuses, counts what a GPU waits for, and computes what a CPU does."""
+"""The device that is not there refuses what a GPU refuses, counts what is waited for, and computes what a CPU does."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_it_learns_as_a_cpu_does(waits):
 )
 def test_tensors_of_two_devices_do_not_meet(mix, waits):
     here = torch.ones(3)
-    with pytest.raises(MixedDevices, match="test_pretend_cuda.py"):
+    with pytest.raises(MixedDevices, match=r"test_pretend_cuda\.py"):
         mix(here, here.to("cuda"))
 
 
@@ -142,6 +142,6 @@ def test_a_graph_does_again_what_was_captured(waits):
 
 def test_a_graph_refuses_to_wait(waits):
     x = torch.arange(3.0, device="cuda")
-    with pytest.raises(RuntimeError, match="synchronizing|waits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(RuntimeError, match=r"synchronizing|waits"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.sum().item()
     assert x.sum().item() == 3  # and afterwards it may again

@@ -1,4 +1,4 @@
-"""collect and train on a GPU that is not there: the files and heads of a CPU, and the host waits where it is said to."""
+"""collect and train on a GPU that is not there: traces and heads are a CPU's, and a micro-batch waits once."""
 
 from __future__ import annotations
 
