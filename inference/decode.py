@@ -164,10 +164,10 @@ class Decoder(Feeding):
         looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         fed = self._feed_unfed()
         # A policy that does not peek is not asked when tokens are drawn: the step is that of all who need the same.
-        draw, peeked = (self.ask, policy) if policy.peeks else (self.call, None)
+        call, peeked = (self.ask, policy) if policy.peeks else (self.call, None)
         shows = policy.needs, policy.stops_early
         for depth in range(1, most + 1):
-            drawn, going = draw(f"draw {depth}", self._draw, depth, fed, going, shows, state=peeked)
+            drawn, going = call(f"draw {depth}", self._draw, depth, fed, going, shows, state=peeked)
             drafted.append(drawn)
             # A policy that judges the state at the drawn token itself has it fed before it is asked.
             ahead = self._feed(drawn.ids, depth) if looks_ahead and depth < most else None

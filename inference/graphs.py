@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from accept_head.errors import InputError
 MOST_GRAPHS = 512  # of one model, or of one policy's small functions; what comes later is run as it is
 
 Function = Callable[..., Any]
+PLAIN = (int, float, bool, str, type(None), frozenset)
 
 
 class GraphBackend(Protocol):
@@ -128,6 +130,8 @@ class Graphs:
         # Of results; and, by the address of their storage, which cannot be anybody else's meanwhile, what is kept.
         self.buffers: dict[Any, Tensor] = beside.buffers if beside else {}
         self.kept: dict[int, Tensor] = beside.kept if beside else {}
+        # What `_described` says of the very tensors that come again and again, which lie here so that their ids stay.
+        self.known: dict[int, tuple[Tensor, Any]] = beside.known if beside else {}
         self.refused: set[str] = set()
 
     def keep(self, *tensors: Tensor) -> None:
@@ -135,6 +139,7 @@ class Graphs:
         hold them."""
         for tensor in tensors:
             self.kept[tensor.untyped_storage().data_ptr()] = tensor
+            self.known[id(tensor)] = tensor, self._described(tensor)
 
     def forget(self, *names: str) -> None:
         """What the functions hold, those of these names or all, is no longer what or where it was."""
@@ -146,6 +151,7 @@ class Graphs:
         self.captured.clear()
         self.buffers.clear()
         self.kept.clear()
+        self.known.clear()
 
     def __call__(
         self,
@@ -168,14 +174,15 @@ class Graphs:
             return function(*inputs)
         leaves: list[Tensor] = []
         shape = _flatten((inputs, _read(state) | ({} if renews else _carried(state))), leaves)
-        places = tuple(None if copy else self._address(leaf) for leaf in leaves)
-        key = (name, shape, places, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves))
+        described = [self._described(leaf, copy) for leaf in leaves]
+        key = (name, shape, *described)
         known = self.captured.get(key)
         if known is None:
             if len(self.captured) >= self.most:
                 _once(f"more than {self.most} graphs are wanted: {name} and others are run without")
                 return function(*inputs)
             try:
+                places = [place for place, *_ in described]
                 known = self._capture(name, function, shape, leaves, places, state, mutates)
             except RuntimeError as error:
                 reason = " ".join(str(error).split())[:200]
@@ -191,6 +198,15 @@ class Graphs:
         known.replay()
         _restore(state, known.state)
         return known.result
+
+    def _described(self, leaf: Tensor, copy: bool = False) -> Any:
+        """(where it lies if that is kept, shape, dtype, device)"""
+        if copy:
+            return None, leaf.shape, leaf.dtype, leaf.device
+        for graphs in (self, *self.also):
+            if (known := graphs.known.get(id(leaf))) is not None:
+                return known[1]
+        return self._address(leaf), leaf.shape, leaf.dtype, leaf.device
 
     def _address(self, leaf: Tensor) -> Any:
         """Where a kept tensor lies; None for others."""
@@ -294,17 +310,27 @@ def _restore(state: Any, carried: dict[str, Any]) -> None:
 
 
 def _flatten(value: Any, leaves: list[Tensor]) -> Any:
-    """Add its tensors to `leaves` → all else of it, which can be compared and hashed."""
+    """Add its tensors to `leaves` → all else of it, which can be compared and hashed. A round has a dozen calls, each
+    with a dozen values, and after a sync the device waits for them."""
     if isinstance(value, Tensor):
         leaves.append(value)
         return Tensor
+    kind = type(value)
+    if kind in PLAIN:
+        return (None, value)
     if isinstance(value, (list, tuple)):
-        return (type(value), *[_flatten(each, leaves) for each in value])
-    if isinstance(value, dict):
+        return (kind, *[_flatten(each, leaves) for each in value])
+    if kind is dict:
         return (dict, *[(name, _flatten(each, leaves)) for name, each in value.items()])
-    if is_dataclass(value) and not isinstance(value, type):
-        return (type(value), *[_flatten(getattr(value, field.name), leaves) for field in fields(value)])
+    if names := _field_names(kind):
+        return (kind, *[_flatten(getattr(value, name), leaves) for name in names])
     return (None, value)
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """Of a dataclass; none of anything else."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
 def _build(shape: Any, leaves: Iterator[Tensor]) -> Any:
@@ -320,7 +346,7 @@ def _build(shape: Any, leaves: Iterator[Tensor]) -> Any:
     if kind is list or kind is tuple:
         return kind(values)
     # Else a named tuple, or a dataclass, whose fields are in order but may be for keywords alone.
-    names = [field.name for field in fields(kind)] if is_dataclass(kind) else []
+    names = _field_names(kind)
     return kind(**dict(zip(names, values, strict=True))) if names else kind(*values)
 
 

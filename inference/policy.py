@@ -46,7 +46,8 @@ OF_Q = frozenset(OF_Q_IN_ORDER)
 
 @dataclass(frozen=True)
 class DraftStep:
-    """The state after drawing Y_depth. Fields that the policy did not ask for are None.
+    """The state after drawing Y_depth. Fields that the policy did not ask for are None. Its tensors are the host's: the
+    next round writes over them, and the next forward over drawn_hidden. What is kept longer is copied.
 
     depth: 1 for the first token of the round. token_ids: (batch,) Y_depth; None before it is drawn. active: (batch,)
     bool, rows still drafting; what the others hold is arbitrary. fed_hidden, drawn_hidden: (batch, hidden);
@@ -123,7 +124,7 @@ class VerifyOutcome:
     was drafted after a rejection follows a prefix that is not the text's. acceptance: a(Y), of which the outcome is a
     draw; None, too, where the test knows no more than the outcome (greedy, `match`, other hosts). alternatives: of the
     same positions, (batch, most drafted, DRAWS), and None where acceptance is. seconds: of the whole round. None if not
-    asked for.
+    asked for. Its tensors, too, are the host's, until the next round is verified.
     """
 
     drafted: Tensor

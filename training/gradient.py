@@ -140,4 +140,4 @@ class KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> Any:
-        return None, None, *(gradient * scale for gradient in ctx.gradients)
+        return None, None, *torch._foreach_mul(ctx.gradients, scale)  # all at once: of a sweep these are hundreds

@@ -161,9 +161,8 @@ class HeadTraining(L.LightningModule):
         # Lightning divided by the number of micro-batches, DDP by the number of processes: multiply both back.
         scales = self.trainer.accumulate_grad_batches * self.trainer.world_size / weights
         for candidate, scale in zip(self.candidates, scales, strict=True):
-            for parameter in candidate.head.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+            gradients = [each.grad for each in candidate.head.parameters() if each.grad is not None]
+            torch._foreach_mul_(gradients, scale)
         if self.global_step in self.last_epoch:
             self.train_sums += sums[:, 2:]
         self._log_losses(sums[:, 0] / weights)

@@ -208,11 +208,13 @@ def test_a_second_run_captures_nothing(backend):
 def test_another_seed_takes_one_more_graph_in_place_of_the_old(backend):
     decoder, policy = new_decoder("graphs"), FixedPolicy(3)
     run(decoder, policy)
-    made, drawn = backend.captures, []
+    drawn, begun = [], []
     for seed in (1, 2):
         run(decoder, policy, seed=seed)
+        own = decoder.steps.policies[id(policy)].graphs
         drawn += [graph for key, graph in decoder.steps.shared.captured.items() if key[0] == "random"]
-    assert len(drawn) == 2 and drawn[0] is not drawn[1] and backend.captures == made + 2
+        begun += [graph for key, graph in own.captured.items() if key[0] == "begin"]
+    assert len(drawn) == len(begun) == 2 and drawn[0] is not drawn[1] and begun[0] is begun[1]
 
 
 def test_steps_that_ask_no_policy_are_captured_once_for_all(backend):

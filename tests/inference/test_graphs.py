@@ -282,6 +282,7 @@ def test_rows_that_move_in_memory_show(backend, monkeypatch):
         assert decode("fixed:3", compile="graphs") == plain
 
 
+FORGETS = ("goodput", "online-logistic", "budget", "adaspec", "head online")
 LEARNT = {"budget": BudgetPolicy, "goodput": GoodputPolicy, "head online": RecalibratedHeadPolicy}
 
 
@@ -293,12 +294,12 @@ def test_what_a_policy_learns_and_does_not_name_shows(name, backend, monkeypatch
     assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") != plain
 
 
-@pytest.mark.parametrize("name", ["bandit", "hf-heuristic", "goodput", "online-logistic", "budget", "adaspec"])
+@pytest.mark.parametrize("name", [*FORGETS, "bandit", "hf-heuristic"])
 def test_a_policy_that_forgets_is_as_if_new(name):
     made = {
         "bandit": lambda: BanditPolicy(3),
         "hf-heuristic": lambda: HfHeuristicPolicy(3, persist=True),
-        **{each: CAPTURED[each] for each in ("goodput", "online-logistic", "budget", "adaspec")},
+        **{each: CAPTURED[each] for each in FORGETS},
     }[name]
     options = {"max_new_tokens": 30, "allow_lossy": True}
     policy = made()
