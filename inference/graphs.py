@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -327,10 +326,14 @@ def _flatten(value: Any, leaves: list[Tensor]) -> Any:
     return (None, value)
 
 
-@cache
+_names: dict[Any, tuple[str, ...]] = {}
+
+
 def _field_names(kind: Any) -> tuple[str, ...]:
     """Of a dataclass; none of anything else."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    if kind not in _names:
+        _names[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    return _names[kind]
 
 
 def _build(shape: Any, leaves: Iterator[Tensor]) -> Any:
