@@ -304,9 +304,9 @@ def test_a_spec_can_ask_for_the_limit():
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_policy_that_never_learns_is_made_once_and_any_other_anew():
+def test_a_policy_that_is_captured_is_made_once_and_any_other_anew():
     pair = toy_pair()
-    for name, once in (("fixed:2", True), ("max-prob:0.5", True), ("dsde:3", False), ("adaedl:0.4", False)):
+    for name, once in (("fixed:2", True), ("max-prob:0.5", True), ("dsde:3", True), ("hf-confidence:0.4", False)):
         make = _maker(name, pair)
         assert (make() is make()) == once, name
 
@@ -319,7 +319,8 @@ def test_what_the_warm_up_has_captured_serves_all_runs_of_a_policy(monkeypatch):
     monkeypatch.setattr(
         specs, "batch_stop", lambda *given, **options: batch_stop(*given, **options | {"device": on_gpu})
     )
-    pair, names = near_pair(), ("none", "fixed:2", "max-prob:0.6,k_max=3", "fixed:3,costs=0.2")
+    pair, names = near_pair(), ["none", "fixed:2", "max-prob:0.6,k_max=3", "fixed:3,costs=0.2"]
+    names += ["adaedl:0.4,k_max=3", "dsde:2,k_max=3", "hf-heuristic:2,k_max=4", "online-logistic:0.4,k_max=3"]
     arms = {name: _maker(name, pair) for name in names}
     with standing_in() as backend:
         stage, these = staged(pair, ragged_prompts(2, longest=8), 20, Sampling(temperature=0), 2, 3, compile="graphs")

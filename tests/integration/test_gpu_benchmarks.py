@@ -393,8 +393,9 @@ def test_a_bench_row_says_whether_the_policys_steps_are_graphs(
 
     flow = SimpleNamespace(target=embedded_pair_folder / "target", draft=embedded_pair_folder / "draft")
     head = f"head:{embedded_pair_folder / 'heads' / 'sampled'}"
-    found = script("whole_flow").Flow._captured(flow, ["none", "fixed:4", "fixed:4 again", head, "hf-heuristic"])
-    assert found == {"none": True, "fixed:4": True, "fixed:4 again": True, head: True, "hf-heuristic": False}
+    names = ["none", "fixed:4", "fixed:4 again", head, "hf-heuristic", "hf-confidence"]
+    found = script("whole_flow").Flow._captured(flow, names)
+    assert found == {**dict.fromkeys(names, True), "hf-confidence": False}
 
 
 # --- the session with a lease -----------------------------------------------------------------------------------------

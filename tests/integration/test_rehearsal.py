@@ -17,6 +17,7 @@ def test_there_are_such_tests() -> None:
     assert {"test_pretend_cuda.py", "test_decoding.py", "test_training.py"} <= set(FILES)
 
 
+@pytest.mark.timeout(9000)  # with the slow ones, which rehearse the GPU benchmark
 @pytest.mark.parametrize("file", FILES)
 def test_on_a_pretended_gpu(file: str, request: pytest.FixtureRequest) -> None:
     """The inner tests follow the outer ones' choice of slow or not."""
