@@ -320,7 +320,7 @@ def test_what_the_warm_up_has_captured_serves_all_runs_of_a_policy(monkeypatch):
         specs, "batch_stop", lambda *given, **options: batch_stop(*given, **options | {"device": on_gpu})
     )
     pair, names = near_pair(), ["none", "fixed:2", "max-prob:0.6,k_max=3", "fixed:3,costs=0.2"]
-    names += ["adaedl:0.4,k_max=3", "dsde:2,k_max=3", "hf-heuristic:2,k_max=4", "online-logistic:0.4,k_max=3"]
+    names += ["adaedl:0.4,k_max=3", "dsde:2,k_max=3", "hf-heuristic:2,k_max=3", "online-logistic:0.4,k_max=3"]
     arms = {name: _maker(name, pair) for name in names}
     with standing_in() as backend:
         stage, these = staged(pair, ragged_prompts(2, longest=8), 20, Sampling(temperature=0), 2, 3, compile="graphs")
