@@ -135,6 +135,6 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on that device. Behind the work that a GPU has been given, and not waited for: a plain
-    `to` waits for all of that, as it has to read from memory that may be paged out."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    """A tensor of the host on that device. On a GPU it goes behind the work given so far, and is not waited for: a
+    plain `to` waits for all of that, as it has to read from memory that may be paged out."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

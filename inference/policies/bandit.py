@@ -50,9 +50,8 @@ class BanditPolicy(RowPolicy):
         self.forget()
 
     def forget(self) -> None:
-        self.counts, self.sums = torch.zeros(
-            2, self.max_draft_tokens + 1 - self.shortest
-        )  # rounds, tokens/s of each arm
+        # Rounds, tokens/s of each arm.
+        self.counts, self.sums = torch.zeros(2, self.max_draft_tokens + 1 - self.shortest)
         self.top = torch.zeros(())
 
     def start(self, batch: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils import backend_registration
 
 FOLDER = Path(__file__).parents[1] / "rehearsal"
 FILES = sorted(file.name for file in FOLDER.glob("test_*.py"))
@@ -17,6 +18,10 @@ def test_there_are_such_tests() -> None:
     assert {"test_pretend_cuda.py", "test_decoding.py", "test_training.py"} <= set(FILES)
 
 
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this PyTorch lets no device be written in Python",
+)
 @pytest.mark.timeout(9000)  # with the slow ones, which rehearse the GPU benchmark
 @pytest.mark.parametrize("file", FILES)
 def test_on_a_pretended_gpu(file: str, request: pytest.FixtureRequest) -> None:

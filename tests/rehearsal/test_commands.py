@@ -45,6 +45,7 @@ def test_bench(tmp_path, waits):
     assert read_json(out)["device"] == "pretended"
 
 
+NO_TRITON = "no Triton on a GPU: torch's operations only"  # kernels are what is not pretended
 PARTS = {
     "overhead": [],
     "head_sweep": [],
@@ -72,5 +73,5 @@ def test_every_cell_of_the_benchmark_is_measured(part, tmp_path, waits, monkeypa
     spec.loader.exec_module(script)
     assert script.main() == 0
     written = read_json(tmp_path / f"{part}.json")
-    assert written["device"] == "pretended" and not written.get("fallback")
+    assert written["device"] == "pretended" and written.get("fallback") in (None, NO_TRITON)
     assert written["cells"] and not [cell for cell in written["cells"] if {"error", "not_run"} & set(cell)]

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from accept_head.pair import default_device
-from tests.rehearsal.pretend_cuda import MixedDevices, pretend_cuda
+from tests.rehearsal.far import MixedDevices
+from tests.rehearsal.pretend_cuda import pretend_cuda
 
 
 def test_it_is_there_only_where_it_is_pretended():
