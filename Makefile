@@ -24,11 +24,13 @@ test-all: $(READY) lint browser
 	$(BIN)/python -m pytest $(PARALLEL)
 	$(MAKE) test-vllm VLLM_TESTS=
 
-# The adapter's tests with vLLM, VLLM_TESTS= takes the slow ones too; and those of our own kernels, as Triton comes with it.
+# The adapter's tests with vLLM, VLLM_TESTS= takes the slow ones too; and those of our own kernels, as Triton comes with it:
+# in its interpreter what they compute, and through its compiler what a GPU would be given.
 VLLM_TESTS ?= -m "not slow"
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm $(VLLM_TESTS)
 	TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest tests/inference/test_fused.py
+	$(VLLM_VENV)/bin/python -m pytest tests/inference/test_kernels_compile.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

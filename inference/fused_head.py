@@ -1,10 +1,9 @@
 """A head as depth + 1 kernels for the few rows of a decoding step, where Triton and a GPU are.
 
 At those sizes each of torch's operations, 17 of them for the default head, costs more to start than to do, and what is
-left is reading the weights once. Hence no product of matrices: sums of float32 products, over weights in bfloat16
-where the model's own are in half precision. What is the same for all tokens is folded into the weights, as in
-`AcceptanceHead.scorer`: the mean and deviation of signals, that of embeddings, and, where it is small enough, the
-projection of every token's embedding.
+left is reading the weights once: in bfloat16 where the model's own are in half precision. What is the same for all
+tokens is folded into the weights, as in `AcceptanceHead.scorer`: the mean and deviation of signals, that of embeddings,
+and, where it is small enough, the projection of every token's embedding.
 """
 
 from __future__ import annotations
@@ -12,17 +11,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accept_head.head import TABLE_BYTES, AcceptanceHead, Predicts, Score
-from accept_head.inference.fused_signals import counters, power_of_two, usable
+from accept_head.inference.fused_signals import counters, launch, power_of_two, start_late, usable
 from accept_head.signals import SIGNALS
 
 # More rows than these are better served by products of matrices.
 MOST_ROWS = 64
 ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # of a program
+DOT_ROWS, DOT_BLOCK, DOT_STAGES = 16, 256, 4  # the same with tensor cores
 FEW_CHANNELS = 512
 HALF = (torch.bfloat16, torch.float16)
 TABLE_ROWS = 1 << 14  # that are worked out at once
@@ -38,24 +39,7 @@ def fused_scorer(
     together = embeddings is None or embeddings.device == weight.device
     if not (usable(weight) and weight.dtype is torch.float32 and together):
         return plain
-    fused = FusedHead(head, prediction, plain, beside)
-    return fused if _agree(fused, plain) else plain
-
-
-def _agree(fused: FusedHead, plain: Score) -> bool:
-    """Tried once: kernels that this GPU cannot run, or gets wrong, are not used."""
-    config, device = fused.config, fused.head.output.weight.device
-    hidden = torch.linspace(-3, 3, 2 * config.hidden_size, device=device).sin().view(2, -1)
-    signals, ids = torch.full((2, len(SIGNALS)), 0.5, device=device), torch.zeros(2, dtype=torch.long, device=device)
-    try:
-        torch.testing.assert_close(fused(hidden, signals, ids), plain(hidden, signals, ids), rtol=1e-2, atol=1e-2)
-    except Exception as error:  # whatever it is, there is another way
-        reason = " ".join(str(error).split())[:160]
-        log = logging.getLogger(__name__)
-        log.warning("accept-head: no kernels for the head (%s: %s), hence slower", type(error).__name__, reason)
-        return False
-    fused.packed.clear()  # states in use may be of another dtype
-    return True
+    return FusedHead(head, prediction, plain, beside)
 
 
 @dataclass(frozen=True)
@@ -88,6 +72,7 @@ class FusedHead:
         self.head, self.plain, self.beside, self.config = head, plain, beside, head.config
         self.places = [0, 1] if prediction == "both" else [head.index_of(prediction)]
         self.packed: dict[torch.dtype, Packed] = {}
+        self.tried: dict[tuple[torch.dtype, bool], bool] = {}
 
     def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
         """hidden: (..., hidden_size); signals: (..., 3); token_ids: (...) → (...), or (..., 2) of both; with m numbers
@@ -98,10 +83,39 @@ class FusedHead:
         )
         if not given or not 0 < rows <= MOST_ROWS or not usable(hidden) or hidden.dtype is torch.float64:
             return self.plain(hidden, signals, token_ids)
+        if not self._proven(packed_dtype(hidden.dtype), rows > 1):
+            return self.plain(hidden, signals, token_ids)
+        return self._scored(hidden, signals, token_ids)
+
+    def _proven(self, dtype: torch.dtype, several: bool) -> bool:
+        """Tried once for each way to multiply: kernels that this GPU cannot run, or gets wrong, are not used."""
+        if (dtype, several) not in self.tried:
+            device = self.head.output.weight.device
+            agrees = self._agrees(dtype, several) or (start_late(device) and self._agrees(dtype, several))
+            self.tried[dtype, several] = agrees
+        return self.tried[dtype, several]
+
+    def _agrees(self, dtype: torch.dtype, several: bool) -> bool:
+        device, rows = self.head.output.weight.device, 1 + several
+        hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
+        signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
+        ids = torch.zeros(rows, dtype=torch.long, device=device)
+        try:
+            expected = self.plain(hidden, signals, ids)
+            torch.testing.assert_close(self._scored(hidden, signals, ids), expected, rtol=1e-2, atol=1e-2)
+        except Exception as error:  # whatever it is, there is another way
+            reason = " ".join(str(error).split())[:160]
+            log = logging.getLogger(__name__)
+            log.warning("accept-head: no kernels for the head (%s: %s), hence slower", type(error).__name__, reason)
+            return False
+        return True
+
+    def _scored(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        """By the kernels."""
         dtype = packed_dtype(hidden.dtype)
         if dtype not in self.packed:
             self.packed[dtype] = pack(self.head, self.places, dtype)
-        inputs = self.packed[dtype], hidden.reshape(rows, -1), signals, token_ids
+        inputs = self.packed[dtype], hidden.reshape(-1, self.config.hidden_size), signals, token_ids
         if self.beside is not None:
             scores, state = _run(*inputs, with_state=True)
             scores = torch.cat([scores, self.beside(state.to(self.head.output.weight.dtype))], dim=-1)
@@ -179,7 +193,7 @@ def _run(
 
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     (rows, size), (outputs, channels) = hidden.shape, packed.output.shape
-    shape = _shape(rows, channels)
+    shape, how = _shape(rows, channels, packed.output.dtype), launch(hidden.device)
     grid = (-(-channels // shape["CHANNELS"]), -(-rows // shape["ROWS"]))
     x, y = torch.empty(2, rows, channels, dtype=torch.float32, device=hidden.device)
     scores = torch.empty(rows, outputs, dtype=torch.float32, device=hidden.device)
@@ -209,26 +223,32 @@ def _run(
             TABLE=packed.table is not None and packed.embedding is None,
             EMBEDDING=packed.embedding is not None,
             **shape,
+            **how,
         )
+        shape["BLOCK"] = min(shape["BLOCK"], power_of_two(channels))
         blocks = list(zip(packed.weights, packed.biases, strict=True))
         last = blocks.pop() if blocks and not with_state else None
         for weight, bias in blocks:
-            kernels.head_block[grid](x, weight, bias, y, rows, channels, **shape)
+            kernels.head_block[grid](x, weight, bias, y, rows, channels, **shape, **how)
             x, y = y, x
         if last is None:
             block = power_of_two(channels)
-            kernels.head_output[(rows,)](x, packed.output, packed.bias, scores, channels, OUTPUTS=outputs, BLOCK=block)
+            kernels.head_output[(rows,)](
+                x, packed.output, packed.bias, scores, channels, OUTPUTS=outputs, BLOCK=block, **how
+            )
         else:
             parts = torch.empty(outputs, rows, grid[0], dtype=torch.float32, device=hidden.device)
             kernels.head_last[grid](
                 x, *last, packed.output, packed.bias, parts, counters(hidden.device, grid[1]), scores, rows, channels,
-                OUTPUTS=outputs, TILES=power_of_two(grid[0]), **shape,
+                OUTPUTS=outputs, TILES=power_of_two(grid[0]), **shape, **how,
             )  # fmt: skip
     return scores, x
 
 
-def _shape(rows: int, channels: int) -> dict[str, int]:
-    """What one program works out: enough of them to fill a GPU, each with as many products as fit in its registers."""
-    at_once = min(power_of_two(rows), ROWS_AT_ONCE)
-    columns = 4 if channels <= FEW_CHANNELS else 8
-    return {"ROWS": at_once, "CHANNELS": columns, "BLOCK": PRODUCTS_AT_ONCE // (at_once * columns)}
+def _shape(rows: int, channels: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What one program works out: enough of them to fill a GPU, and each what fits in its registers."""
+    if rows > 1 and dtype in HALF:
+        return {"ROWS": DOT_ROWS, "CHANNELS": 8, "BLOCK": DOT_BLOCK, "DOT": True, "num_stages": DOT_STAGES}
+    at_once, columns = min(power_of_two(rows), ROWS_AT_ONCE), 4 if channels <= FEW_CHANNELS else 8
+    products = PRODUCTS_AT_ONCE if dtype in HALF else PRODUCTS_AT_ONCE // 2
+    return {"ROWS": at_once, "CHANNELS": columns, "BLOCK": products // (at_once * columns), "DOT": False}

@@ -6,15 +6,22 @@ All sums are float32. A row of logits is split among programs, as one row alone 
 reads its part once and leaves an online softmax's statistics of it. Whichever program of a row ends last adds up what
 all of them left, in the order of the parts: one launch instead of two, and a result that does not depend on who was
 last. It is told by a counter, `done`, which it sets back to zero: two launches on one counter must not overlap.
+
+EARLY: the kernel is launched so that it may begin before the one ahead of it has ended (programmatic dependent launch,
+of Hopper and later). What it does then is to read weights, which no kernel writes; it waits before it touches anything
+else, and lets the one behind it begin at once.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LEAST_LOG = tl.constexpr(-87.33654475055310)  # signals.LEAST_LOG: log of the smallest normal float32
 TINY = tl.constexpr(1.1754943508222875e-38)
+WARPS = tl.constexpr(4)  # of a program
+LINE, LINES = tl.constexpr(64), tl.constexpr(16)  # of the cache, in bfloat16: 128 bytes; and how many at once
 
 
 @triton.jit
@@ -36,6 +43,7 @@ def logits_signals(
     GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """log q(Y), the entropy and max q, (rows, 3); the log-sum-exp of logits / T, (rows,); and the first most likely
     token, (rows,) int64.
@@ -45,6 +53,8 @@ def logits_signals(
     tops, totals Σ exp z, moments Σ z·exp z, (rows, splits) float32, and places of the tops, (rows, splits) int32.
     done: (rows,) int32, 0. SPLITS: a power of two, at least `splits`.
     """
+    _begin(EARLY)
+    _wait(EARLY)
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab
@@ -98,12 +108,15 @@ def q_signals(
     DRAWN: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """log q(Y), if DRAWN, the entropy and max q, (rows, 3).
 
     Grid (rows, splits). q: (rows, vocab) probabilities. Of each part: tops, and moments Σ q·log q, (rows, splits)
     float32. The others as in `logits_signals`.
     """
+    _begin(EARLY)
+    _wait(EARLY)
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     p = tl.load(q + row.to(tl.int64) * row_stride + token, mask=token < vocab, other=0.0).to(tl.float32)
@@ -146,30 +159,24 @@ def head_input(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """What the blocks of a head start from, x (rows, channels) float32: the state, times `state` (channels,
     hidden_size) if STATE; plus `shift` and the three signals times `scale` (3, channels), if SIGNALS; plus, of the
     drawn token, its row of `table` (vocab, channels) if TABLE, or of it (vocab, hidden_size) times `embedding`
     (channels, hidden_size), if EMBEDDING. Grid (channels / CHANNELS, rows / ROWS)."""
+    _begin(EARLY)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     written = (row < rows)[:, None] & (channel < channels)[None, :]
     result = tl.zeros((ROWS, CHANNELS), tl.float32)
+    if STATE:
+        first = _ahead(state, channel, channels, hidden_size, BLOCK, DOT, EARLY)
+    _wait(EARLY)
+    # What takes two looks into memory comes first, so that the product hides it.
     if TABLE or EMBEDDING:
         token = tl.load(ids + row, mask=row < rows, other=0).to(tl.int64)
-    if STATE:
-        result += _product(
-            hidden, row.to(tl.int64) * hidden_stride, row < rows, state, channel, channels, hidden_size,
-            ROWS, CHANNELS, BLOCK,
-        )  # fmt: skip
-    else:
-        at = row.to(tl.int64)[:, None] * hidden_stride + channel[None, :]
-        result += tl.load(hidden + at, mask=written, other=0.0).to(tl.float32)
-    if EMBEDDING:
-        result += _product(
-            table, token * table_stride, row < rows, embedding, channel, channels, hidden_size,
-            ROWS, CHANNELS, BLOCK,
-        )  # fmt: skip
     if TABLE:
         at = token[:, None] * table_stride + channel[None, :]
         result += tl.load(table + at, mask=written, other=0.0).to(tl.float32)
@@ -179,6 +186,20 @@ def head_input(
             value = tl.load(signals + row * 3 + signal, mask=row < rows, other=0.0).to(tl.float32)
             by = tl.load(scale + signal * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
             result += value[:, None] * by[None, :]
+    if STATE:
+        result += _product(
+            hidden, row.to(tl.int64) * hidden_stride, row < rows, state, first, channel, channels, hidden_size,
+            ROWS, CHANNELS, BLOCK, DOT,
+        )  # fmt: skip
+    else:
+        at = row.to(tl.int64)[:, None] * hidden_stride + channel[None, :]
+        result += tl.load(hidden + at, mask=written, other=0.0).to(tl.float32)
+    if EMBEDDING:
+        first = _ahead(embedding, channel, channels, hidden_size, BLOCK, DOT, False)
+        result += _product(
+            table, token * table_stride, row < rows, embedding, first, channel, channels, hidden_size,
+            ROWS, CHANNELS, BLOCK, DOT,
+        )  # fmt: skip
     tl.store(x + row[:, None] * channels + channel[None, :], result, mask=written)
 
 
@@ -193,12 +214,15 @@ def head_block(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """y = x + SiLU(W x + b), (rows, channels) float32. weight: (channels, channels). Grid as in `head_input`."""
+    _begin(EARLY)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     written = (row < rows)[:, None] & (channel < channels)[None, :]
-    result = _residual(x, weight, bias, row, channel, rows, channels, ROWS, CHANNELS, BLOCK)
+    result = _residual(x, weight, bias, row, channel, rows, channels, ROWS, CHANNELS, BLOCK, DOT, EARLY)
     tl.store(y + row[:, None] * channels + channel[None, :], result, mask=written)
 
 
@@ -218,17 +242,20 @@ def head_last(
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
     TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """sigmoid(w y + c), (rows, OUTPUTS) float32, of the y of a last `head_block`, which is not kept.
 
     output: (OUTPUTS, channels) w; output_bias: (OUTPUTS,) c. parts: (OUTPUTS, rows, tiles) float32, of every program's
     channels. done: (rows / ROWS,) int32, 0. TILES: a power of two, at least channels / CHANNELS. Grid as above.
     """
+    _begin(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     channel = tile * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    y = _residual(x, weight, bias, row, channel, rows, channels, ROWS, CHANNELS, BLOCK)
+    y = _residual(x, weight, bias, row, channel, rows, channels, ROWS, CHANNELS, BLOCK, DOT, EARLY)
     for each in tl.static_range(OUTPUTS):
         w = tl.load(output + each * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
         tl.store(parts + (each * rows + row) * tiles + tile, tl.sum(y * w[None, :], 1), mask=row < rows)
@@ -243,9 +270,20 @@ def head_last(
 
 
 @triton.jit
-def head_output(x, output, output_bias, scores, channels, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr):
+def head_output(
+    x,
+    output,
+    output_bias,
+    scores,
+    channels,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     """sigmoid(w x + c), (rows, OUTPUTS) float32: of a head without blocks. BLOCK: a power of two, at least `channels`.
     Grid (rows,)."""
+    _begin(EARLY)
+    _wait(EARLY)
     row = tl.program_id(0)
     channel = tl.arange(0, BLOCK)
     inside = channel < channels
@@ -254,6 +292,20 @@ def head_output(x, output, output_bias, scores, channels, OUTPUTS: tl.constexpr,
         w = tl.load(output + each * channels + channel, mask=inside, other=0.0).to(tl.float32)
         logit = tl.sum(value * w, 0) + tl.load(output_bias + each).to(tl.float32)
         tl.store(scores + row * OUTPUTS + each, 1.0 / (1.0 + tl.exp(-logit)))
+
+
+@triton.jit
+def _begin(EARLY: tl.constexpr):
+    """The kernel behind this one may begin."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def _wait(EARLY: tl.constexpr):
+    """Until the kernel ahead of this one has ended, and all that it wrote can be read."""
+    if EARLY:
+        gdc_wait()
 
 
 @triton.jit
@@ -268,11 +320,24 @@ def _is_last(done, programs):
 
 @triton.jit
 def _residual(
-    x, weight, bias, row, channel, rows, channels, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    bias,
+    row,
+    channel,
+    rows,
+    channels,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """x + SiLU(W x + b) of these rows and channels, (ROWS, CHANNELS); 0 outside."""
+    first = _ahead(weight, channel, channels, channels, BLOCK, DOT, EARLY)
+    _wait(EARLY)
     start = row.to(tl.int64) * channels
-    z = _product(x, start, row < rows, weight, channel, channels, channels, ROWS, CHANNELS, BLOCK)
+    z = _product(x, start, row < rows, weight, first, channel, channels, channels, ROWS, CHANNELS, BLOCK, DOT)
     z += tl.load(bias + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
     inside = (row < rows)[:, None] & (channel < channels)[None, :]
     return tl.load(x + row[:, None] * channels + channel[None, :], mask=inside, other=0.0) + z / (1.0 + tl.exp(-z))
@@ -284,22 +349,74 @@ def _product(
     offsets,
     valid,
     weight,
+    first,
     channel,
     channels,
     size,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
 ):
     """Rows of `left`, that begin at `offsets`, times the rows `channel` of `weight` (channels, size), (ROWS, CHANNELS).
+    first: what `_ahead` gave.
 
-    A product of matrices so narrow is bound by reading the weights: no tensor cores, and no rounding to their types.
+    Without DOT all products are float32, which is soonest for one row: all its weights are there already. With DOT,
+    tensor cores multiply, for which 16 rows are as many as one: each of WARPS warps its share of BLOCK numbers, as one
+    product waits for the one before it. Weights are bfloat16 then, and a number of `left` that is not is two such: what
+    is nearest to it, and what is left.
     """
-    total = tl.zeros((ROWS, CHANNELS, BLOCK), tl.float32)  # added up once, at the end
-    for start in range(0, size, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        a = tl.load(left + offsets[:, None] + k[None, :], mask=valid[:, None] & (k < size)[None, :], other=0.0)
-        at = channel.to(tl.int64)[:, None] * size + k[None, :]
-        w = tl.load(weight + at, mask=(channel < channels)[:, None] & (k < size)[None, :], other=0.0)
-        total += a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
-    return tl.sum(total, 2)
+    if DOT:
+        total = tl.zeros((WARPS, ROWS, CHANNELS), tl.float32)
+        share = tl.arange(0, WARPS)[:, None] * (BLOCK // WARPS) + tl.arange(0, BLOCK // WARPS)[None, :]
+        from_left = left + offsets[None, :, None]
+        from_weight = weight + channel.to(tl.int64)[None, :, None] * size
+        for start in range(0, size, BLOCK):
+            k = (start + share)[:, None, :]
+            a = tl.load(from_left + k, mask=valid[None, :, None] & (k < size), other=0.0)
+            w = tl.load(from_weight + k, mask=(channel < channels)[None, :, None] & (k < size), other=0.0)
+            w = tl.trans(w, (0, 2, 1))
+            near = a.to(w.dtype)
+            total = tl.dot(near, w, total)
+            if left.dtype.element_ty != weight.dtype.element_ty:
+                total = tl.dot((a.to(tl.float32) - near.to(tl.float32)).to(w.dtype), w, total)
+        return tl.sum(total, 0)
+    else:
+        parts = tl.zeros((ROWS, CHANNELS, BLOCK), tl.float32)  # added up once, at the end
+        w = first
+        for start in range(0, size, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            a = tl.load(left + offsets[:, None] + k[None, :], mask=valid[:, None] & (k < size)[None, :], other=0.0)
+            parts += a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+            w = _weights(weight, channel, channels, size, start + BLOCK, BLOCK)
+        return tl.sum(parts, 2)
+
+
+@triton.jit
+def _ahead(weight, channel, channels, size, BLOCK: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr):
+    """The first of these weights; with DOT, they are only on their way to the cache."""
+    if DOT:
+        if EARLY:
+            for start in range(0, size, LINES * LINE):
+                k = tl.minimum(start + tl.arange(0, LINES) * LINE, size - 1)
+                at = tl.minimum(channel, channels - 1).to(tl.int64)[:, None] * size + k[None, :]
+                _fetch(weight + at)
+        return 0
+    else:
+        return _weights(weight, channel, channels, size, 0, BLOCK)
+
+
+@triton.jit
+def _fetch(pointers):
+    """What is there comes to the L2 cache; nobody waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _weights(weight, channel, channels, size, start, BLOCK: tl.constexpr):
+    """From place `start` on, of the rows `channel` of `weight` (channels, size); 0 outside."""
+    k = start + tl.arange(0, BLOCK)
+    inside = (channel < channels)[:, None] & (k < size)[None, :]
+    return tl.load(weight + channel.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)

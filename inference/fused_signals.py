@@ -10,7 +10,7 @@ import logging
 import os
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ ON_ANY_DEVICE = False
 # Tokens of a part: small where few rows have to fill a GPU, large where parts are many anyway.
 FEW_ROWS, SMALL_PART, LARGE_PART = 4, 1024, 4096
 LEAST_COUNTERS = 4096
+HOPPER = (9, 0)  # compute capability
 
 
 class Plain(NamedTuple):
@@ -54,15 +55,41 @@ def _proven(device: torch.device) -> bool:
     """Tried once, against torch: a compiler may be missing, or a GPU be too old for what Triton makes."""
     logits = torch.linspace(-3, 3, 3 * LARGE_PART, device=device).sin().mul(5).view(2, -1)
     ids, ones = logits.argmin(-1), torch.ones(2, device=device)
-    try:
-        found = signals_at_once(logits, ids, ones).signals
-        torch.testing.assert_close(found, torch.stack(signals_of_logits(logits, ones, ids), -1), rtol=1e-3, atol=1e-3)
-    except Exception as error:  # whatever it is, there is another way
-        reason = " ".join(str(error).split())[:160]
-        log = logging.getLogger(__name__)
-        log.warning("accept-head: no kernels on %s (%s: %s), hence slower", device, type(error).__name__, reason)
+    expected = torch.stack(signals_of_logits(logits, ones, ids), -1)
+    _early[device] = _can_start_early(device)
+
+    def agree() -> bool:
+        try:
+            torch.testing.assert_close(signals_at_once(logits, ids, ones).signals, expected, rtol=1e-3, atol=1e-3)
+        except Exception as error:  # whatever it is, there is another way
+            reason = " ".join(str(error).split())[:160]
+            log = logging.getLogger(__name__)
+            log.warning("accept-head: no kernels on %s (%s: %s), hence slower", device, type(error).__name__, reason)
+            return False
+        return True
+
+    return agree() or (start_late(device) and agree())
+
+
+_early: dict[torch.device, bool] = {}  # kernels begin there before those ahead of them have ended
+
+
+def _can_start_early(device: torch.device) -> bool:
+    """NVIDIA's Hopper and later can. ACCEPT_HEAD_EARLY=0 in the environment says no."""
+    if device.type != "cuda" or torch.version.cuda is None or os.environ.get("ACCEPT_HEAD_EARLY") == "0":
         return False
-    return True
+    return torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def start_late(device: torch.device) -> bool:
+    """From now on kernels begin there when those ahead of them have ended. Whether that is another way than before."""
+    before, _early[device] = _early.get(device, False), False
+    return before
+
+
+def launch(device: torch.device) -> dict[str, Any]:
+    """How kernels are launched there, see `fused_kernels`."""
+    return {"EARLY": True, "launch_pdl": True} if _early.get(device) else {"EARLY": False}
 
 
 def signals_at_once(logits: Tensor, ids: Tensor | None, temperature: Tensor | None = None) -> OfLogits:
@@ -86,6 +113,7 @@ def signals_at_once(logits: Tensor, ids: Tensor | None, temperature: Tensor | No
         kernels.logits_signals[(rows, splits)](
             logits, temperature, drawn, tops, totals, moments, places, counters(logits.device, rows), *made, vocab,
             logits.stride(0), PER_ROW=per_row, GREEDY=ids is None, BLOCK=part, SPLITS=power_of_two(splits),
+            **launch(logits.device),
         )  # fmt: skip
     return made
 
@@ -105,6 +133,7 @@ def signals_of_q_at_once(q: Tensor, ids: Tensor | None) -> Tensor:
         kernels.q_signals[(rows, splits)](
             q, drawn, tops, moments, counters(q.device, rows), signals, vocab, q.stride(0),
             DRAWN=ids is not None, BLOCK=part, SPLITS=power_of_two(splits),
+            **launch(q.device),
         )  # fmt: skip
     return signals
 

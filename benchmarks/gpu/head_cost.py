@@ -4,8 +4,9 @@
 
 The draft has the shape of Llama 3.2 1B, random weights, bf16, a vocabulary of 128,256. Each of the three is captured as
 one CUDA graph, and they are replayed in turns: the difference has the caches as a forward leaves them, and not a head
-whose weights lie there from the last replay. Beside it: the same launched one by one (eager), and with torch's
-operations in place of the kernels of fused_signals and fused_head. The bytes say what no kernel can go below: a head
+whose weights lie there from the last replay. Beside it: the same launched one by one (eager), with kernels that begin
+when those ahead of them have ended (late), and with torch's operations in place of the kernels of fused_signals and
+fused_head. The bytes say what no kernel can go below: a head
 that is read once for each forward costs at least its share of the bytes.
 
 python benchmarks/gpu/head_cost.py [--batches 1 8 32] [--temperatures 0 1] [--replays 100] [--tiny]
@@ -18,7 +19,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -67,9 +68,9 @@ def run(options: argparse.Namespace) -> int:
     without = [] if on_gpu else ["no CUDA device: eager only"]
     without += [] if kernels else ["no Triton on a GPU: torch's operations only"]
     cells.write(attention=backend.name if backend else "sdpa", fallback="; ".join(without) or None)
-    modes, ways = modes_of(on_gpu, kernels)
     # What the aim is about comes first.
-    for mode, way, temperature, batch in itertools.product(modes, ways, options.temperatures, options.batches):
+    modes = itertools.product(modes_of(on_gpu, kernels), options.temperatures, options.batches)
+    for (mode, way), temperature, batch in modes:
         settings = {"batch": batch, "temperature": temperature, "mode": mode, "way": way}
         settings |= {"replays": options.replays, "attention": cells.settings["attention"]}
         name = f"{mode}, {way}, batch {batch}, temperature {temperature:g}"
@@ -78,9 +79,12 @@ def run(options: argparse.Namespace) -> int:
     return cells.status
 
 
-def modes_of(on_gpu: bool, kernels: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def modes_of(on_gpu: bool, kernels: bool) -> list[tuple[str, str]]:
     """How calls are made, and by what; what is used where it can be comes first."""
-    return ("graph", "eager") if on_gpu else ("eager",), ("kernels", "torch") if kernels else ("torch",)
+    early = kernels and fused_signals.launch(torch.device("cuda", torch.cuda.current_device()))["EARLY"]
+    ways = [*(["kernels"] if kernels else []), *(["late kernels"] if early else []), "torch"]
+    modes = itertools.product(["graph", "eager"] if on_gpu else ["eager"], ways)
+    return [each for each in modes if each != ("eager", "late kernels")]  # where launching takes longer than either
 
 
 def _of(settings: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +102,7 @@ class Scene:
 @torch.no_grad()
 def measure(scene: Scene, mode: str, way: str, replays: int) -> Cell:
     """Seconds of a forward, and what is added to it by signals alone and by each head with what it reads."""
-    with _kernels(way == "kernels"):
+    with _kernels(way, scene.draft.device):
         heads = {name: HeadPolicy(head, 0.5, k_max=K_MAX) for name, head in make_heads(scene.draft).items()}
         forward = _forward(scene)
         processing = Processing(scene.sampling, output_size(scene.draft))
@@ -167,11 +171,12 @@ def _forward(scene: Scene) -> Callable[[], Forward]:
 
 
 @contextmanager
-def _kernels(wanted: bool) -> Iterator[None]:
-    if wanted:
-        yield
-        return
-    with patch.object(fused_signals, "_triton", lambda: False):
+def _kernels(way: str, device: torch.device) -> Iterator[None]:
+    with ExitStack() as stack:
+        if way == "late kernels":
+            stack.enter_context(patch.dict(fused_signals._early, {device: False}))
+        if way == "torch":
+            stack.enter_context(patch.object(fused_signals, "_triton", lambda: False))
         yield
 
 

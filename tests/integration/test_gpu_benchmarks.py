@@ -451,7 +451,14 @@ def planned(
         monkeypatch.setattr(script(name), "modes", lambda: modes)
     cost = script("head_cost")
     monkeypatch.setattr(cost, "build", lambda shape, dtype: shapes.build(shapes.SMALL_DRAFT))
-    monkeypatch.setattr(cost, "modes_of", lambda on_gpu, kernels: (("graph", "eager"), ("kernels", "torch")))
+    ways = [
+        ("graph", "kernels"),
+        ("graph", "late kernels"),
+        ("graph", "torch"),
+        ("eager", "kernels"),
+        ("eager", "torch"),
+    ]
+    monkeypatch.setattr(cost, "modes_of", lambda on_gpu, kernels: ways)
     text = script("prepare_text").tiny_text(tmp_path / "text")
 
     def plan(part: str, stages: list[str]) -> list[tuple[str, float]]:

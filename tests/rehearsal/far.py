@@ -171,7 +171,10 @@ def operate(function: Any, arguments: Any, options: dict[str, Any]) -> Any:
 
     def wrap(each: Tensor) -> Tensor:
         if id(each) not in wrapped:
-            return Far(each) if to_far else each
+            if not to_far:
+                return each
+            with torch.inference_mode(each.is_inference()):  # not every view is, that is made in inference mode
+                return Far(each)
         assert wrapped[id(each)].shape == each.shape, f"{function} changes a shape in place"
         return wrapped[id(each)]
 

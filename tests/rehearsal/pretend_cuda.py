@@ -142,6 +142,7 @@ def pretend_cuda() -> Iterator[Counter[tuple[str, str]]]:
         "device_count": 1,
         "current_device": 0,
         "is_initialized": True,
+        "is_current_stream_capturing": False,
         "_is_in_bad_fork": False,
         "get_device_name": "pretended",
         "get_device_properties": SimpleNamespace(name="pretended", total_memory=MEMORY, multi_processor_count=1),
@@ -156,6 +157,8 @@ def pretend_cuda() -> Iterator[Counter[tuple[str, str]]]:
         "empty_cache": None,
         "reset_peak_memory_stats": None,
         "manual_seed_all": None,
+        "get_rng_state": torch.zeros(0, dtype=torch.uint8),  # its random numbers are the CPU's
+        "set_rng_state": None,
     }
     with ExitStack() as stack:
         for name, answer in answers.items():

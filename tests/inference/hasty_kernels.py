@@ -1,0 +1,25 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def"
+"""Kernels for test_kernels_compile.py: two that may read what is not there yet, and one that may not."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+
+@triton.jit
+def never(x, weight, y):
+    tl.store(y, tl.load(x) * tl.load(weight))
+
+
+@triton.jit
+def too_late(x, weight, y):
+    product = tl.load(x) * tl.load(weight)
+    gdc_wait()
+    tl.store(y, product)
+
+
+@triton.jit
+def in_time(x, weight, y):
+    w = tl.load(weight)
+    gdc_wait()
+    tl.store(y, tl.load(x) * w)

@@ -1,0 +1,201 @@
+"""The kernels as NVIDIA's compiler takes them, without a GPU: Triton makes machine code for a Hopper here, too.
+
+.venv-vllm/bin/python -m pytest tests/inference/test_kernels_compile.py     (part of `make test-vllm`)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from accept_head import AcceptanceHead, HeadConfig
+from accept_head.inference import fused_head, fused_signals
+from accept_head.inference.fused_head import FusedHead
+from accept_head.signals import SIGNALS
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+NVIDIA = importlib.util.find_spec("triton") is not None and importlib.util.find_spec("triton.backends.nvidia")
+pytestmark = pytest.mark.skipif(not NVIDIA or INTERPRETED, reason="needs Triton's compiler; `make test-vllm` has it")
+
+HOPPER, AMPERE = 90, 80
+KERNELS = ("logits_signals", "q_signals", "head_input", "head_block", "head_last", "head_output")
+WEIGHTS = {"state", "weight"}  # which no kernel writes
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+HIDDEN, VOCAB = 2048, 32768
+
+
+def compile_for(architecture, kernel, arguments, options):
+    """What Triton makes of a kernel that is launched with these: its `asm` has every stage by name."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    flags = {name: options.pop(name) for name in ("launch_pdl", "num_stages") if name in options}
+    signature, constants, attributes = {}, {}, {}
+    for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+        if isinstance(value, torch.Tensor):
+            signature[name], aligned = TYPES[value.dtype], value.data_ptr() % 16 == 0
+        else:
+            signature[name], aligned = ("constexpr" if value == 1 else "i32"), value % 16 == 0
+            constants |= {(place,): 1} if value == 1 else {}
+        attributes |= {(place,): [["tt.divisibility", 16]]} if aligned else {}
+    signature |= dict.fromkeys(options, "constexpr")
+    constants |= {(kernel.arg_names.index(name),): value for name, value in options.items()}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return compile(source, target=GPUTarget("cuda", architecture, 32), options=flags)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """[(name, compiled)] of what would have been launched: nothing is run."""
+    from accept_head.inference import fused_kernels as kernels
+
+    made = []
+
+    class Compiled:
+        def __init__(self, kernel, architecture):
+            self.kernel, self.architecture = kernel, architecture
+
+        def __getitem__(self, grid):
+            return self
+
+        def __call__(self, *arguments, **options):
+            made.append((self.kernel.__name__, compile_for(self.architecture, self.kernel, arguments, options)))
+
+    def on(architecture, early):
+        for name in KERNELS:
+            monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name), architecture))
+        monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+        monkeypatch.setattr(fused_signals, "_proven", lambda device: True)
+        monkeypatch.setattr(FusedHead, "_proven", lambda *_: True)
+        monkeypatch.setitem(fused_signals._early, torch.device("cpu"), early)
+        return made
+
+    return on
+
+
+def signals(rows, dtype):
+    logits, ids = torch.zeros(rows, VOCAB, dtype=dtype), torch.zeros(rows, dtype=torch.long)
+    fused_signals.signals_at_once(logits, ids, torch.ones(rows))
+    fused_signals.signals_at_once(logits, None)
+    fused_signals.signals_of_q_at_once(logits.float(), ids)
+
+
+HEADS = {
+    "default": {"depth": 3, "width": 256, "embedding_std": 0.02},
+    "paper": {"depth": 3, "signals": ()},
+    "wide, both": {"depth": 1, "width": 1024, "embedding_std": 0.02, "predicts": "both"},
+    "linear": {"depth": 0, "width": 256},
+}
+
+
+def head(name, rows, dtype, monkeypatch):
+    if name == "wide, both":  # its tokens are multiplied, as of a vocabulary too large for a table
+        monkeypatch.setattr(fused_head, "TABLE_BYTES", 0)
+    options = {"signals": SIGNALS, "predicts": "token"} | HEADS[name]
+    numbers = {"signal_mean": (0.0,) * 3, "signal_std": (1.0,) * 3} if options["signals"] else {}
+    made = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, reads="before", **options, **numbers))
+    if "embedding_std" in options:
+        made.attach(torch.zeros(VOCAB, HIDDEN, dtype=dtype))
+    fused = FusedHead(made, options["predicts"], made.scorer(options["predicts"]))
+    fused(torch.zeros(rows, HIDDEN, dtype=dtype), torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.long))
+
+
+def stack_bytes(compiled, folder):
+    """What does not fit into registers."""
+    import triton.backends.nvidia
+
+    (folder / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.backends.nvidia.__file__ or "").parent / "bin" / "cuobjdump"
+    done = subprocess.run([tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True)
+    found = re.findall(r"(?:STACK|LOCAL):(\d+)", done.stdout + done.stderr)
+    assert found
+    return sum(map(int, found))
+
+
+def touched_too_early(compiled):
+    """Names of what is read or written ahead of the wait for the kernel before, but for weights."""
+    roots, waited, found = {}, False, set()
+    for line in compiled.asm["ttir"].splitlines():
+        if "grid_dependency_wait" in line or "griddepcontrol.wait" in line:
+            waited = True
+        if match := re.match(r"\s*(%[\w#]+) = tt\.(?:addptr|splat|broadcast|expand_dims) (%[\w#]+)", line):
+            roots[match[1]] = roots.get(match[2], match[2])
+        if (match := re.search(r"tt\.(?:load|store|atomic_\w+)[^%]*(%[\w#]+)", line)) and not waited:
+            found.add(roots.get(match[1], match[1]).removeprefix("%"))
+    return found if waited else {"it never waits"}
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_signals_fit_into_registers(rows, dtype, early, launched, tmp_path):
+    made = launched(HOPPER, early)
+    signals(rows, dtype)
+    check(made, early, {"logits_signals", "q_signals"}, tmp_path)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 64])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_fit_into_registers(name, rows, dtype, early, launched, tmp_path, monkeypatch):
+    made = launched(HOPPER, early)
+    head(name, rows, dtype, monkeypatch)
+    last = "head_output" if HEADS[name]["depth"] == 0 else "head_last"
+    check(made, early, {"head_input", last} | ({"head_block"} if HEADS[name]["depth"] > 1 else set()), tmp_path)
+
+
+def check(made, early, names, folder):
+    assert {name for name, _ in made} == names
+    for name, compiled in made:
+        assert stack_bytes(compiled, folder) == 0, name
+        waits = len(re.findall(r"griddepcontrol\.wait", compiled.asm["ptx"]))
+        if early:
+            assert waits == 1 and touched_too_early(compiled) <= WEIGHTS, name
+            assert len(re.findall(r"griddepcontrol\.launch_dependents", compiled.asm["ptx"])) == 1
+        else:
+            assert waits == 0 and "griddepcontrol" not in compiled.asm["ptx"]
+
+
+def test_what_does_not_fit_is_seen(launched, tmp_path, monkeypatch):
+    monkeypatch.setattr(fused_head, "PRODUCTS_AT_ONCE", 1 << 16)
+    made = launched(HOPPER, True)
+    head("linear", 1, torch.bfloat16, monkeypatch)
+    assert stack_bytes(dict(made)["head_input"], tmp_path) > 0
+
+
+def test_weights_are_read_ahead(launched, monkeypatch):
+    """Or there would be little use in it. Of many rows, which tensor cores multiply, they only come to the cache."""
+    made = launched(HOPPER, True)
+    head("default", 1, torch.bfloat16, monkeypatch)
+    ahead = {name: touched_too_early(compiled) for name, compiled in made}
+    assert ahead == {"head_input": {"state"}, "head_block": {"weight"}, "head_last": {"weight"}}
+    made.clear()
+    head("default", 2, torch.bfloat16, monkeypatch)
+    for name, compiled in made:
+        before, after = re.split(r"griddepcontrol\.wait", compiled.asm["ptx"])
+        assert "prefetch.global.L2" in before and "ld.global" not in before, name
+        assert "mma.sync" in after and "cp.async" in after and "prefetch" not in after, name
+
+
+def test_older_gpus_get_kernels_too(launched, monkeypatch):
+    made = launched(AMPERE, False)
+    signals(2, torch.bfloat16)
+    head("default", 2, torch.bfloat16, monkeypatch)
+    assert len(made) == 3 + 4
+
+
+def test_a_kernel_that_does_not_wait_is_seen():
+    from tests.inference import hasty_kernels
+
+    found = {}
+    for name in ("never", "too_late", "in_time"):
+        arguments = (torch.zeros(4), torch.zeros(4), torch.zeros(4))
+        found[name] = touched_too_early(compile_for(HOPPER, getattr(hasty_kernels, name), arguments, {}))
+    assert found == {"never": {"it never waits"}, "too_late": {"x", "weight"}, "in_time": {"weight"}}
