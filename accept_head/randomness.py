@@ -19,12 +19,20 @@ def uniforms(seed: int, *counters: Tensor | int) -> Tensor:
     tensors = [counter for counter in counters if isinstance(counter, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     # Filled, not copied from the host, which a GPU would wait for, and which no CUDA graph may do.
-    state = _splitmix64(torch.full((), _signed(seed % (1 << 64)), dtype=torch.int64, device=device))
+    state = torch.full((), seed_state(seed), dtype=torch.int64, device=device)
     for counter in counters:
         if not isinstance(counter, Tensor):
             counter = torch.full((), counter, dtype=torch.int64, device=device)
         state = _splitmix64(state ^ counter.to(device, torch.int64))
     return _shift_right(state, 11).double() * 2.0**-53
+
+
+def seed_state(seed: int) -> int:
+    """What a hash begins from: splitmix64 of the seed alone, as a signed number of 64 bits."""
+    state, most = (seed + 0x9E3779B97F4A7C15) % (1 << 64), (1 << 64) - 1
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & most
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & most
+    return _signed(state ^ (state >> 31))
 
 
 def _splitmix64(state: Tensor) -> Tensor:

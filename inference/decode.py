@@ -209,13 +209,10 @@ class Decoder(Feeding):
             declined = active & ~checked(policy, "draw_next", policy.draw_next(step), len(active))
             active, in_vain = active & ~declined, in_vain + declined
         ids = scores.argmax(-1) if q is None else draw(q, rows.uniforms[:, DRAFT, depth - 1])
-        rows.write_draft(depth, ids)
-        lengths = lengths + active
-        # What is drawn is kept, so not drafting beyond an end token changes no distribution.
-        active = active & ~self.ends.is_end(ids) & (lengths < budget)
-        asked = DraftStep.of(needs, depth, ids, active, signal_q, fed, None) if asks else None
+        going = rows.go_on(depth, ids, Going(budget, active, lengths, in_vain), self.ends)
+        asked = DraftStep.of(needs, depth, ids, going.active, signal_q, fed, None) if asks else None
         shown = scores if Signal.DIVERGENCE in needs else None
-        return Drawn(ids, q, shown, asked), Going(budget, active, lengths, in_vain)
+        return Drawn(ids, q, shown, asked), going
 
     def _judge(self, step: DraftStep, drawn_hidden: Tensor | None, going: Going) -> Going:
         """Ask the policy which rows go on. drawn_hidden: (batch, hidden), if it was fed the drawn token."""
@@ -265,7 +262,4 @@ class Decoder(Feeding):
 
     def _set_uniforms(self, slots: int) -> None:
         """This round's random numbers, `slots` for each purpose of each row."""
-        rows = self.rows
-        slot, purpose = torch.arange(slots, device=rows.keys.device), torch.arange(3, device=rows.keys.device)
-        keys, rounds = rows.keys[:, None, None], rows.rounds[:, None, None]
-        rows.uniforms[..., :slots] = uniforms(self.seed, keys, rounds, slot, purpose[:, None])
+        self.rows.set_uniforms(self.seed, slots)

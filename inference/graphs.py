@@ -265,9 +265,7 @@ class Graphs:
             again, made = once()
             if again != outcome:
                 raise RuntimeError("its result has another form each time")
-            for buffer, tensor in zip(out, made, strict=True):
-                if buffer is not tensor:
-                    buffer.copy_(tensor)
+            _copy([(buffer, tensor) for buffer, tensor in zip(out, made, strict=True) if buffer is not tensor])
 
         try:
             replay = self.backend.capture(recorded)
@@ -283,6 +281,18 @@ class Graphs:
             self.buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             self.keep(self.buffers[key])
         return self.buffers[key]
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """From the second to the first of each: those of one dtype by one kernel, as far as they lie close together."""
+    together: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for to, tensor in pairs:
+        if tensor.is_contiguous():
+            together.setdefault(tensor.dtype, []).append((to, tensor))
+        else:
+            to.copy_(tensor)
+    for several in together.values():
+        torch._foreach_copy_(*map(list, zip(*several, strict=True)))
 
 
 def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:

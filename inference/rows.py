@@ -16,10 +16,13 @@ from torch import Tensor
 
 from accept_head.cost import DecodeCounts
 from accept_head.errors import InputError
-from accept_head.inference.drafted import Drafted
+from accept_head.inference import fused_loop
+from accept_head.inference.drafted import Drafted, Going
+from accept_head.inference.fused_loop import usable
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.inference.stopping import Stopping
 from accept_head.inference.verify import Verified
+from accept_head.randomness import uniforms
 
 
 @dataclass(frozen=True)
@@ -190,18 +193,53 @@ class Rows:
         index = starts[:, None] + torch.arange(width, device=starts.device)
         return self.tokens.gather(1, index.clamp(max=self.tokens.shape[1] - 1))
 
+    def set_uniforms(self, seed: int, slots: int) -> None:
+        """This round's random numbers, `slots` for each purpose of each row."""
+        fused_loop.set_uniforms(self, seed, slots) if usable(self.tokens) else self.set_uniforms_in_torch(seed, slots)
+
+    def set_uniforms_in_torch(self, seed: int, slots: int) -> None:
+        slot, purpose = (torch.arange(n, device=self.keys.device) for n in (slots, self.uniforms.shape[1]))
+        keys, rounds = self.keys[:, None, None], self.rounds[:, None, None]
+        self.uniforms[..., :slots] = uniforms(seed, keys, rounds, slot, purpose[:, None])
+
     def last(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
         """(batch,) where the last so many tokens of each row begin, and what stands from there on, (batch, width)."""
+        return fused_loop.last(self, tokens, width) if usable(self.tokens) else self.last_in_torch(tokens, width)
+
+    def last_in_torch(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
         starts = (self.lengths - tokens).clamp(min=0)
         return starts, self.window(starts, width)
 
-    def write_draft(self, depth: int, token_ids: Tensor) -> None:
-        """Put (batch,) drafted tokens behind the accepted ones. Nobody counts them until they are accepted."""
+    def go_on(self, depth: int, token_ids: Tensor, going: Going, stopping: Stopping) -> Going:
+        """Put (batch,) drafted tokens behind the accepted ones, where nobody counts them until they are accepted → how
+        far the rows are, and which of them go on.
+
+        What is drawn is kept, so not drafting beyond an end token changes no distribution."""
+        if usable(self.tokens):
+            return fused_loop.go_on(self, depth, token_ids, stopping.end_ids, going)
+        return self.go_on_in_torch(depth, token_ids, going, stopping)
+
+    def go_on_in_torch(self, depth: int, token_ids: Tensor, going: Going, stopping: Stopping) -> Going:
         place = (self.lengths + depth - 1).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, place[:, None], token_ids[:, None])
+        lengths = going.lengths + going.active
+        active = going.active & ~stopping.is_end(token_ids) & (lengths < going.budget)
+        return going._replace(active=active, lengths=lengths)
 
     def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> VerifyOutcome:
         """Keep the accepted tokens and the next one, cut after an end token."""
+        if usable(self.tokens):
+            accepted, live, lengths = fused_loop.accept(self, drafted, verified, stopping.end_ids)
+        else:
+            accepted, live, lengths = self.accept_in_torch(drafted, verified, stopping)
+        return VerifyOutcome(
+            drafted=drafted.lengths, submitted=drafted.submitted, accepted=accepted, live=live, lengths=lengths
+        )
+
+    def accept_in_torch(
+        self, drafted: Drafted, verified: Verified, stopping: Stopping
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(batch,) accepted, which rows were live, and their lengths now."""
         width = drafted.slots
         place = (self.lengths + verified.accepted).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, place[:, None], verified.next_ids[:, None])
@@ -220,15 +258,9 @@ class Rows:
         self.accepted += accepted
         self.draft_forwards += drafted.lengths + drafted.in_vain
         self.round_accepted.copy_(accepted)
-        outcome = VerifyOutcome(
-            drafted=drafted.lengths,
-            submitted=drafted.submitted,
-            accepted=accepted,
-            live=self.live.clone(),
-            lengths=self.lengths.clone(),
-        )
+        live = self.live.clone()
         self.live &= ~ended & (self.lengths < self.max_lengths)
-        return outcome
+        return accepted, live, self.lengths.clone()
 
     def sync(self, stopping: Stopping) -> list[Finished]:
         """Tell the host where the rows are, the sync that ends a round, and hand out those that are finished."""

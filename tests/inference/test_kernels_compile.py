@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, HeadConfig
-from accept_head.inference import fused_head, fused_signals
+from accept_head.inference import fused_head, fused_loop, fused_signals
 from accept_head.inference.fused_head import FusedHead
 from accept_head.signals import SIGNALS
 
@@ -24,9 +24,11 @@ NVIDIA = importlib.util.find_spec("triton") is not None and importlib.util.find_
 pytestmark = pytest.mark.skipif(not NVIDIA or INTERPRETED, reason="needs Triton's compiler; `make test-vllm` has it")
 
 HOPPER, AMPERE = 90, 80
-KERNELS = ("logits_signals", "q_signals", "head_input", "head_block", "head_last", "head_output")
+HEADS_AND_SIGNALS = ("logits_signals", "q_signals", "head_input", "head_block", "head_last", "head_output")
+LOOP = ("uniform_numbers", "last_tokens", "after_draw", "accept")
 WEIGHTS = {"state", "weight"}  # which no kernel writes
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
 HIDDEN, VOCAB = 2048, 32768
 
 
@@ -53,7 +55,7 @@ def compile_for(architecture, kernel, arguments, options):
 @pytest.fixture
 def launched(monkeypatch):
     """[(name, compiled)] of what would have been launched: nothing is run."""
-    from accept_head.inference import fused_kernels as kernels
+    from accept_head.inference import fused_kernels, loop_kernels
 
     made = []
 
@@ -68,8 +70,9 @@ def launched(monkeypatch):
             made.append((self.kernel.__name__, compile_for(self.architecture, self.kernel, arguments, options)))
 
     def on(architecture, early):
-        for name in KERNELS:
-            monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name), architecture))
+        for kernels, names in ((fused_kernels, HEADS_AND_SIGNALS), (loop_kernels, LOOP)):
+            for name in names:
+                monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name), architecture))
         monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
         monkeypatch.setattr(fused_signals, "_proven", lambda device: True)
         monkeypatch.setattr(FusedHead, "_proven", lambda *_: True)
@@ -161,6 +164,15 @@ def check(made, early, names, folder):
             assert len(re.findall(r"griddepcontrol\.launch_dependents", compiled.asm["ptx"])) == 1
         else:
             assert waits == 0 and "griddepcontrol" not in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("batch", [1, 8, 128])
+def test_the_loops_bookkeeping_fits_into_registers(batch, launched, tmp_path):
+    made = launched(HOPPER, False)
+    with pytest.raises(AssertionError):  # nothing is computed
+        fused_loop.agree(torch.device("cpu"), batch, slots=9, tries=1)
+    assert [name for name, _ in made] == list(LOOP)
+    assert all(stack_bytes(compiled, tmp_path) == 0 for _, compiled in made)
 
 
 def test_what_does_not_fit_is_seen(launched, tmp_path, monkeypatch):

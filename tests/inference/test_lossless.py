@@ -11,7 +11,7 @@ import torch
 from scipy.stats import chisquare
 
 from accept_head import Sampling
-from accept_head.inference import decode, generate
+from accept_head.inference import decode, generate, rows
 from accept_head.inference.decode import Decoder
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
 from accept_head.inference.verify import verify
@@ -128,9 +128,9 @@ def test_reusing_the_drafts_random_number_in_verification_is_caught(monkeypatch,
 
 
 def test_the_same_random_numbers_in_every_round_are_caught(monkeypatch):
-    uniforms = decode.uniforms
+    uniforms = rows.uniforms
     monkeypatch.setattr(
-        decode, "uniforms", lambda seed, keys, rounds, *rest: uniforms(seed, keys, torch.zeros_like(rounds), *rest)
+        rows, "uniforms", lambda seed, keys, rounds, *rest: uniforms(seed, keys, torch.zeros_like(rounds), *rest)
     )
     assert p_value_of(FixedPolicy(2)) < FALSE_ALARM
 

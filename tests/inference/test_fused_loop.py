@@ -1,0 +1,120 @@
+"""The loop's bookkeeping in kernels is that in torch, to the bit. On a GPU, or in Triton's interpreter:
+
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_loop.py     (part of `make test-vllm`)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import accept_head.inference
+from accept_head import Sampling
+from accept_head.inference import fused_loop, fused_signals, generate, make_policy
+from tests.inference.toy import toy_pair
+
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+
+runs = pytest.mark.skipif(
+    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
+)
+
+
+@runs
+def test_they_do_what_torch_does():
+    fused_loop.agree(DEVICE, batch=37, slots=9, tries=12)
+    fused_loop.agree(DEVICE, batch=1, slots=2)
+
+
+WRONG = {
+    "a shift that keeps the sign": ("(state >> 11)", "(state.to(tl.int64, bitcast=True) >> 11)"),
+    "purposes for slots": ("purpose, slot = place // slots", "slot, purpose = place // slots"),
+    "rows begin too early": ("tl.maximum(tl.load(lengths + row) - back, 0)", "tl.load(lengths + row) - back"),
+    "an end token does not end": ("going & (is_end == 0) &", "going &"),
+    "no budget": (" & (count < tl.load(budget + row))", ""),
+    "rows that stopped count on": ("tl.load(drawn + row) + going.to(tl.int64)", "tl.load(drawn + row) + 1"),
+    "one place further": ("+ depth - 1, columns - 1)", "+ depth, columns - 1)"),
+    "the new token is not looked at": ("token = tl.where(place == next_place, next_id, token)", "token = token"),
+    "idle rows emit": ("emitted = (passed + 1) * one", "emitted = passed + 1"),
+    "what stands behind is looked at": ("& (slot < emitted) & (slot < width)", "& (slot < width)"),
+    "the last end token": ("tl.min(tl.where(is_end, slot, WIDTH), 0)", "tl.max(tl.where(is_end, slot, 0), 0)"),
+    "idle rows keep": ("keeps = tl.minimum(passed, emitted) * one", "keeps = tl.minimum(passed, emitted + 1)"),
+    "the draft was fed all": ("length + tl.minimum(passed, own - 1)", "length + passed"),
+    "nothing in vain": ("own + vain", "own"),
+    "longer than it may be": (" & (now < tl.load(max_lengths + row))", ""),
+}  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
+    source = Path(accept_head.inference.__path__[0], "loop_kernels.py").read_text(encoding="utf-8")
+    if wrong is not None:
+        assert source.count(WRONG[wrong][0]) == 1
+        source = source.replace(*WRONG[wrong])
+    path = tmp_path / "wrong_kernels.py"
+    path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
+    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    monkeypatch.setattr(accept_head.inference, "loop_kernels", kernels, raising=False)
+    if wrong is None:
+        fused_loop.agree(DEVICE)
+    else:
+        with pytest.raises(AssertionError):
+            fused_loop.agree(DEVICE)
+
+
+@runs
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=3)], ids=["T=0", "T=1"])
+def test_decoding_is_the_same_with_them(sampling, monkeypatch):
+    pair, used = toy_pair(), []
+    for model in (pair.target, pair.draft):
+        model.to(DEVICE)
+    accept = fused_loop.accept
+    monkeypatch.setattr(fused_loop, "accept", lambda *given: used.append(1) or accept(*given))
+    results = []
+    for kernels in (False, True):
+        monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", kernels)
+        if not kernels:
+            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+        else:
+            monkeypatch.undo()
+            monkeypatch.setattr(fused_loop, "accept", lambda *given: used.append(1) or accept(*given))
+            monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+        policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
+        options = {"max_new_tokens": 9, "sampling": sampling, "end_token_ids": [2], "batch_size": 2, "seed": 5}
+        results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
+        assert bool(used) is kernels
+    assert results[0].tokens == results[1].tokens
+    for one, other in zip(results[0].stats, results[1].stats, strict=True):
+        assert (one.drafted, one.accepted, one.rounds) == (other.drafted, other.accepted, other.rounds)
+
+
+@runs
+def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+
+    def fails(*_):
+        raise RuntimeError("no kernel image")
+
+    for broken in (fails, lambda *given: [each + 1 for each in fused_loop._by_torch(*given)]):
+        fused_loop._proven.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_loop, "_by_kernels", broken)
+            assert not fused_loop.usable(torch.zeros(1, device=DEVICE))
+        assert "no kernels for the loop" in caplog.text
+    fused_loop._proven.cache_clear()
+    assert fused_loop.usable(torch.zeros(1, device=DEVICE))
+
+
+def test_without_triton_nothing_changes(monkeypatch):
+    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+    assert not fused_loop.usable(torch.zeros(1))
