@@ -24,6 +24,7 @@ from accept_head.inference.cache import CachedModel, Compile
 from accept_head.inference.chunks import Chunk, Chunks
 from accept_head.inference.drafted import Drafted, Drawn, Going
 from accept_head.inference.feeding import Feeding
+from accept_head.inference.fused_sampling import draw
 from accept_head.inference.graphs import GraphBackend, graph_backend
 from accept_head.inference.memory import MemoryPlan
 from accept_head.inference.policy import (
@@ -45,7 +46,6 @@ from accept_head.inference.verify import Verified, verify, verify_greedy, verify
 from accept_head.inference.waiting import Waiting
 from accept_head.pair import Forward
 from accept_head.randomness import uniforms
-from accept_head.sampling import draw
 
 DRAFT, ACCEPT, REDRAW, MATCH, ALTERNATIVES = range(5)  # what a random number is for
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from accept_head.errors import InputError
+from accept_head.inference import fused_sampling
 from accept_head.inference.fused_signals import Plain, usable
 from accept_head.inference.rows import Rows
 from accept_head.sampling import Sampling
@@ -72,7 +73,7 @@ class Processing:
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        return self.sampling.probabilities(scores)
+        return fused_sampling.probabilities(scores, self.sampling)
 
     def signal_probabilities(self, scores: Tensor, q: Tensor | None) -> Tensor | Plain:
         """What draft signals are read from: q, or, greedy, the plain softmax, which need not be made for kernels."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accept_head.acceptance import acceptance_probability, residual
-from accept_head.sampling import draw
+from accept_head.inference.fused_sampling import draw
 
 
 class Verified(NamedTuple):

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from accept_head import AcceptanceHead, HeadConfig
-from accept_head.inference import fused_head, fused_loop, fused_signals
+from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head.inference import fused_head, fused_loop, fused_sampling, fused_signals
 from accept_head.inference.fused_head import FusedHead
 from accept_head.signals import SIGNALS
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(not NVIDIA or INTERPRETED, reason="needs Triton'
 HOPPER, AMPERE = 90, 80
 HEADS_AND_SIGNALS = ("logits_signals", "q_signals", "head_input", "head_block", "head_last", "head_output")
 LOOP = ("uniform_numbers", "last_tokens", "after_draw", "accept")
+SAMPLING = ("lower_bound", "kth_largest", "write_softmax", "draw_tokens")
 WEIGHTS = {"state", "weight"}  # which no kernel writes
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
@@ -42,9 +43,11 @@ def compile_for(architecture, kernel, arguments, options):
     for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
         if isinstance(value, torch.Tensor):
             signature[name], aligned = TYPES[value.dtype], value.data_ptr() % 16 == 0
+        elif isinstance(value, float):
+            signature[name], aligned = "fp32", False
         else:
             signature[name], aligned = ("constexpr" if value == 1 else "i32"), value % 16 == 0
-            constants |= {(place,): 1} if value == 1 else {}
+            constants |= {(place,): 1} if signature[name] == "constexpr" else {}
         attributes |= {(place,): [["tt.divisibility", 16]]} if aligned else {}
     signature |= dict.fromkeys(options, "constexpr")
     constants |= {(kernel.arg_names.index(name),): value for name, value in options.items()}
@@ -55,7 +58,7 @@ def compile_for(architecture, kernel, arguments, options):
 @pytest.fixture
 def launched(monkeypatch):
     """[(name, compiled)] of what would have been launched: nothing is run."""
-    from accept_head.inference import fused_kernels, loop_kernels
+    from accept_head.inference import fused_kernels, loop_kernels, sampling_kernels
 
     made = []
 
@@ -70,7 +73,8 @@ def launched(monkeypatch):
             made.append((self.kernel.__name__, compile_for(self.architecture, self.kernel, arguments, options)))
 
     def on(architecture, early):
-        for kernels, names in ((fused_kernels, HEADS_AND_SIGNALS), (loop_kernels, LOOP)):
+        groups = ((fused_kernels, HEADS_AND_SIGNALS), (loop_kernels, LOOP), (sampling_kernels, SAMPLING))
+        for kernels, names in groups:
             for name in names:
                 monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name), architecture))
         monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
@@ -173,6 +177,19 @@ def test_the_loops_bookkeeping_fits_into_registers(batch, launched, tmp_path):
         fused_loop.agree(torch.device("cpu"), batch, slots=9, tries=1)
     assert [name for name, _ in made] == list(LOOP)
     assert all(stack_bytes(compiled, tmp_path) == 0 for _, compiled in made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_sampling_fits_into_registers(rows, dtype, launched, tmp_path):
+    made = launched(HOPPER, False)
+    scores, numbers = torch.zeros(rows, 4 * VOCAB, dtype=dtype), torch.zeros(rows, dtype=torch.float64)
+    for top_k in (50, 0):
+        fused_sampling._probabilities(scores, Sampling(temperature=0.7, top_k=top_k))
+    fused_sampling._draw(scores.float(), numbers)
+    names = ["lower_bound", "kth_largest", "write_softmax", "logits_signals", "write_softmax", "draw_tokens"]
+    assert [name for name, _ in made] == names
+    assert {name: stack_bytes(compiled, tmp_path) for name, compiled in made} == dict.fromkeys(names, 0)
 
 
 def test_what_does_not_fit_is_seen(launched, tmp_path, monkeypatch):

@@ -1,0 +1,198 @@
+"""Top-k, softmax and draws by kernels, against float64 and against torch. On a GPU, or in Triton's interpreter:
+
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_sampling.py     (part of `make test-vllm`)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import accept_head.inference
+from accept_head import Sampling, sampling
+from accept_head.inference import fused_sampling, fused_signals, generate, make_policy
+from tests.inference.toy import toy_pair
+
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+LAST = 1 - 2.0**-53
+
+runs = pytest.mark.skipif(
+    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
+    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
+)
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+
+
+def logits_of(kind, vocab, rows=2):
+    """`normal`; `coarse`: many are equal; `steep`: hundreds of neighbours above all others; `masked`: few are left."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    if kind == "coarse":
+        logits = logits.round()
+    if kind == "steep":
+        logits[:, vocab // 3 : vocab // 3 + 1500] += 40
+    if kind == "masked":
+        logits = logits.masked_fill(torch.rand(rows, vocab, generator=generator) < 1 - 30 / vocab, -torch.inf)
+        logits[:, vocab // 2] = 1.0
+    return logits.to(DEVICE)
+
+
+def expected_of(logits, temperature, top_k):
+    """float64 softmax of what is not below the k-th largest."""
+    x = logits.cpu().double().numpy()
+    kth = np.sort(x, -1)[:, -min(top_k or x.shape[1], x.shape[1]), None]
+    share = np.where(x >= kth, np.exp((x - x.max(-1, keepdims=True)) / np.float32(temperature)), 0.0)
+    return share / share.sum(-1, keepdims=True)
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 40, 3000, 20_011])
+@pytest.mark.parametrize("kind", ["normal", "coarse", "steep", "masked"])
+def test_probabilities_are_those_of_float64(kind, vocab, dtype):
+    logits = logits_of(kind, vocab).to(dtype)
+    for temperature, top_k in ((1.0, 50), (0.6, 1), (1.7, 64), (0.8, 0)):
+        found = fused_sampling._probabilities(logits, Sampling(temperature=temperature, top_k=top_k)).cpu().numpy()
+        expected = expected_of(logits, temperature, top_k)
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-9)
+        if top_k:
+            assert ((found > 0) == (expected > 1e-40)).all() and (found > 0).sum(-1).min() >= min(
+                top_k, vocab if kind != "masked" else 1
+            )
+
+
+WEIGHTS = {
+    "softmax": lambda vocab: logits_of("normal", vocab, 64).softmax(-1),
+    "sparse": lambda vocab: logits_of("masked", vocab, 64).softmax(-1),
+    "not normalised": lambda vocab: logits_of("normal", vocab, 64).relu(),
+    "one": lambda vocab: torch.nn.functional.one_hot(torch.arange(64) % vocab, vocab).float().to(DEVICE),
+}
+
+
+@runs
+@pytest.mark.parametrize("vocab", [1, 2500, 9001])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_draws_are_those_of_torch(kind, vocab):
+    weights = WEIGHTS[kind](vocab)
+    if vocab == 1:
+        weights = weights + 0.5
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.rand(64, generator=generator, dtype=torch.float64).to(DEVICE)
+    numbers[:4] = torch.tensor([0.0, LAST, 2.0**-53, 0.5])
+    for count in (1, 3, 64):  # with parts of both sizes
+        found = fused_sampling._draw(weights[:count], numbers[:count])
+        assert torch.equal(found, sampling.draw(weights[:count], numbers[:count]))
+        assert (weights[:count].gather(1, found[:, None]) > 0).all()
+
+
+@runs
+def test_shapes_and_what_the_kernels_do_not_serve():
+    scores = logits_of("normal", 300, 6).view(2, 3, 300)
+    plain = Sampling(temperature=0.9, top_k=20)
+    q = fused_sampling.probabilities(scores, plain)
+    assert q.shape == scores.shape
+    torch.testing.assert_close(q, plain.probabilities(scores), rtol=1e-4, atol=1e-7)
+    numbers = torch.rand(4, 2, 3, dtype=torch.float64, device=DEVICE)[1]
+    assert torch.equal(fused_sampling.draw(q, numbers), sampling.draw(q, numbers))
+    assert torch.equal(fused_sampling.draw(q[:, 1], numbers[:, 1]), sampling.draw(q[:, 1], numbers[:, 1]))
+    for other in (Sampling(temperature=0), Sampling(top_p=0.8), Sampling(min_p=0.1), Sampling(top_k=65)):
+        assert torch.equal(fused_sampling.probabilities(scores, other), other.probabilities(scores))
+    assert fused_sampling.probabilities(scores[:, :0], plain).shape == (2, 0, 300)
+
+
+FOUND = 'begin = tl.atomic_add(counts + row * 2, count, sem="relaxed")'
+SHARE = "share = tl.exp((x - tl.load(top + row)) * cold)"
+CHOSEN = "tl.where((up_to > threshold) & (sum_of > 0), at, SPLITS)"
+WRONG = {
+    "one too many": ("tl.arange(0, SIZE) == k - 1", "tl.arange(0, SIZE) == k"),
+    "ties of the bound are forgotten": ("(found < k) & (least > LEAST)", "(found < 0)"),
+    "ties of the bound are always added": ("if (found < k) & (least > LEAST):", "if least > LEAST:"),
+    "candidates of one program alone": (FOUND, FOUND.replace("begin = ", "") + "\n        begin = 0"),
+    "negative numbers in the wrong order": ("x = x ^ ((x >> 31) & 0x7FFFFFFF)", "x = x"),
+    "the temperature is forgotten": (SHARE, SHARE.replace(" * cold", "")),
+    "all are kept": ("share = tl.where(x >= tl.load(kth + row), share, 0.0)", "share = share"),
+    "a draw one part too far": (CHOSEN, CHOSEN.replace("at,", "at + 1,")),
+    "a draw by its part alone": ("before + tl.cumsum(weight, 0) > threshold", "tl.cumsum(weight, 0) > threshold"),
+    "counts are left": ("tl.store(counts + row * 2, 0)", "tl.store(counts + row * 2, 1)"),
+}  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
+    source = Path(accept_head.inference.__path__[0], "sampling_kernels.py").read_text(encoding="utf-8")
+    if wrong is not None:
+        assert source.count(WRONG[wrong][0]) == 1
+        source = source.replace(*WRONG[wrong])
+    path = tmp_path / "wrong_kernels.py"
+    path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
+    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    monkeypatch.setattr(accept_head.inference, "sampling_kernels", kernels, raising=False)
+    monkeypatch.setattr(fused_signals, "_counters", {})
+    if wrong is None:
+        fused_sampling.agree(DEVICE)
+    else:
+        with pytest.raises(AssertionError):
+            fused_sampling.agree(DEVICE)
+
+
+@runs
+def test_counters_are_zero_again_after_every_launch():
+    for top_k in (50, 0):
+        q = fused_sampling._probabilities(logits_of("steep", 5000, 5), Sampling(top_k=top_k))
+        fused_sampling._draw(q, torch.rand(5, dtype=torch.float64, device=DEVICE))
+        assert not fused_signals.counters(q.device, 1).any()
+
+
+@runs
+def test_decoding_is_the_same_with_them(monkeypatch):
+    pair, used = toy_pair(), []
+    for model in (pair.target, pair.draft):
+        model.to(DEVICE)
+    draw = fused_sampling._draw
+    monkeypatch.setattr(fused_sampling, "_draw", lambda *given: used.append(1) or draw(*given))
+    assert fused_sampling.usable(torch.zeros(1, device=DEVICE))
+    results = []
+    for kernels in (True, False):
+        if not kernels:
+            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+        used.clear()
+        policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
+        options = {"max_new_tokens": 9, "sampling": Sampling(temperature=1.1, top_k=3), "batch_size": 2, "seed": 5}
+        results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
+        assert bool(used) is kernels
+    assert results[0].tokens == results[1].tokens
+    assert [each.drafted for each in results[0].stats] == [each.drafted for each in results[1].stats]
+
+
+@runs
+def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("no kernel image")
+
+    for broken in (fails, lambda weights, numbers: sampling.draw(weights, numbers) + 1):
+        fused_sampling._proven.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(fused_sampling, "_draw", broken)
+            assert not fused_sampling.usable(torch.zeros(1, device=DEVICE))
+        assert "no kernels for sampling" in caplog.text
+    fused_sampling._proven.cache_clear()
+    assert fused_sampling.usable(torch.zeros(1, device=DEVICE))
+
+
+def test_without_triton_nothing_changes(monkeypatch):
+    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+    assert not fused_sampling.usable(torch.zeros(1))
