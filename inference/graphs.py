@@ -292,7 +292,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         else:
             to.copy_(tensor)
     for several in together.values():
-        torch._foreach_copy_(*map(list, zip(*several, strict=True)))
+        torch._foreach_copy_([to for to, _ in several], [tensor for _, tensor in several])
 
 
 def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:
