@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from accept_head.inference.policies.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS
+from tests.inference.memory_check import checked_memory
 from tests.inference.toy import random_head, toy_pair
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -52,6 +54,8 @@ def anywhere(monkeypatch):
             return dot(self, widened(a), widened(b), *others) if a.dtype == tl.bfloat16 else dot(self, a, b, *others)
 
         monkeypatch.setattr(InterpreterBuilder, "create_dot", of_bfloat16)
+    with checked_memory() if INTERPRETED else nullcontext():
+        yield
 
 
 def float64_signals(logits, ids, temperature):

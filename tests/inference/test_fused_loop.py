@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import accept_head.inference
 from accept_head import Sampling
 from accept_head.inference import fused_loop, fused_signals, generate, make_policy
+from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -25,6 +27,12 @@ runs = pytest.mark.skipif(
     not TRITON or not (INTERPRETED or torch.cuda.is_available()),
     reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
 )
+
+
+@pytest.fixture(autouse=True)
+def own_memory():
+    with checked_memory() if INTERPRETED and TRITON else nullcontext():
+        yield
 
 
 @runs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import accept_head.inference
 from accept_head import Sampling, sampling
 from accept_head.inference import fused_sampling, fused_signals, generate, make_policy
+from tests.inference.memory_check import OutOfBounds, checked_memory
 from tests.inference.toy import toy_pair
 
 TRITON = importlib.util.find_spec("triton") is not None
@@ -32,6 +34,8 @@ runs = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+    with checked_memory() if INTERPRETED and TRITON else nullcontext():
+        yield
 
 
 def logits_of(kind, vocab, rows=2):
@@ -128,13 +132,12 @@ WRONG = {
 }  # fmt: skip
 
 
-@runs
-@pytest.mark.parametrize("wrong", [None, *WRONG])
-def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
+def use_kernels(monkeypatch, tmp_path, change):
+    """Those of the source, with one place of it changed."""
     source = Path(accept_head.inference.__path__[0], "sampling_kernels.py").read_text(encoding="utf-8")
-    if wrong is not None:
-        assert source.count(WRONG[wrong][0]) == 1
-        source = source.replace(*WRONG[wrong])
+    if change is not None:
+        assert source.count(change[0]) == 1
+        source = source.replace(*change)
     path = tmp_path / "wrong_kernels.py"
     path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
     spec = importlib.util.spec_from_file_location("wrong_kernels", path)
@@ -142,11 +145,35 @@ def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
     spec.loader.exec_module(kernels)
     monkeypatch.setattr(accept_head.inference, "sampling_kernels", kernels, raising=False)
     monkeypatch.setattr(fused_signals, "_counters", {})
+
+
+@runs
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
+    use_kernels(monkeypatch, tmp_path, WRONG.get(wrong))
     if wrong is None:
         fused_sampling.agree(DEVICE)
-    else:
-        with pytest.raises(AssertionError):
+    else:  # or it goes so far astray that it touches what is not its own
+        with pytest.raises(Exception, match=r"(?i)not close|not equal|mismatch|beside the tensors"):
             fused_sampling.agree(DEVICE)
+
+
+@runs
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU has compute-sanitizer for that")
+def test_memory_of_others_is_not_touched(monkeypatch, tmp_path):
+    """All tests here would show it."""
+    use_kernels(
+        monkeypatch,
+        tmp_path,
+        (
+            "tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)\n    tl.store",
+            "tl.load(begin + token).to(tl.float64)\n    tl.store",
+        ),
+    )
+    weights = torch.rand(1, 700)
+    with pytest.raises(Exception, match="beside the tensors") as raised:
+        fused_sampling._draw(weights, torch.rand(1, dtype=torch.float64))
+    assert isinstance(raised.value, OutOfBounds) or isinstance(raised.value.__cause__, OutOfBounds)
 
 
 @runs
