@@ -30,6 +30,7 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 
+SMALL = 1 << 14  # numbers of a tensor
 MOST_GRAPHS = 512  # of one model, or of one policy's small functions; what comes later is run as it is
 
 Function = Callable[..., Any]
@@ -284,10 +285,10 @@ class Graphs:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """From the second to the first of each: those of one dtype by one kernel, as far as they lie close together."""
+    """From the second to the first of each: small ones of one dtype by one kernel, which has few programs for each."""
     together: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for to, tensor in pairs:
-        if tensor.is_contiguous():
+        if tensor.is_contiguous() and tensor.numel() <= SMALL:
             together.setdefault(tensor.dtype, []).append((to, tensor))
         else:
             to.copy_(tensor)
