@@ -8,7 +8,6 @@ and, where it is small enough, the projection of every token's embedding.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accept_head.head import TABLE_BYTES, AcceptanceHead, Predicts, Score
-from accept_head.inference.fused_signals import counters, launch, power_of_two, start_late, usable
+from accept_head.inference.fused_signals import counters, holds, launch, power_of_two, start_late, usable
 from accept_head.signals import SIGNALS
 
 # More rows than these are better served by products of matrices.
@@ -91,24 +90,21 @@ class FusedHead:
         """Tried once for each way to multiply: kernels that this GPU cannot run, or gets wrong, are not used."""
         if (dtype, several) not in self.tried:
             device = self.head.output.weight.device
-            agrees = self._agrees(dtype, several) or (start_late(device) and self._agrees(dtype, several))
-            self.tried[dtype, several] = agrees
+
+            def agrees() -> bool:
+                return holds(lambda: self._agree(dtype, several), "the head", device)
+
+            self.tried[dtype, several] = agrees() or (start_late(device) and agrees())
         return self.tried[dtype, several]
 
-    def _agrees(self, dtype: torch.dtype, several: bool) -> bool:
+    def _agree(self, dtype: torch.dtype, several: bool) -> None:
+        """Raises AssertionError where the kernels say anything else than torch does."""
         device, rows = self.head.output.weight.device, 1 + several
         hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
         signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
         ids = torch.zeros(rows, dtype=torch.long, device=device)
-        try:
-            expected = self.plain(hidden, signals, ids)
-            torch.testing.assert_close(self._scored(hidden, signals, ids), expected, rtol=1e-2, atol=1e-2)
-        except Exception as error:  # whatever it is, there is another way
-            reason = " ".join(str(error).split())[:160]
-            log = logging.getLogger(__name__)
-            log.warning("accept-head: no kernels for the head (%s: %s), hence slower", type(error).__name__, reason)
-            return False
-        return True
+        expected = self.plain(hidden, signals, ids)
+        torch.testing.assert_close(self._scored(hidden, signals, ids), expected, rtol=1e-2, atol=1e-2)
 
     def _scored(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
         """By the kernels."""

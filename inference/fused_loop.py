@@ -7,7 +7,6 @@ that is tried once, against torch, before they are used.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from accept_head.inference import fused_signals
-from accept_head.inference.fused_signals import power_of_two
+from accept_head.inference.fused_signals import holds, power_of_two
 from accept_head.randomness import seed_state
 
 if TYPE_CHECKING:
@@ -92,14 +91,7 @@ def _block(end_ids: Tensor) -> int:
 @cache
 def _proven(device: torch.device) -> bool:
     """Tried once, against torch."""
-    try:
-        agree(device)
-    except Exception as error:  # whatever it is, there is another way
-        reason = " ".join(str(error).split())[:160]
-        log = logging.getLogger(__name__)
-        log.warning("accept-head: no kernels for the loop on %s (%s: %s)", device, type(error).__name__, reason)
-        return False
-    return True
+    return holds(lambda: agree(device), "the loop", device)
 
 
 def agree(device: torch.device, batch: int = 9, slots: int = 6, tries: int = 6) -> None:

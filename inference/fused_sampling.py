@@ -9,7 +9,6 @@ draws go by their sums in float64, as there.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from accept_head import sampling as in_torch
 from accept_head.inference import fused_signals
-from accept_head.inference.fused_signals import counters, power_of_two, signals_at_once
+from accept_head.inference.fused_signals import counters, holds, power_of_two, signals_at_once
 from accept_head.sampling import Sampling
 
 GROUP, PART, LARGE_PART = 256, 1024, 4096  # tokens: of which one maximum is taken; and of a program
@@ -102,14 +101,7 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
 @cache
 def _proven(device: torch.device) -> bool:
     """Tried once, against torch."""
-    try:
-        agree(device)
-    except Exception as error:  # whatever it is, there is another way
-        reason = " ".join(str(error).split())[:160]
-        log = logging.getLogger(__name__)
-        log.warning("accept-head: no kernels for sampling on %s (%s: %s)", device, type(error).__name__, reason)
-        return False
-    return True
+    return holds(lambda: agree(device), "sampling", device)
 
 
 def agree(device: torch.device, vocab: int = 3 * PART + 7, rows: int = 3) -> None:

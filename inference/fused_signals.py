@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -58,17 +59,22 @@ def _proven(device: torch.device) -> bool:
     expected = torch.stack(signals_of_logits(logits, ones, ids), -1)
     _early[device] = _can_start_early(device)
 
-    def agree() -> bool:
-        try:
-            torch.testing.assert_close(signals_at_once(logits, ids, ones).signals, expected, rtol=1e-3, atol=1e-3)
-        except Exception as error:  # whatever it is, there is another way
-            reason = " ".join(str(error).split())[:160]
-            log = logging.getLogger(__name__)
-            log.warning("accept-head: no kernels on %s (%s: %s), hence slower", device, type(error).__name__, reason)
-            return False
-        return True
+    def agree() -> None:
+        torch.testing.assert_close(signals_at_once(logits, ids, ones).signals, expected, rtol=1e-3, atol=1e-3)
 
-    return agree() or (start_late(device) and agree())
+    return holds(agree, "signals", device) or (start_late(device) and holds(agree, "signals", device))
+
+
+def holds(check: Callable[[], None], what: str, device: torch.device) -> bool:
+    """Whether kernels pass a check on that device; the log says why not. Whatever fails, there is another way."""
+    try:
+        check()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        log = logging.getLogger(__name__)
+        log.warning("accept-head: no kernels for %s on %s (%s), hence slower", what, device, reason)
+        return False
+    return True
 
 
 _early: dict[torch.device, bool] = {}  # kernels begin there before those ahead of them have ended

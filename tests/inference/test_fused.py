@@ -10,13 +10,11 @@ import importlib.util
 import math
 import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import accept_head.inference
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import fused_head, fused_signals, generate
 from accept_head.inference.fused_head import FusedHead, bytes_to_pack, fused_scorer
@@ -26,6 +24,7 @@ from accept_head.inference.policies.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS
+from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import random_head, toy_pair
 
@@ -158,30 +157,10 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def use_kernels(monkeypatch, tmp_path):
-    """Those of the source, with one place of it changed."""
-
-    def use(change):
-        source = Path(accept_head.inference.__path__[0], "fused_kernels.py").read_text(encoding="utf-8")
-        if change is not None:
-            assert source.count(change[0]) == 1
-            source = source.replace(*change)
-        path = tmp_path / "wrong_kernels.py"
-        path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
-        spec = importlib.util.spec_from_file_location("wrong_kernels", path)
-        kernels = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(kernels)
-        monkeypatch.setattr(accept_head.inference, "fused_kernels", kernels, raising=False)
-        monkeypatch.setattr(fused_signals, "_counters", {})
-
-    return use
-
-
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
-def test_a_wrong_combination_would_show(wrong, use_kernels):
-    use_kernels(WRONG.get(wrong))
+def test_a_wrong_combination_would_show(wrong, monkeypatch, tmp_path):
+    use_kernels(monkeypatch, tmp_path, "fused_kernels", WRONG.get(wrong))
     logits, ids = random_logits(2, 9000)
     logits[:, [20, 30]] = logits.amax(-1, keepdim=True) + 1  # two equals
     temperature = torch.tensor([0.7, 1.3])
@@ -355,11 +334,11 @@ WRONG_PRODUCTS = {
 
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG_PRODUCTS])
-def test_a_wrong_product_would_show(wrong, use_kernels, monkeypatch):
+def test_a_wrong_product_would_show(wrong, monkeypatch, tmp_path):
     monkeypatch.setattr(fused_head, "DOT_BLOCK", 64)
-    use_kernels(WRONG_PRODUCTS.get(wrong))
+    use_kernels(monkeypatch, tmp_path, "fused_kernels", WRONG_PRODUCTS.get(wrong))
     head, (hidden, signals, ids) = head_of("signals"), inputs(6)
-    monkeypatch.setattr(FusedHead, "_agrees", lambda *_: True)
+    monkeypatch.setattr(FusedHead, "_agree", lambda *_: None)
     found = fused_scorer(head)(hidden.bfloat16(), signals, ids).double()
     exact = float64_probability(in_bfloat16(head), hidden.bfloat16(), signals, ids, "token")
     assert torch.allclose(found, exact, rtol=1e-4, atol=1e-5) is (wrong is None)
@@ -431,7 +410,7 @@ def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog
     monkeypatch.setattr(fused_head, "_run", fails)
     head, given = head_of("paper"), inputs(2)
     torch.testing.assert_close(fused_scorer(head)(*given), head.scorer()(*given))
-    assert "no kernels on" in caplog.text and "no kernels for the head" in caplog.text
+    assert "no kernels for signals" in caplog.text and "no kernels for the head" in caplog.text
 
 
 def test_without_triton_nothing_changes(monkeypatch):

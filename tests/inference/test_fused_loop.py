@@ -8,14 +8,13 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
 
-import accept_head.inference
 from accept_head import Sampling
 from accept_head.inference import fused_loop, fused_signals, generate, make_policy
+from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair
 
@@ -63,16 +62,7 @@ WRONG = {
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
-    source = Path(accept_head.inference.__path__[0], "loop_kernels.py").read_text(encoding="utf-8")
-    if wrong is not None:
-        assert source.count(WRONG[wrong][0]) == 1
-        source = source.replace(*WRONG[wrong])
-    path = tmp_path / "wrong_kernels.py"
-    path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
-    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
-    kernels = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kernels)
-    monkeypatch.setattr(accept_head.inference, "loop_kernels", kernels, raising=False)
+    use_kernels(monkeypatch, tmp_path, "loop_kernels", WRONG.get(wrong))
     if wrong is None:
         fused_loop.agree(DEVICE)
     else:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import accept_head.inference
 from accept_head import Sampling, sampling
 from accept_head.inference import fused_sampling, fused_signals, generate, make_policy
+from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import OutOfBounds, checked_memory
 from tests.inference.toy import toy_pair
 
@@ -132,25 +131,10 @@ WRONG = {
 }  # fmt: skip
 
 
-def use_kernels(monkeypatch, tmp_path, change):
-    """Those of the source, with one place of it changed."""
-    source = Path(accept_head.inference.__path__[0], "sampling_kernels.py").read_text(encoding="utf-8")
-    if change is not None:
-        assert source.count(change[0]) == 1
-        source = source.replace(*change)
-    path = tmp_path / "wrong_kernels.py"
-    path.write_text(source, encoding="utf-8")  # Triton reads the text of what it compiles
-    spec = importlib.util.spec_from_file_location("wrong_kernels", path)
-    kernels = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(kernels)
-    monkeypatch.setattr(accept_head.inference, "sampling_kernels", kernels, raising=False)
-    monkeypatch.setattr(fused_signals, "_counters", {})
-
-
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
-    use_kernels(monkeypatch, tmp_path, WRONG.get(wrong))
+    use_kernels(monkeypatch, tmp_path, "sampling_kernels", WRONG.get(wrong))
     if wrong is None:
         fused_sampling.agree(DEVICE)
     else:  # or it goes so far astray that it touches what is not its own
@@ -162,14 +146,9 @@ def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU has compute-sanitizer for that")
 def test_memory_of_others_is_not_touched(monkeypatch, tmp_path):
     """All tests here would show it."""
-    use_kernels(
-        monkeypatch,
-        tmp_path,
-        (
-            "tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)\n    tl.store",
-            "tl.load(begin + token).to(tl.float64)\n    tl.store",
-        ),
-    )
+    masked = "tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)\n    tl.store"
+    change = masked, masked.replace(", mask=token < vocab, other=0.0", "")
+    use_kernels(monkeypatch, tmp_path, "sampling_kernels", change)
     weights = torch.rand(1, 700)
     with pytest.raises(Exception, match="beside the tensors") as raised:
         fused_sampling._draw(weights, torch.rand(1, dtype=torch.float64))
