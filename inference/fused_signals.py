@@ -73,6 +73,8 @@ def holds(check: Callable[[], None], what: str, device: torch.device) -> bool:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         log = logging.getLogger(__name__)
         log.warning("accept-head: no kernels for %s on %s (%s), hence slower", what, device, reason)
+        for each in _counters.get(device, []):
+            each.zero_()  # a kernel that broke off has left them as they were then, and others go on with them
         return False
     return True
 

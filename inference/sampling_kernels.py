@@ -153,15 +153,27 @@ def draw_tokens(
     if _is_last(done + row, splits):
         at = tl.arange(0, SPLITS)
         sum_of = tl.load(sums + row * splits + at, mask=at < splits, other=0.0, cache_modifier=".cg")
-        up_to = tl.cumsum(sum_of, 0)
-        total = tl.max(up_to, 0)
-        threshold = tl.load(uniforms + row * uniform_stride) * total
-        weighty = tl.max(tl.where(sum_of > 0, at, 0), 0)
-        chosen = tl.minimum(tl.min(tl.where((up_to > threshold) & (sum_of > 0), at, SPLITS), 0), weighty)
-        before = tl.sum(tl.where(at < chosen, sum_of, 0.0), 0)
+        chosen, before, threshold = _part_of(sum_of, tl.load(uniforms + row * uniform_stride), SPLITS)
         token = chosen * BLOCK + part
         weight = tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)
-        reached = (before + tl.cumsum(weight, 0) > threshold) & (weight > 0)
-        first = tl.min(tl.where(reached, part, BLOCK), 0)
-        found = tl.minimum(first, tl.max(tl.where(weight > 0, part, 0), 0))
-        tl.store(ids + row, (chosen * BLOCK + found).to(tl.int64))
+        tl.store(ids + row, (chosen * BLOCK + _token_of(weight, before, threshold, BLOCK)).to(tl.int64))
+
+
+@triton.jit
+def _part_of(sum_of, uniform, SPLITS: tl.constexpr):
+    """In which part a draw falls, by the parts' sums; what those before it sum to; and what it has to exceed."""
+    at = tl.arange(0, SPLITS)
+    up_to = tl.cumsum(sum_of, 0)
+    threshold = uniform * tl.max(up_to, 0)
+    weighty = tl.max(tl.where(sum_of > 0, at, 0), 0)
+    chosen = tl.minimum(tl.min(tl.where((up_to > threshold) & (sum_of > 0), at, SPLITS), 0), weighty)
+    return chosen, tl.sum(tl.where(at < chosen, sum_of, 0.0), 0), threshold
+
+
+@triton.jit
+def _token_of(weight, before, threshold, BLOCK: tl.constexpr):
+    """On which token of that part; where rounding leaves none, on its last that weighs anything."""
+    part = tl.arange(0, BLOCK)
+    reached = (before + tl.cumsum(weight, 0) > threshold) & (weight > 0)
+    first = tl.min(tl.where(reached, part, BLOCK), 0)
+    return tl.minimum(first, tl.max(tl.where(weight > 0, part, 0), 0))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from accept_head.acceptance import acceptance_probability, residual
+from accept_head.inference import fused_verify
 from accept_head.inference.fused_sampling import draw
 
 
@@ -32,6 +33,16 @@ def verify(
     k = draft_ids.shape[1]
     if k == 0:
         return Verified(torch.zeros_like(drafted), draw(p[:, 0], redraw_uniform))
+    if p.dtype is q.dtype is torch.float32 and len(p) and fused_verify.usable(p):
+        return Verified(*fused_verify.by_ratio(p, q, draft_ids, drafted, accept_uniform, redraw_uniform))
+    return verify_in_torch(p, q, draft_ids, drafted, accept_uniform, redraw_uniform)
+
+
+def verify_in_torch(
+    p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
+) -> Verified:
+    """The same of one slot at least, where no kernels are."""
+    k = draft_ids.shape[1]
     acceptance = acceptance_probability(p[:, :k], q, draft_ids)
     accepted = _leading(accept_uniform < acceptance, drafted)
     row = torch.arange(len(p), device=p.device)
@@ -57,6 +68,13 @@ def verify_greedy(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Ver
 
     target_ids: (batch, k + 1), the target's argmax at each draft position and after the last; the rest as in `verify`.
     """
+    if draft_ids.numel() and fused_verify.usable(draft_ids):
+        return Verified(*fused_verify.by_match(target_ids, draft_ids, drafted))
+    return verify_greedy_in_torch(target_ids, draft_ids, drafted)
+
+
+def verify_greedy_in_torch(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
+    """The same where no kernels are."""
     accepted = _leading(target_ids[:, :-1] == draft_ids, drafted)
     return Verified(accepted, target_ids.gather(1, accepted[:, None])[:, 0])
 

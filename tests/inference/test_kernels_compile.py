@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
-from accept_head.inference import fused_head, fused_loop, fused_sampling, fused_signals
+from accept_head.inference import fused_head, fused_loop, fused_sampling, fused_signals, fused_verify
 from accept_head.inference.fused_head import FusedHead
 from accept_head.signals import SIGNALS
 
@@ -27,6 +27,7 @@ HOPPER, AMPERE = 90, 80
 HEADS_AND_SIGNALS = ("logits_signals", "q_signals", "head_input", "head_block", "head_last", "head_output")
 LOOP = ("uniform_numbers", "last_tokens", "after_draw", "accept")
 SAMPLING = ("lower_bound", "kth_largest", "write_softmax", "draw_tokens")
+VERIFICATION = ("accept_by_ratio", "accept_by_match")
 WEIGHTS = {"state", "weight"}  # which no kernel writes
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1"}
@@ -58,7 +59,7 @@ def compile_for(architecture, kernel, arguments, options):
 @pytest.fixture
 def launched(monkeypatch):
     """[(name, compiled)] of what would have been launched: nothing is run."""
-    from accept_head.inference import fused_kernels, loop_kernels, sampling_kernels
+    from accept_head.inference import fused_kernels, loop_kernels, sampling_kernels, verify_kernels
 
     made = []
 
@@ -74,7 +75,7 @@ def launched(monkeypatch):
 
     def on(architecture, early):
         groups = ((fused_kernels, HEADS_AND_SIGNALS), (loop_kernels, LOOP), (sampling_kernels, SAMPLING))
-        for kernels, names in groups:
+        for kernels, names in (*groups, (verify_kernels, VERIFICATION)):
             for name in names:
                 monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name), architecture))
         monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
@@ -190,6 +191,22 @@ def test_sampling_fits_into_registers(rows, dtype, launched, tmp_path):
     names = ["lower_bound", "kth_largest", "write_softmax", "logits_signals", "write_softmax", "draw_tokens"]
     assert [name for name, _ in made] == names
     assert {name: stack_bytes(compiled, tmp_path) for name, compiled in made} == dict.fromkeys(names, 0)
+
+
+@pytest.mark.parametrize("slots", [1, 4, 9])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_verification_fits_into_registers(rows, slots, launched, tmp_path):
+    made = launched(HOPPER, False)
+    p, ids, drafted = (
+        torch.zeros(rows, slots + 1, 4 * VOCAB),
+        torch.zeros(rows, slots + 1).long(),
+        torch.zeros(rows).long(),
+    )
+    numbers = torch.zeros(2, rows, slots, dtype=torch.float64)
+    fused_verify.by_ratio(p, p[:, 1:], ids[:, 1:], drafted, numbers[0], numbers[1, :, 0])
+    fused_verify.by_match(ids, ids[:, 1:], drafted)
+    assert [name for name, _ in made] == list(VERIFICATION)
+    assert {name: stack_bytes(compiled, tmp_path) for name, compiled in made} == dict.fromkeys(VERIFICATION, 0)
 
 
 def test_what_does_not_fit_is_seen(launched, tmp_path, monkeypatch):
