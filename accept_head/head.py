@@ -8,6 +8,9 @@ draft signals of Y_i and the draft's input embedding of it. It judges one draft 
 f_θ is `depth` residual blocks e ← e + SiLU(W e + b), each with weights of its own (the research code shares one matrix
 among all of them), and a linear layer with one logit per prediction. Before them, what a head reads is brought to its
 width and added up.
+
+A head with a base (base.py) adds to the base's logit what f_θ knows beyond it, from state and embedding; or is the base
+alone, and reads neither.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from accept_head.base import BASE_FUNCTIONS, base_functions, places_of
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.head_folder import HEAD_CONFIG_NAME, WEIGHTS_NAME, head_folder
@@ -55,7 +59,12 @@ class HeadConfig:
         that Y_i is accepted; it needs not have been fed. Of one that is not, `next` is a function of the state alone.
     reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
     signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; not for `next` alone.
-    signal_mean, signal_std: what each signal is normalised with, inside the head.
+    signal_mean, signal_std: what each signal is normalised with, inside the head; with a base, each function of them.
+    base: the logits have a part that is linear in functions of the signals (base.py), and the signals go in nowhere
+        else.
+    standardised: the state goes in through a matrix with an offset, which were made to give its standardised principal
+        components; `width` is how many.
+    residual: whether there is more to the head than its base: blocks, and what they read.
     embedding_std: the head also reads the draft's input embedding of Y_i, divided by this, the root mean square of the
         draft's embedding matrix; None = it does not. Not for `next` alone.
     width: channels inside the head; None = hidden_size, and the state goes in as it is, as in the paper.
@@ -70,6 +79,9 @@ class HeadConfig:
     signal_std: tuple[float, ...] = ()
     embedding_std: float | None = None
     width: int | None = None
+    base: bool = False
+    standardised: bool = False
+    residual: bool = True
 
     def __post_init__(self) -> None:
         if not _is_int(self.hidden_size) or not 1 <= self.hidden_size <= MAX_CHANNELS:
@@ -84,6 +96,7 @@ class HeadConfig:
         if self.reads not in get_args(Reads):
             raise InputError(f"head config: reads is {self.reads!r}, expected one of {get_args(Reads)}")
         self._check_signals()
+        self._check_base()
         if self.embedding_std is not None:
             if not _is_finite(self.embedding_std) or not self.embedding_std > 0:
                 raise InputError(f"head config: embedding_std is {self.embedding_std!r}, expected a positive number")
@@ -101,12 +114,36 @@ class HeadConfig:
             raise InputError(f"head config: signals is {list(self.signals)}, in which one is named twice")
         for name in ("signal_mean", "signal_std"):
             values = getattr(self, name)
-            if len(values) != len(self.signals) or not all(_is_finite(value) for value in values):
-                raise InputError(f"head config: {name} is {values}, expected one finite number a signal")
+            if len(values) != self.inputs or not all(_is_finite(value) for value in values):
+                each = "function of the signals" if self.base else "signal"
+                raise InputError(f"head config: {name} is {values}, expected one finite number a {each}")
         if not all(value > 0 for value in self.signal_std):
             raise InputError(f"head config: signal_std is {self.signal_std}, expected positive numbers")
         if self.signals and self.predicts == "next":
             raise InputError("head config: signals describe a drawn token, but predicts is 'next'")
+
+    def _check_base(self) -> None:
+        for name in ("base", "standardised", "residual"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"head config: {name} is {getattr(self, name)!r}, expected true or false")
+        if self.base and not self.signals:
+            raise InputError("head config: base is true, but signals, which it is a function of, is empty")
+        if self.standardised and self.width is None:
+            raise InputError("head config: standardised is true, but width, the number of components, is null")
+        if self.residual:
+            return
+        if not self.base:
+            raise InputError("head config: base and residual are false, so that nothing is left of the head")
+        if self.depth or self.width or self.embedding_std is not None or self.reads != "before":
+            raise InputError(
+                "head config: residual is false, expected depth 0, reads before, and neither width nor embedding_std: "
+                "a base reads the signals only"
+            )
+
+    @property
+    def inputs(self) -> int:
+        """Numbers that the head is told of a token's signals."""
+        return len(places_of(self.signals)) if self.base else len(self.signals)
 
     @property
     def channels(self) -> int:
@@ -172,22 +209,37 @@ class AcceptanceHead(
     def __init__(self, config: HeadConfig | dict[str, Any]):
         super().__init__()
         self.config = HeadConfig.from_dict(config) if isinstance(config, dict) else config
-        channels = self.config.channels
-        self.blocks = nn.ModuleList(ResidualBlock(channels) for _ in range(self.config.depth))
-        self.output = nn.Linear(channels, len(self.config.predictions))
+        channels, predictions = self.config.channels, len(self.config.predictions)
         if self.config.signals:
-            self.signal_input = nn.Linear(len(self.config.signals), channels, bias=False)
             # Of the config, so not among the weights; as buffers they are where the head is.
-            places = torch.tensor([SIGNALS.index(name) for name in self.config.signals])
-            self.register_buffer("signal_places", places, persistent=False)
+            places = places_of(self.config.signals) if self.config.base else map(SIGNALS.index, self.config.signals)
+            self.register_buffer("signal_places", torch.tensor([*places]), persistent=False)
             for name in ("signal_mean", "signal_std"):
                 self.register_buffer(name, torch.tensor(getattr(self.config, name)), persistent=False)
-        if self.config.reads_embedding:
-            self.embedding_input = nn.Linear(self.config.hidden_size, channels, bias=False)
-        if self.config.width is not None:
-            self.state_input = nn.Linear(self.config.hidden_size, channels, bias=False)
+        if self.config.base:
+            self.base = nn.Linear(self.config.inputs, predictions)
+        if self.config.residual:
+            self.blocks = nn.ModuleList(ResidualBlock(channels) for _ in range(self.config.depth))
+            self.output = nn.Linear(channels, predictions)
+            if self.config.signals and not self.config.base:
+                self.signal_input = nn.Linear(self.config.inputs, channels, bias=False)
+            if self.config.reads_embedding:
+                self.embedding_input = nn.Linear(self.config.hidden_size, channels, bias=False)
+            if self.config.width is not None:
+                self.state_input = nn.Linear(self.config.hidden_size, channels, bias=self.config.standardised)
+        if self.config.base and self.config.residual:
+            nn.init.zeros_(self.output.weight)  # the head starts as its base
+            nn.init.zeros_(self.output.bias)
         self.embeddings: Tensor | None = None  # the draft's; see `attach`
         self.folder: Path | None = None  # that it was loaded from
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
 
     def attach(self, embeddings: Tensor | None) -> AcceptanceHead:
         """Look up drawn tokens in the draft's input embedding matrix, (vocab, hidden_size) of any float dtype, which is
@@ -208,19 +260,25 @@ class AcceptanceHead(
         hidden: (..., hidden_size), any float dtype. signals: (..., 3) as `draft_signals` gives them; needed, and used,
         only when the config names signals. token_ids: (...) int, Y; only when the head reads its embedding.
         """
-        hidden = hidden.to(self.output.weight.dtype)
+        if not self.config.residual:
+            return self.base_logits(signals)
+        hidden = hidden.to(self.dtype)
         x = self.state_input(hidden) if self.config.width is not None else hidden
-        if self.config.signals:
+        if self.config.signals and not self.config.base:
             x = x + self.signal_input(self.normalised(_given(signals, "the draft signals", self.config.signals)))
         if self.config.reads_embedding:
             x = x + self.embedding_input(self.embedded(_given(token_ids, "the embedding of", "the drawn token")))
         for block in self.blocks:
             x = block(x)
-        return self.output(x)
+        return self.output(x) + self.base_logits(signals) if self.config.base else self.output(x)
+
+    def base_logits(self, signals: Tensor | None) -> Tensor:
+        """The base's part of the logits. signals: (..., 3) → (..., predictions)."""
+        return self.base(self.normalised(_given(signals, "the draft signals", self.config.signals)))
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """(...) ids → (..., hidden_size), with root mean square about 1. Raises InputError before `attach`."""
-        return self._embeddings()[token_ids].to(self.output.weight.dtype) / (self.config.embedding_std or 1.0)
+        return self._embeddings()[token_ids].to(self.dtype) / (self.config.embedding_std or 1.0)
 
     def _embeddings(self) -> Tensor:
         if self.embeddings is None:
@@ -228,9 +286,16 @@ class AcceptanceHead(
         return self.embeddings
 
     def normalised(self, signals: Tensor) -> Tensor:
-        """(..., 3) → (..., those of the config), with mean 0 and deviation 1 on the training traces."""
-        used = signals if self.config.signals == SIGNALS else signals[..., self.signal_places]
-        return (used.to(self.output.weight.dtype) - self.signal_mean) / self.signal_std
+        """What it is told of the signals, with mean 0 and deviation 1 on the training traces.
+
+        signals: (..., 3) → (..., inputs).
+        """
+        return (self.told(signals) - self.signal_mean) / self.signal_std
+
+    def told(self, signals: Tensor) -> Tensor:
+        """Those signals of the config, or the functions of them that a base reads. (..., 3) → (..., inputs)."""
+        all_of_them = base_functions(signals.to(self.dtype)) if self.config.base else signals.to(self.dtype)
+        return all_of_them if all_of_them.shape[-1] == self.config.inputs else all_of_them[..., self.signal_places]
 
     def probability(
         self,
@@ -260,12 +325,19 @@ class AcceptanceHead(
         `probability` does, or when the embeddings are not attached."""
         config = self.config
         product = _as_sums if fusible else _as_product
+        base = self._base_of_scorer(prediction, product) if config.base else None
+        if not config.residual:
+            assert base is not None
+            if beside is not None:
+                raise InputError("a head without a residual has no state of its own")
+            return lambda hidden, signals=None, token_ids=None: base(signals).sigmoid()
         blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
         last = self._last_of_scorer(prediction, product)
-        dtype = self.output.weight.dtype
+        dtype = self.dtype
         state = self.state_input.weight.detach().t() if config.width is not None else None
-        if config.signals:
-            scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=self.output.weight.device)
+        offset = self.state_input.bias.detach() if config.standardised else None
+        if config.signals and not config.base:
+            scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=self.device)
             scale[self.signal_places] = (self.signal_input.weight / self.signal_std).t()
             shift = -(self.signal_input.weight @ (self.signal_mean / self.signal_std))
         projected = self._embedding_table() if config.reads_embedding and table else None
@@ -273,21 +345,42 @@ class AcceptanceHead(
         def score(hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
             x = hidden.to(dtype).reshape(-1, config.hidden_size)
             if state is not None:
-                x = product(x, state)
-            if config.signals:
+                x = product(x, state, offset)
+            if config.signals and not config.base:
                 signals = _given(signals, "the draft signals", config.signals)
                 x = product(signals.to(dtype).reshape(-1, len(SIGNALS)), scale, x + shift)
             if config.reads_embedding:
                 ids = _given(token_ids, "the embedding of", "the drawn token").reshape(-1)
                 x = x + (self.embedding_input(self.embedded(ids)) if projected is None else projected[ids])
-            for weight, offset in blocks:
-                x = x + nn.functional.silu(product(x, weight, offset))
-            predicted = last(x).sigmoid()
+            for weight, bias in blocks:
+                x = x + nn.functional.silu(product(x, weight, bias))
+            logits = last(x)
+            if base is not None:
+                logits = logits + base(signals).view(logits.shape)
+            predicted = logits.sigmoid()
             if beside is not None:
                 predicted = torch.cat([predicted.view(len(x), -1), beside(x)], dim=-1)
             return predicted.view((*hidden.shape[:-1], *predicted.shape[1:]))
 
         return score
+
+    def _base_of_scorer(self, prediction: Predicts, product: Product) -> Callable[[Tensor | None], Tensor]:
+        """Signals (..., 3) → the base's logits, (...), or (..., 2) of both; what functions are normalised with is in
+        the weights."""
+        scaled = self.base.weight.detach() / self.signal_std
+        offset = self.base.bias.detach() - scaled @ self.signal_mean
+        weight = torch.zeros(len(BASE_FUNCTIONS), len(scaled), dtype=self.dtype, device=self.device)
+        weight[self.signal_places] = scaled.t()
+        if prediction != "both":
+            place = self.index_of(prediction)
+            weight, offset = weight[:, place : place + 1].clone(), offset[place : place + 1].clone()
+
+        def logits(signals: Tensor | None) -> Tensor:
+            given = _given(signals, "the draft signals", self.config.signals)
+            found = product(base_functions(given.to(self.dtype)).view(-1, len(weight)), weight, offset)
+            return found.view((*given.shape[:-1], 2) if prediction == "both" else given.shape[:-1])
+
+        return logits
 
     def _last_of_scorer(self, prediction: Predicts, product: Product) -> Callable[[Tensor], Tensor]:
         """(n, channels) → logits (n,), or (n, 2) of both."""

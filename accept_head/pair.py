@@ -96,6 +96,10 @@ def load_model(
         raise InputError(f"{option} {name}: tensor {missing[0]!r} is missing from the checkpoint")
     if device_map is None:
         model.to(place)
+    if place.type == "cpu" and model.dtype != torch.float32:
+        # Of several positions transformers hands over a view of the last, for which torch's products in half precision
+        # take a thousand times as long on a CPU as for a copy of it.
+        model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: (inputs[0].contiguous(),))
     return model.eval().requires_grad_(False)
 
 

@@ -174,18 +174,24 @@ def judged(
     references: Sequence[str] = (),
     chosen_on: np.ndarray | None = None,
     tested_on: np.ndarray | None = None,
+    *,
+    traces: CoupledTraces | None = None,
+    tables: Any = None,
+    ratios: Sequence[float] = COSTS,
 ) -> list[dict[str, Any]]:
-    """Of each family the setting that is fastest on dev, as it fares on test; for every c. chosen_on, tested_on: (n,)
-    bool, the responses that count; all when left out."""
-    traces = coupled("test", temperature)
+    """Of each family the setting that is fastest on dev, as it fares on test; for every c of `ratios`. chosen_on,
+    tested_on: (n,) bool, the responses that count; all when left out. traces, tables: test traces and what the informed
+    bound knows of them; the embedded pair's when left out."""
+    if traces is None:
+        traces, tables = coupled("test", temperature), truth(temperature)
     rows = []
-    for c in COSTS:
+    for c in ratios:
         costs = ForwardCosts(t_draft=c, t_target=1.0)
         chosen = {name: test[name][best(settings, costs, chosen_on)] for name, settings in dev.items()}
         none, *fixed = replay_fixed(traces, range(K_MAX + 1))
         policies = {"none": none} | {f"fixed:{k}": one for k, one in enumerate(fixed, 1)} | chosen
         policies["oracle"] = replay_oracle(traces)
-        if (tables := truth(temperature)) is not None:
+        if tables is not None:
             policies["informed"] = replay_informed(traces, tables, costs)
         keep = None if tested_on is None else np.flatnonzero(tested_on).tolist()
         compared = compare([one.measured(keep) for one in policies.values()], costs)

@@ -40,10 +40,12 @@ from accept_head.inference.policies import (
     MaxProbPolicy,
     MeanMaxProbPolicy,
     OnlineLogisticPolicy,
+    OnlineSignalsPolicy,
     RecalibratedHeadPolicy,
     SvipPolicy,
 )
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.online_signals import prior_base
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal
 from accept_head.signals import SIGNALS
 
@@ -104,6 +106,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "svip": lambda: SvipPolicy(0.35),
     "adaedl": lambda: AdaEdlPolicy(0.6),
     "online-logistic": lambda: OnlineLogisticPolicy(0.5),
+    "online-signals": lambda: OnlineSignalsPolicy(0.6, prior=0.1),
     "dsde": lambda: DsdePolicy(2, k_min=1, k_max=4, calibration=2),
     "bandit": lambda: BanditPolicy(2),
     "batch-map": lambda: BatchMapPolicy([(1, 1, 3), (2, 2, 2), (3, 8, 1)]),
@@ -113,6 +116,7 @@ POLICIES: dict[str, Callable[[], DraftPolicy]] = {
     "head, lag 0": lambda: head(lag=0),
     "head, lag 1": lambda: head(lag=1),
     "head that reads before": lambda: head(reads="before"),
+    "head that is a base alone": lambda: HeadPolicy(prior_base(), 0.6),
     "head, `online=true`": lambda: learning(train=False),
     "head, `online=true,train=true`": lambda: learning(train=True),
     "head, `costs=`": lambda: BatchStopPolicy(head(reads="before"), COSTS),

@@ -34,6 +34,8 @@ def fused_scorer(
     """`head.scorer(prediction, beside)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others. What
     stands `beside` is torch's own work, on the state that the kernels leave."""
     plain = head.scorer(prediction, beside)  # refuses what the head does not predict
+    if head.config.base:
+        return plain  # the kernels know no base
     weight, embeddings = head.output.weight, head.embeddings if head.config.reads_embedding else None
     together = embeddings is None or embeddings.device == weight.device
     if not (usable(weight) and weight.dtype is torch.float32 and together):
@@ -89,7 +91,7 @@ class FusedHead:
     def _proven(self, dtype: torch.dtype, several: bool) -> bool:
         """Tried once for each way to multiply: kernels that this GPU cannot run, or gets wrong, are not used."""
         if (dtype, several) not in self.tried:
-            device = self.head.output.weight.device
+            device = self.head.device
 
             def agrees() -> bool:
                 return holds(lambda: self._agree(dtype, several), "the head", device)
@@ -99,7 +101,7 @@ class FusedHead:
 
     def _agree(self, dtype: torch.dtype, several: bool) -> None:
         """Raises AssertionError where the kernels say anything else than torch does."""
-        device, rows = self.head.output.weight.device, 1 + several
+        device, rows = self.head.device, 1 + several
         hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
         signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
         ids = torch.zeros(rows, dtype=torch.long, device=device)
@@ -114,7 +116,7 @@ class FusedHead:
         inputs = self.packed[dtype], hidden.reshape(-1, self.config.hidden_size), signals, token_ids
         if self.beside is not None:
             scores, state = _run(*inputs, with_state=True)
-            scores = torch.cat([scores, self.beside(state.to(self.head.output.weight.dtype))], dim=-1)
+            scores = torch.cat([scores, self.beside(state.to(self.head.dtype))], dim=-1)
             return scores.view(*hidden.shape[:-1], -1)
         scores, _ = _run(*inputs)
         return scores.view((*hidden.shape[:-1], *([2] if len(self.places) > 1 else [])))

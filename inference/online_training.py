@@ -205,7 +205,7 @@ class OnlineTraining:
             tokens.signals if config.signals else None,
             tokens.token_ids if config.reads_embedding else None,
         )[..., 0]
-        read = tokens.signals[:, self.learner.signal_places] if config.signals else None
+        read = self.learner.told(tokens.signals) if config.signals else None
         corrected = correction.corrected(logits.float(), tokens.depth, read)
         # Where nothing is known yet the sample has the weight 0.
         return nn.functional.binary_cross_entropy_with_logits(corrected, tokens.label, weight=tokens.weight)

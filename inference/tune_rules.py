@@ -28,8 +28,10 @@ from accept_head.inference.policies import (
     LeviathanPolicy,
     MaxProbPolicy,
     OnlineLogisticPolicy,
+    OnlineSignalsPolicy,
     SvipPolicy,
 )
+from accept_head.inference.policies.online_signals import online_signals
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.replay import Replayed
@@ -68,6 +70,9 @@ LEARNERS = {
     "adaedl": Learner(lambda level, _, k: AdaEdlPolicy(level, k_max=k), "threshold", AdaEdlPolicy.grid, by_row=True),
     "online-logistic": Learner(
         lambda level, _, k: OnlineLogisticPolicy(level, k_max=k), "threshold", OnlineLogisticPolicy.grid
+    ),
+    "online-signals": Learner(
+        lambda level, _, k: online_signals(level, k_max=k), "threshold", OnlineSignalsPolicy.grid
     ),
     "dsde": Learner(lambda first, _, k: DsdePolicy(first, k_max=k), "k_first", DsdePolicy.grid),
     # 8.4 % slower than the best arm after 1,000 rounds at the authors' constant, 0.5 % at 0.01 (simulated).

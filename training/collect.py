@@ -20,9 +20,10 @@ from accept_head.prompts import load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig
 from accept_head.training.collector import write_shards
-from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options
+from accept_head.training.launch import local_device, set_cpu_threads, trainer_options
 from accept_head.training.responders import Backend, check_backend, make_responder
 from accept_head.training.stored import StoredResponses
+from accept_head.training.threads import share_of_cores
 
 
 def collect(
@@ -131,8 +132,8 @@ def collect(
         return
     if model_shapes is not None:
         raise InputError("--model_shapes is given, but only --dry_run true reads it")
-    limit_cpu_threads()
     options = trainer_options()
+    set_cpu_threads(share_of_cores(options["devices"]))
     pair = load_pair(
         target,
         draft,

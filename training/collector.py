@@ -24,7 +24,7 @@ from accept_head.sampling import Sampling
 from accept_head.trace import CONFIG_NAME, TraceConfig, check_shard, missing_shards, write_shard
 from accept_head.training.engine_request import check_said_by_target
 from accept_head.training.halving import Halving
-from accept_head.training.responders import Responder, TransformersResponder
+from accept_head.training.responders import Batch, Responder, TransformersResponder
 from accept_head.training.score import score, scoring_halving
 
 DEFAULTS = {"backend": "transformers"}  # of fields that a config leaves out
@@ -126,11 +126,11 @@ class Collector(L.LightningModule):
         first = shard * config.shard_size
         mine = prompts[first : first + config.shard_rows(shard)]
         records: list[dict[str, Any]] = []
-        for batch, said in self.responder.batches(shard, mine):
+        for batch in self.responder.batches(shard, mine):
             drawn_with = self.responder.drawn_with
-            records += score_responses(pair, batch, said, config, drawn_with=drawn_with, halving=self.scoring)
-            self.tokens += sum(map(len, said))
-            self.progress.update(len(batch))
+            records += score_responses(pair, batch, config, drawn_with=drawn_with, halving=self.scoring)
+            self.tokens += sum(map(len, batch.responses))
+            self.progress.update(len(batch.prompts))
             elapsed = self.progress.format_dict["elapsed"] or 1e-9
             self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s")
         if config.backend is not None:
@@ -143,14 +143,13 @@ class Collector(L.LightningModule):
 
 def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> list[dict[str, Any]]:
     """Responses and scores of one batch of prompts, as trace records."""
-    responses = TransformersResponder(pair, config).respond(batch)
-    return score_responses(pair, batch, responses, config, drawn_with=config.sampling)
+    (answered,) = TransformersResponder(pair, config).batches(0, batch)
+    return score_responses(pair, answered, config, drawn_with=config.sampling)
 
 
 def score_responses(
     pair: Pair,
-    batch: Sequence[Prompt],
-    responses: Sequence[Sequence[int]],
+    batch: Batch,
     config: TraceConfig,
     *,
     drawn_with: Sampling,
@@ -159,11 +158,12 @@ def score_responses(
     """Trace records of these responses under `config.sampling`. drawn_with: what the target drew them with."""
     scored = score(
         pair,
-        [prompt.ids for prompt in batch],
-        responses,
+        [prompt.ids for prompt in batch.prompts],
+        batch.responses,
         config.sampling,
         seed=config.seed,
-        indices=[prompt.index for prompt in batch],
+        indices=[prompt.index for prompt in batch.prompts],
+        target_logits=batch.logits,
         drawn_with=drawn_with,
         alternatives=config.alternatives or 0,
         halving=halving,
@@ -177,7 +177,7 @@ def score_responses(
             "prompt_ids": list(prompt.ids),
             **columns,
         }
-        for prompt, response, columns in zip(batch, responses, scored, strict=True)
+        for prompt, response, columns in zip(batch.prompts, batch.responses, scored, strict=True)
     ]
 
 

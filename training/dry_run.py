@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from accept_head.alternatives import DRAWS
+from accept_head.base import places_of
 from accept_head.errors import InputError
 from accept_head.files import readable_size
 from accept_head.head import AcceptanceHead, HeadConfig
@@ -121,18 +122,18 @@ def train_plan(
         traces=traces,
         prompt_tokens=prompt_tokens,
         positions=positions,
-        epochs=common.epochs,
+        epochs=common.epochs if common.residual else 0,
         forwards=2 if common.packing == "exact" else 1,
         micro_batch_size=micro_batch_size,
         alternatives=alternatives,
     )
     heads = f"{len(recipes)} heads, {parameters:,} parameters" if len(recipes) > 1 else f"{parameters:,} parameters"
+    how = f"{common.packing} packing, {common.epochs} epochs" if common.residual else "a base alone, no draft forward"
     lines = [
         "dry run of train: no weights are loaded, nothing is written",
         *_shape_lines([("draft", shape)]),
         f"  traces     {traces_line}",
-        f"  head       {heads}; {common.packing} packing, {common.epochs} epochs"
-        + (f", {alternatives} alternatives to each token" if alternatives else ""),
+        f"  head       {heads}; {how}" + (f", {alternatives} alternatives to each token" if alternatives else ""),
         f"estimate, in {precision}, without a feature cache (docs/scale.md):",
         f"  disk       {readable_size(cost.disk)}; "
         f"the draft's checkpoint {readable_size(2 * shape.parameters)} in bfloat16",
@@ -231,11 +232,9 @@ def _traces(folders: list[Path], *, stand_ins: bool) -> tuple[int, int, int, int
 
 def _head_parameters(recipe: Recipe, shape: ModelShape) -> int:
     settled = recipe.for_hidden_size(shape.hidden_size)
-    signals: dict[str, Any] = {
-        "signals": SIGNALS,
-        "signal_mean": (0.0,) * len(SIGNALS),
-        "signal_std": (1.0,) * len(SIGNALS),
-    }
+    with_base = settled.base and settled.signals
+    names: tuple[str, ...] = SIGNALS if settled.signals else ()
+    numbers = len(places_of(names)) if with_base else len(names)
     with torch.device("meta"):
         head = AcceptanceHead(
             HeadConfig(
@@ -243,9 +242,14 @@ def _head_parameters(recipe: Recipe, shape: ModelShape) -> int:
                 depth=settled.depth,
                 predicts=settled.predicts,
                 reads="before" if settled.packing == "prefix" else "drawn",
-                width=settled.width if isinstance(settled.width, int) else None,
+                width=settled.width if isinstance(settled.width, int) and settled.residual else None,
                 embedding_std=1.0 if settled.embedding else None,
-                **(signals if settled.signals else {}),
+                signals=names,
+                signal_mean=(0.0,) * numbers,
+                signal_std=(1.0,) * numbers,
+                base=with_base,
+                standardised=settled.base and settled.residual,
+                residual=settled.residual,
             )
         )
     return sum(parameter.numel() for parameter in head.parameters())

@@ -25,10 +25,11 @@ from accept_head.training.shared_rows import SharedRows
 class Positions:
     """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
 
-    states: of (places, hidden_size), in any float dtype; several tokens may have been drawn from each. signals:
-    (n, signals of the config), normalised; None when the head reads none. embedded: of (different tokens, hidden_size),
-    as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n, predictions), the label a and 1 − a, or
-    their sums where several are known; both 0 where that prediction does not count.
+    states: of (places, hidden_size), in any float dtype, or of (places, channels), where they are standardised; several
+    tokens may have been drawn from each. signals: (n, inputs), normalised; None when the head reads none. embedded: of
+    (different tokens, hidden_size), as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n,
+    predictions), the label a and 1 − a, or their sums where several are known; both 0 where that prediction does not
+    count.
     """
 
     states: SharedRows
@@ -41,7 +42,7 @@ class Positions:
 @dataclass
 class HeadLoss:
     """value: scalar, numerator of the weighted loss. cross_entropy: (predictions,), unweighted, summed, nats.
-    gradients: of the value, in the order of `head.parameters()`."""
+    gradients: of the value, in the order of those of `head.parameters()` that learn."""
 
     value: Tensor
     cross_entropy: Tensor
@@ -61,6 +62,8 @@ def head_loss(
     inputs, output_weight = _inputs(head, positions, dtype), head.output.weight.to(dtype)
     states, before_silu = _forward_blocks(blocks, _first_state(head, positions, inputs), dtype)
     logits = F.linear(states[-1].to(dtype), output_weight, head.output.bias.to(dtype)).float()
+    if head.config.base:
+        logits = logits + head.base(positions.signals)
 
     # −A log σ(z) − R log σ(−z) = (A + R) softplus(z) − A z, and its derivative (A + R) σ(z) − A.
     softplus = F.softplus(logits)
@@ -77,21 +80,25 @@ def head_loss(
 
 
 def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> dict[nn.Linear, SharedRows]:
-    """What goes into the head through weights of its own, by the layer that it goes through, in the order of
+    """What goes into the head through weights that learn, by the layer that it goes through, in the order of
     `head.parameters()`."""
     inputs = {}
-    if positions.signals is not None:
+    if positions.signals is not None and not head.config.base:
         inputs[head.signal_input] = SharedRows(positions.signals)
     if positions.embedded is not None:
         inputs[head.embedding_input] = positions.embedded.to(dtype)
-    if head.config.width is not None:
+    if _learns_state_input(head):
         inputs[head.state_input] = positions.states.to(dtype)
     return inputs
 
 
+def _learns_state_input(head: AcceptanceHead) -> bool:
+    return head.config.width is not None and not head.config.standardised
+
+
 def _first_state(head: AcceptanceHead, positions: Positions, inputs: dict[nn.Linear, SharedRows]) -> Tensor:
     """(n, channels) float32: the sum of all that the head reads."""
-    parts = [] if head.config.width is not None else [positions.states.spread(positions.states.values).float()]
+    parts = [] if _learns_state_input(head) else [positions.states.spread(positions.states.values).float()]
     for linear, rows in inputs.items():
         parts.append(rows.spread((rows.values @ linear.weight.t().to(rows.values.dtype)).float()))
     return reduce(torch.add, parts)

@@ -52,14 +52,11 @@ def local_device() -> torch.device:
     return torch.device("cpu") if use_cpu_only() else torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def limit_cpu_threads() -> None:
-    """Each matrix product on one thread on a CPU, so that no result depends on how many processes share the cores.
-
-    Split over more threads it can round differently, and one different sampled token is another trace. More cores are
-    used by more processes, and in training by threads that have products of their own (threads.py).
-    """
+def set_cpu_threads(count: int) -> None:
+    """Threads of each matrix product on a CPU. Split over more of them it can round differently, and one different
+    sampled token is another trace: the same bits take the same number."""
     if use_cpu_only():
-        torch.set_num_threads(1)
+        torch.set_num_threads(count)
 
 
 def _stop_together(processes: int) -> None:

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning as L
 import torch
@@ -15,24 +15,59 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head import AcceptanceHead, Predicts
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.batches import LABELS, DraftBatch, StateBatch, sent
 from accept_head.training.draws import draws
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
+from accept_head.training.recipe import Keep
 from accept_head.training.shared_rows import SharedRows
 from accept_head.training.threads import Threads
 
 LOG_EVERY = 10  # optimizer steps
+PAYS = 0.005  # share of the dev KL that a residual must save: less is what choosing the best epoch finds by luck
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a head with a base starts from, as a head of its own. dev, train: as of Outcome."""
+
+    head: AcceptanceHead
+    dev: dict[str, Quality]
+    train: dict[str, dict[str, float]]
+
+    def outcome(self, name: str) -> Outcome:
+        """Of a head that is nothing else."""
+        return Outcome(name, self.head, self.dev, self.train, self.dev)
+
+
+class Outcome(NamedTuple):
+    """A head that was made. dev: its quality on dev traces. train: on what it learnt from, as metrics.json has it.
+    base: that of its base on dev traces; None of one without a base."""
+
+    name: str
+    head: AcceptanceHead
+    dev: dict[str, Quality]
+    train: dict[str, dict[str, float]]
+    base: dict[str, Quality] | None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A head to train. name: how a sweep calls it, "" when it is the only one. w_rej: its loss weight of rejection."""
+    """A head to train. name: how a sweep calls it, "" when it is the only one; of candidates of one name the best is
+    kept. w_rej: its loss weight of rejection. base: where it starts; None of one without a base. decay: share of the
+    weights that a step at the peak of lr takes away."""
 
     name: str
     head: AcceptanceHead
     w_rej: float
+    base: Base | None = None
+    decay: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """In logs."""
+        return f"{self.name}{'-' * bool(self.name)}decay{self.decay:g}" if self.decay else self.name
 
 
 class HeadTraining(L.LightningModule):
@@ -41,6 +76,9 @@ class HeadTraining(L.LightningModule):
     The loss of a step is, for each head, one ratio of sums over all its traces. Micro-batches and processes add
     numerators' gradients; the denominator is summed over both and divided out once, just before the optimizer steps.
     The result does not depend on how a step was divided, nor on which heads are trained together.
+
+    keep: `last`, each head's weights at the end; or `best`, those after the epoch in which it was best on dev traces.
+    Of a head with a base this is the base alone where no epoch saved a share PAYS of its KL.
     """
 
     train_sums: Tensor
@@ -56,14 +94,18 @@ class HeadTraining(L.LightningModule):
         steps_per_epoch: int,
         warmup_share: float,
         w_acc: float,
+        keep: Keep = "last",
         threads: Threads | None = None,
     ):
         super().__init__()
         self.candidates = tuple(candidates)
         self.heads = nn.ModuleList(candidate.head for candidate in candidates)
         self.predictions = self.candidates[0].head.config.predictions
-        self.axes = label_axes(self.candidates[0].head.config)
+        config = self.candidates[0].head.config
+        self.axes = label_axes(config.predicts, sees_drawn=config.sees_drawn)
         self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the heads only and DDP wraps only them
+        self.steps_per_epoch = steps_per_epoch
+        self.keep = keep
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
@@ -79,6 +121,12 @@ class HeadTraining(L.LightningModule):
         self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
         self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
         self.judged_step = -1  # optimizer steps before dev_quality was measured
+        # Where the best are kept: weights of candidates after their best epoch so far, if any was better than the base.
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.kept_kl = [mean_kl(one.base.dev) * (1 - PAYS) if one.base else math.inf for one in self.candidates]
+
+    def _learning(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.heads.parameters() if parameter.requires_grad]
 
     def hidden_states(self, batch: DraftBatch) -> Tensor:
         """(batch, seq, hidden_size)."""
@@ -109,7 +157,7 @@ class HeadTraining(L.LightningModule):
             self._check_finite(values, batch)
             self.step_sums = self.step_sums.to(values.device) + self._sums(positions, values, losses)
         gradients = [gradient for loss in losses for gradient in loss.gradients]
-        return KnownGradients.apply(values.sum(), gradients, *self.heads.parameters())
+        return KnownGradients.apply(values.sum(), gradients, *self._learning())
 
     def _positions(self, batch: StateBatch) -> Positions:
         """What there is to learn, found by the host while a GPU runs the draft, and sent behind it."""
@@ -121,6 +169,8 @@ class HeadTraining(L.LightningModule):
             embedded = SharedRows(head.embedded(sent(ids, device)), sent(index, device))
         # Without a layer of its own for the state, a head adds to it; else products read it as the draft gave it.
         hidden = batch.hidden.float() if head.config.width is None else batch.hidden
+        if head.config.standardised:  # by all alike
+            hidden = head.state_input(batch.hidden.float())
         return Positions(
             states=SharedRows(hidden, None if drawn.place is None else sent(drawn.place, device)),
             signals=head.normalised(sent(drawn.signals, device)) if head.config.signals else None,
@@ -172,7 +222,7 @@ class HeadTraining(L.LightningModule):
         """losses: (heads,). A sweep shows their mean, and writes each to the logs now and then."""
         self.log("train_loss", losses.mean(), prog_bar=True, rank_zero_only=True)
         if len(self.candidates) > 1 and (self.global_step + 1) % LOG_EVERY == 0:
-            names = [f"train_loss/{candidate.name}" for candidate in self.candidates]
+            names = [f"train_loss/{candidate.label}" for candidate in self.candidates]
             for logger in self.loggers:
                 logger.log_metrics(dict(zip(names, losses.tolist(), strict=True)), step=self.global_step)
 
@@ -194,16 +244,52 @@ class HeadTraining(L.LightningModule):
         self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes], batch.mask[:, self.axes]))
 
     def on_validation_epoch_end(self) -> None:
+        self._judge()
+        for candidate, found in zip(self.candidates, self.dev_quality, strict=True):
+            for prediction, quality_of in found.items():
+                self._log_quality(candidate.label, prediction, quality_of)
+
+    def _judge(self) -> None:
+        """All candidates, by the dev batches that were gone through."""
         outputs, self.dev_outputs = _gather_all(self.dev_outputs), []
         logits = torch.cat([logits for logits, _, _ in outputs], dim=1)
         labels, mask = (torch.cat([output[part] for output in outputs]) for part in (1, 2))
-        for index, candidate in enumerate(self.candidates):
+        for index in range(len(self.candidates)):
             for axis, prediction in enumerate(self.predictions):
                 counted = mask[:, axis]
-                found = quality(logits[index, counted, axis], labels[counted, axis])
-                self.dev_quality[index][prediction] = found
-                self._log_quality(candidate.name, prediction, found)
+                self.dev_quality[index][prediction] = quality(logits[index, counted, axis], labels[counted, axis])
+            if self.keep == "best":
+                self._keep_if_best(index)
         self.judged_step = self.global_step
+
+    def _keep_if_best(self, index: int) -> None:
+        kl = mean_kl(self.dev_quality[index])
+        if kl < self.kept_kl[index]:
+            state = self.candidates[index].head.state_dict()
+            self.kept_kl[index] = kl
+            self.kept[index] = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+    def take_best(self) -> bool:
+        """Give heads the weights that are kept of them; whether there are any, to be judged anew."""
+        for index, state in self.kept.items():
+            self.candidates[index].head.load_state_dict(state)
+        return bool(self.kept)
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of the candidates, one of each name: of several the best; the base where no residual paid."""
+        chosen: dict[str, int] = {}
+        for index, one in enumerate(self.candidates):
+            best = chosen.setdefault(one.name, index)
+            if self.kept_kl[index] < self.kept_kl[best]:
+                chosen[one.name] = index
+        return [self._outcome(index) for index in chosen.values()]
+
+    def _outcome(self, index: int) -> Outcome:
+        candidate, base = self.candidates[index], self.candidates[index].base
+        if base is not None and self.keep == "best" and index not in self.kept:
+            return base.outcome(candidate.name)
+        dev, train = self.dev_quality[index], self.train_quality(index)
+        return Outcome(candidate.name, candidate.head.float().cpu(), dev, train, base.dev if base is not None else None)
 
     def _log_quality(self, name: str, prediction: str, found: Quality) -> None:
         values = {f"dev_{prediction}_{key}": float(value) for key, value in found.to_dict().items()}
@@ -214,11 +300,28 @@ class HeadTraining(L.LightningModule):
         for key, value in values.items():
             self.log(key, value, prog_bar=key.endswith("binary_kl"), rank_zero_only=True)
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {"weights": self.kept, "kl": self.kept_kl, "judged_step": self.judged_step}
+
+    def on_train_start(self) -> None:
+        """A run that was killed between the end of an epoch and its verdict: the verdict first."""
+        ended = self.global_step > 0 and self.global_step % self.steps_per_epoch == 0
+        if self.keep == "last" or not ended or self.judged_step == self.global_step:
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        with self.trainer.precision_plugin.val_step_context(), torch.no_grad():
+            for place, batch in enumerate(data.val_dataloader()):
+                self.validation_step(batch.to(self.device), place)
+        self._judge()
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Continue at the start of an optimizer step, under however many micro-batches that step is divided into now.
 
         Lightning counts micro-batches; the data starts at the step. After a resume it may also save in mid-step.
         """
+        kept = checkpoint.get("kept")  # older ones have none
+        if kept is not None:
+            self.kept, self.kept_kl, self.judged_step = kept["weights"], kept["kl"], kept["judged_step"]
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
         for part in ("total", "current"):
@@ -226,16 +329,29 @@ class HeadTraining(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         # Adam is elementwise: one of it for all heads is one for each. Fused: one pass over the weights.
-        optimizer = torch.optim.Adam(self.heads.parameters(), lr=self.lr, fused=True)
+        groups = [
+            {
+                "params": [each for each in one.head.parameters() if each.requires_grad],
+                "weight_decay": one.decay / self.lr,
+            }
+            for one in self.candidates
+        ]
+        optimizer = torch.optim.Adam(groups, lr=self.lr, decoupled_weight_decay=True, fused=True)
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def label_axes(config: HeadConfig) -> list[int]:
+def mean_kl(found: dict[str, Quality]) -> float:
+    """Over the predictions of a head."""
+    return sum(each.binary_kl for each in found.values()) / len(found)
+
+
+def label_axes(predicts: Predicts, *, sees_drawn: bool) -> list[int]:
     """Which of batches.LABELS each of a head's logits is trained on."""
-    beyond = config.predicts == "both" and config.sees_drawn
-    return [LABELS.index("after" if name == "next" and beyond else name) for name in config.predictions]
+    if predicts == "both":
+        return [LABELS.index("token"), LABELS.index("after" if sees_drawn else "next")]
+    return [LABELS.index(predicts)]
 
 
 def _gather_all(outputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:

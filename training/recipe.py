@@ -9,30 +9,41 @@ from accept_head.errors import InputError
 from accept_head.head import Predicts
 from accept_head.training.mixing import Packing
 
+Keep = Literal["best", "last"]
+
 LR_HIDDEN_SIZE = 128
 MOST_CHANNELS = 1024  # of a head with width `auto`, which has else the draft's hidden size
+MOST_COMPONENTS = 128  # the same, of one with a base
 AUTO_BATCH = (4, 32)  # a step is an 800th of the traces, but not less or more than these
 STEPS_AN_EPOCH = 800
+# Of a hundred prompts a strong one is better, of a thousand it keeps from learning: docs/log.md.
+DECAYS = (0.0, 0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`: the same, but at
     most MOST_CHANNELS. predicts: token, next or both. signals, embedding: whether the head also reads the draft
-    signals, and the draft's input embedding of the drawn token.
+    signals, and the draft's input embedding of the drawn token. base: whether the signals go into a base, which is
+    fitted first, and what else the head reads, the state standardised, into a residual to it, which is kept where dev
+    traces say that it pays. residual: whether there is more to such a head than its base.
 
     w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
     a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
     the traces. batch_size: traces an optimizer step, over all processes; `auto`, as in AUTO_BATCH. lr: Adam's peak,
     after warmup_share of all steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see
-    `for_hidden_size`. alternatives: to each drawn token, that a head with prefix packing learns of, too; `all` that the
-    traces have, see `for_alternatives`.
+    `for_hidden_size`. decay: share of the weights that a step at that peak takes away; `auto`: each of DECAYS is tried,
+    and the head kept that is best on dev traces; 0 where the last weights are kept. alternatives: to each drawn token,
+    that a head with prefix packing learns of, too; `all` that the traces have, see `for_alternatives`. keep: weights of
+    which epoch, see HeadTraining.
     """
 
     depth: int = 3
     predicts: Predicts = "token"
     signals: bool = False
     embedding: bool = False
+    base: bool = False
+    residual: bool = True
     width: int | Literal["auto"] | None = None
     w_acc: float = 1.0
     w_rej: float = 1.0
@@ -42,12 +53,16 @@ class Recipe:
     epochs: int = 3
     batch_size: int | Literal["auto"] = 32
     lr: float = 3e-3
+    decay: float | Literal["auto"] = 0.0
     warmup_share: float = 0.03
+    keep: Keep = "last"
 
     def __post_init__(self) -> None:
         for name in ("w_acc", "w_rej", "lr"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.decay != "auto" and not 0 <= self.decay < 1:
+            raise InputError(f"decay is {self.decay}, expected a share from 0 on, below 1, or auto")
         if self.epochs < 1:
             raise InputError(f"epochs is {self.epochs}, expected a positive integer")
         if self.batch_size != "auto" and self.batch_size < 1:
@@ -66,11 +81,21 @@ class Recipe:
                 raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1")
 
     def for_hidden_size(self, hidden_size: int) -> Recipe:
-        """Its width settled, and lr × LR_HIDDEN_SIZE / hidden_size: a step of Adam moves a pre-activation by about
-        lr × channels."""
+        """Its width settled, and lr × LR_HIDDEN_SIZE / channels: a step of Adam moves a pre-activation by about
+        lr × channels, of the state where it is read as it is."""
+        if self.base:
+            components = min(hidden_size, MOST_COMPONENTS) if self.width == "auto" else self.width or hidden_size
+            return replace(self, lr=self.lr * LR_HIDDEN_SIZE / components, width=components)
         width = min(hidden_size, MOST_CHANNELS) if self.width == "auto" else self.width
         width = None if width == hidden_size else width
         return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size, width=width)
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """Those to try."""
+        if self.decay == "auto":
+            return DECAYS if self.keep == "best" else (0.0,)
+        return (self.decay,)
 
     @property
     def knows_alternatives(self) -> bool:
@@ -107,19 +132,24 @@ class Recipe:
 RECIPES = {
     # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
     "specdecpp": Recipe(w_rej=6.0),
-    # The hidden state does not say how likely the draft thought the token it drew; the signals do. With them the state
-    # before the token is as good a judge as the one at it, and judges one draft forward earlier. The embedding says
-    # which token it was. Small steps: docs/log.md.
+    # How likely the draft thought the token that it drew says most of what there is to know (docs/log.md): the base is
+    # fitted to that. The residual reads the state before the token, which is as good a judge as the one at it and
+    # judges one draft forward earlier, and which token it was. Small steps.
     "default": Recipe(
         depth=2,
         signals=True,
         embedding=True,
+        base=True,
         width="auto",
         packing="prefix",
         alternatives="all",
         epochs=6,
         batch_size="auto",
+        decay="auto",
+        keep="best",
     ),
+    # The base alone: no draft is run, and some dozen prompts are enough.
+    "signals": Recipe(depth=0, signals=True, base=True, residual=False, packing="prefix", alternatives="all"),
 }
 
 

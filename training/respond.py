@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -19,8 +20,20 @@ def generation_halving() -> Halving:
     return Halving("generating", "lower --max_new_tokens, or spread the target with --device_map auto")
 
 
+class Said(NamedTuple):
+    """One response: ids, and logits (ids, vocab) that they were drawn from, in the target's dtype."""
+
+    ids: list[int]
+    logits: Tensor
+
+
+def respond(*given: Any, **options: Any) -> list[list[int]]:
+    """The ids of `respond_with_logits`."""
+    return [said.ids for said in respond_with_logits(*given, **options)]
+
+
 @torch.no_grad()
-def respond(
+def respond_with_logits(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
@@ -30,8 +43,8 @@ def respond(
     seed: int,
     vocab_size: int | None = None,
     halving: Halving | None = None,
-) -> list[list[int]]:
-    """One response a prompt, as ids, without the prompt and with the end-of-sequence token if one was produced.
+) -> list[Said]:
+    """One response a prompt, without the prompt and with the end-of-sequence token if one was produced.
 
     vocab_size: ids from here on are never generated: outputs that only pad the target's embedding matrix. The batch is
     seeded as a whole: the same prompts in the same batch with the same seed give the same responses, also where memory
@@ -53,25 +66,28 @@ def respond(
         eos_token_id=ends,
         pad_token_id=pad,
         suppress_tokens=padding or None,
+        output_logits=True,
+        return_dict_in_generate=True,
         **sampling.generation_kwargs(),
     )
 
-    def generate(start: int, stop: int) -> list[list[int]]:
+    def generate(start: int, stop: int) -> list[Said]:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             with _draws_of(start, stop, len(prompts)):
                 output = target.generate(  # type: ignore[operator]
                     input_ids[start:stop], attention_mask=attention_mask[start:stop], generation_config=config
                 )
-        return output[:, width:].tolist()
+        ids = [until_end(row, ends) for row in output.sequences[:, width:].tolist()]
+        steps = [step.to(target.dtype) for step in output.logits]  # as they were: generate makes them float32
+        return [Said(each, torch.stack([step[row] for step in steps[: len(each)]])) for row, each in enumerate(ids)]
 
     # The model's own generation config may bring top_p, penalties and more: only the recorded settings may apply.
     saved, target.generation_config = target.generation_config, GenerationConfig()
     try:
-        rows = (halving or generation_halving())(len(prompts), generate)
+        return (halving or generation_halving())(len(prompts), generate)
     finally:
         target.generation_config = saved
-    return [until_end(row, ends) for row in rows]
 
 
 def _draws_of(start: int, stop: int, rows: int) -> AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from itertools import starmap
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -89,7 +90,9 @@ class ServerResponder:
             raise
         finally:
             workers.shutdown(cancel_futures=True)
-        yield from zip(in_batches(prompts, self.batch_size), map(list, in_batches(said, self.batch_size)), strict=True)
+        yield from starmap(
+            Batch, zip(in_batches(prompts, self.batch_size), map(list, in_batches(said, self.batch_size)), strict=True)
+        )
 
     def _respond_or_stop(self, prompt: Prompt) -> list[int]:
         """As respond, but not once another request has failed."""

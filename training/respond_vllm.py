@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
 
 from accept_head.errors import InputError
@@ -84,7 +85,9 @@ class VllmResponder:
             self.request.checked(output.outputs[0].token_ids, prompt.index, "vLLM")
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
-        yield from zip(in_batches(prompts, self.batch_size), map(list, in_batches(said, self.batch_size)), strict=True)
+        yield from starmap(
+            Batch, zip(in_batches(prompts, self.batch_size), map(list, in_batches(said, self.batch_size)), strict=True)
+        )
 
     def _fields(self, index: int) -> dict[str, Any]:
         fields = self.request.fields(index)

@@ -6,18 +6,29 @@ All give them in batches of the config's `batch_size`, in the order of the promp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol
+from itertools import starmap
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
 from accept_head.trace import TraceConfig
-from accept_head.training.respond import generation_halving, respond
+from accept_head.training.respond import Said, generation_halving, respond_with_logits
 from accept_head.training.stored import StoredResponses
 
 Backend = Literal["transformers", "vllm", "openai"]
-Batch = tuple[Sequence[Prompt], list[list[int]]]  # prompts and their responses, as ids
+
+
+class Batch(NamedTuple):
+    """Prompts and their responses, as ids. logits: that each response was drawn from, (ids, vocab), where they are
+    known: the target need not run again then to score them."""
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[list[int]]
+    logits: Sequence[Tensor] | None = None
 
 
 class Responder(Protocol):
@@ -104,12 +115,13 @@ class TransformersResponder:
 
     def batches(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[Batch]:
         for batch in in_batches(prompts, self.config.batch_size):
-            yield batch, self.respond(batch)
+            said = self.respond(batch)
+            yield Batch(batch, [each.ids for each in said], [each.logits for each in said])
 
-    def respond(self, batch: Sequence[Prompt]) -> list[list[int]]:
+    def respond(self, batch: Sequence[Prompt]) -> list[Said]:
         # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
         seed = (self.config.seed * 1_000_003 + batch[0].index) % (1 << 63)
-        return respond(
+        return respond_with_logits(
             self.pair.target,
             self.pair.tokenizer,
             [prompt.ids for prompt in batch],
@@ -132,7 +144,9 @@ class StoredResponder:
 
     def batches(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[Batch]:
         said = self.stored.responses(shard)[: len(prompts)]
-        yield from zip(in_batches(prompts, self.size), map(list, in_batches(said, self.size)), strict=True)
+        yield from starmap(
+            Batch, zip(in_batches(prompts, self.size), map(list, in_batches(said, self.size)), strict=True)
+        )
 
     def close(self) -> None:
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import cache as cache_results
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,15 +21,17 @@ from accept_head.pair import checkpoint_fingerprint, context_tokens, hidden_size
 from accept_head.signals import SIGNALS
 from accept_head.trace import check_scored
 from accept_head.trace_values import check_context
-from accept_head.training.data import StepSampler, TraceData
+from accept_head.training.base import Labelled, fit_base, qualities, train_quality
+from accept_head.training.data import PackedTraces, StepSampler, TraceData
 from accept_head.training.feature_cache import FeatureCache, check_cacheable
-from accept_head.training.launch import limit_cpu_threads, local_device, trainer_options, use_cpu_only
+from accept_head.training.launch import local_device, set_cpu_threads, trainer_options, use_cpu_only
 from accept_head.training.mixing import Packing
-from accept_head.training.module import LOG_EVERY, Candidate, HeadTraining
-from accept_head.training.output import prepare_run, print_quality, save_heads
+from accept_head.training.module import LOG_EVERY, Base, Candidate, HeadTraining, Outcome, label_axes
+from accept_head.training.output import check_out, prepare_run, print_quality, save_heads
 from accept_head.training.progress import EpochProgress
-from accept_head.training.recipe import RECIPES, Recipe, variants
+from accept_head.training.recipe import RECIPES, Keep, Recipe, variants
 from accept_head.training.splits import Splits, read_splits
+from accept_head.training.start import moments_of, start_heads
 from accept_head.training.threads import Count, Threads, settled
 from accept_head.version import VERSION
 
@@ -38,7 +41,7 @@ def train(
     draft: str,
     out: str,
     dev_traces: str | None = None,
-    recipe: Literal["default", "specdecpp"] = "default",
+    recipe: Literal["default", "signals", "specdecpp"] = "default",
     depth: int | list[int] | None = None,
     predicts: Predicts | None = None,
     signals: bool | None = None,
@@ -53,7 +56,9 @@ def train(
     batch_size: int | Literal["auto"] | None = None,
     micro_batch_size: int = 8,
     lr: float | None = None,
+    decay: float | Literal["auto"] | None = None,
     warmup_share: float | None = None,
+    keep: Keep | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
     seed: int = 0,
     checkpoint_every: int = 50,
@@ -78,13 +83,16 @@ def train(
         draft: The draft that the traces were made with.
         out: Folder for the head; of a sweep, for a folder a head, named like depth3-w_rej6.
         dev_traces: Traces to evaluate on; a tenth of the prompts of `traces` when left out.
-        recipe: `specdecpp` as in the paper (hidden state only, token mixing, w_rej 6, 3 epochs, 32 traces a step), or
-            `default` (ours: the state before the drawn token, its signals and embedding, 6 epochs of small steps).
+        recipe: `default`: a base, fitted to the draft signals, and a residual to it, which reads the state before the
+            drawn token and its embedding, and is left out where dev traces say that it does not pay; `signals`: the
+            base alone, which takes some dozen prompts and seconds; or `specdecpp` as in the paper (hidden state only,
+            token mixing, w_rej 6, 3 epochs, 32 traces a step).
         depth: Residual blocks of the head, 0 to 4; or a list, like [0,1,2,3,4].
         predicts: `token`, the acceptance of the drawn token; `next`, of the one to be drawn after it; or `both`.
         signals: Whether the head also reads the draft signals: log q(Y), entropy and max q.
         embedding: Whether the head also reads the draft's input embedding of the drawn token.
-        width: Channels of the head; `auto` is the draft's hidden size, but at most 1024.
+        width: Channels of the head. With a base these are principal components of the state; `auto` is the draft's
+            hidden size, but at most 128. Of other heads, `auto` is at most 1024.
         w_acc: Loss weight of acceptance.
         w_rej: Loss weight of rejection; or a list, like [1,3,6,12].
         packing: `exact`, or `mixing` (the paper's token mixing), for a head that reads the state at the drawn token;
@@ -97,8 +105,12 @@ def train(
             the traces, as a power of two a process, but at least 4 and at most 32. The paper's 32 is cut to the number
             of traces.
         micro_batch_size: Traces one process feeds to the draft at once.
-        lr: Peak learning rate of Adam; 0.384 / (the draft's hidden size) when left out.
+        lr: Peak learning rate of Adam; 0.384 / (channels that the state goes in with) when left out.
+        decay: Share of the weights that a step at the peak of lr takes away; `auto` tries none and a tenth, and keeps
+            the head that is best on the dev traces.
         warmup_share: Share of all steps spent warming up; the rest is a cosine to zero.
+        keep: Weights of the `best` epoch by the dev traces, or of the `last`. With `best` a base stays alone where its
+            residual does not pay.
         precision: fp32, or bf16 (mixed; the draft itself in bfloat16).
         seed: Seed of the head's first weights, of the order of traces and of the mixing masks.
         checkpoint_every: Optimizer steps between checkpoints.
@@ -114,9 +126,16 @@ def train(
     """
     if predicts == "next":  # they describe a drawn token, which such a head does not know
         signals, embedding = signals or False, embedding or False
+    if not RECIPES[recipe].residual:
+        _check_of_base(
+            recipe, predicts=predicts, signals=signals, depth=depth, embedding=embedding, width=width, packing=packing,
+            epochs=epochs, batch_size=batch_size, lr=lr, decay=decay, warmup_share=warmup_share, keep=keep,
+            cache=cache or None,
+        )  # fmt: skip
     chosen = RECIPES[recipe].override(
         predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing,
-        alternatives=alternatives, r=r, epochs=epochs, batch_size=batch_size, warmup_share=warmup_share,
+        alternatives=alternatives, r=r, epochs=epochs, batch_size=batch_size, decay=decay, warmup_share=warmup_share,
+        keep=keep,
     )  # fmt: skip
     if r not in (None, RECIPES[recipe].r) and chosen.packing != "mixing":
         raise InputError(f"r is {r}, which is of packing 'mixing', but packing is {chosen.packing!r}")
@@ -139,7 +158,7 @@ def train(
         return
     if model_shapes is not None:
         raise InputError("--model_shapes is given, but only --dry_run true reads it")
-    limit_cpu_threads()
+    set_cpu_threads(1)  # more cores are used by threads that have products of their own (threads.py)
     options = trainer_options(precision)
     dtype = "bfloat16" if precision == "bf16" else "auto"
     draft_model = load_model(draft, "--draft", dtype=dtype, device=local_device(), trust_remote_code=trust_remote_code)
@@ -163,9 +182,15 @@ def train(
         workers=workers,
         threads=working,
     )
-    sampler = data.sampler(rank=0, world=processes)
     recipes = variants(chosen, depth, w_rej)
-    module = _module(recipes, draft_model, data, sampler, seed, working)
+    bases = _bases(recipes, splits, data, hidden_size(draft_model)) if chosen.base and chosen.signals else {}
+    if not chosen.residual:
+        check_out(Path(out), sweep=list(recipes) != [""])
+        outcomes, steps = [base.outcome(name) for name, base in bases.items()], 0
+        _save(Path(out), outcomes, recipes, splits, steps, recipe, precision, seed)
+        return
+    sampler = data.sampler(rank=0, world=processes)
+    module = _module(recipes, bases, draft_model, data, sampler, seed, working)
     if cache:
         data.cache = FeatureCache(
             splits.parts,
@@ -184,17 +209,42 @@ def train(
         **{"precision": precision, "seed": seed, "traces": splits.content()},
     }
     trainer = _fit(module, data, sampler, options, prepare_run(Path(out), run, sweep=sweep), checkpoint_every)
-    if trainer.is_global_zero:
-        save_heads(
-            Path(out),
-            module,
-            recipes,
-            metrics={"train_traces": len(splits.train), "dev_traces": len(splits.dev), "steps": trainer.global_step},
-            training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed} | splits.record(),
-            traces=splits.configs[0],
-        )
-        print_quality(Path(out), module)
+    _save(Path(out), module.outcomes(), recipes, splits, trainer.global_step, recipe, precision, seed)
     trainer.strategy.barrier("saved")
+
+
+def _check_of_base(recipe: str, *, predicts: Predicts | None, signals: bool | None, **given: Any) -> None:
+    """Raises InputError for what a base alone does not have."""
+    if predicts == "next" or signals is False:
+        name, value = ("predicts", predicts) if predicts == "next" else ("signals", False)
+        raise InputError(f"{name} is {value!r}, but recipe {recipe!r} reads nothing but signals of a drawn token")
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(
+                f"{name} is {value!r}, but recipe {recipe!r} fits a base alone, to convergence: leave it out"
+            )
+
+
+@rank_zero_only
+def _save(
+    out: Path,
+    outcomes: list[Outcome],
+    recipes: dict[str, Recipe],
+    splits: Splits,
+    steps: int,
+    recipe: str,
+    precision: str,
+    seed: int,
+) -> None:
+    save_heads(
+        out,
+        outcomes,
+        recipes,
+        metrics={"train_traces": len(splits.train), "dev_traces": len(splits.dev), "steps": steps},
+        training={"accept_head": VERSION, "recipe": recipe, "precision": precision, "seed": seed} | splits.record(),
+        traces=splits.configs[0],
+    )
+    print_quality(out, outcomes)
 
 
 def _checked_splits(
@@ -251,7 +301,9 @@ def _fit(
     )
     last = run_folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    if module.judged_step != trainer.global_step:  # a finished run that is run again has nothing left to fit
+    if (
+        module.take_best() or module.judged_step != trainer.global_step
+    ):  # a finished run that is run again has nothing left to fit
         trainer.validate(module, data, verbose=False)
     return trainer
 
@@ -271,11 +323,46 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
     return values if sweep else values[0]
 
 
+def _bases(recipes: dict[str, Recipe], splits: Splits, data: TraceData, channels: int) -> dict[str, Base]:
+    """The base of each head, by the head's name; heads with the same loss weights share one."""
+    common = next(iter(recipes.values()))
+    packing: Packing = "prefix" if common.packing == "prefix" else "exact"
+    axes = label_axes(common.predicts, sees_drawn=True)
+    train, dev = (
+        Labelled.of((packed[0, row] for row in range(len(packed))), axes)
+        for packed in (
+            PackedTraces(splits.train, packing, r=0, seed=0, alternatives=int(common.alternatives)),
+            PackedTraces(splits.dev, packing, r=0, seed=0),
+        )
+    )
+
+    @cache_results
+    def fitted(w_rej: float) -> Base:
+        head = fit_base(
+            train, dev, hidden_size=channels, signals=SIGNALS, predicts=common.predicts, w_acc=common.w_acc, w_rej=w_rej
+        )
+        return Base(head, qualities(head, dev), train_quality(head, train))
+
+    return {name: fitted(recipe.w_rej) for name, recipe in recipes.items()}
+
+
 def _module(
-    recipes: dict[str, Recipe], draft: Any, data: TraceData, sampler: StepSampler, seed: int, threads: Threads
+    recipes: dict[str, Recipe],
+    bases: dict[str, Base],
+    draft: Any,
+    data: TraceData,
+    sampler: StepSampler,
+    seed: int,
+    threads: Threads,
 ) -> HeadTraining:
     common = next(iter(recipes.values()))
-    more = _signal_statistics(data.train.traces) if common.signals else {}
+    more: dict[str, Any] = {"standardised": common.base}
+    if bases:
+        of_base = next(iter(bases.values())).head.config  # all bases read the same
+        names = ("signals", "signal_mean", "signal_std", "base")
+        more |= {name: getattr(of_base, name) for name in names}
+    elif common.signals:
+        more |= _signal_statistics(data.train.traces)
     embeddings = input_embeddings(draft) if common.embedding else None
     if embeddings is not None:
         more["embedding_std"] = float(embeddings.float().square().mean().sqrt())
@@ -289,19 +376,27 @@ def _module(
             width=recipe.width if isinstance(recipe.width, int) else None,
             **more,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # each head starts as it would alone
-            candidates.append(Candidate(name, AcceptanceHead(config).attach(embeddings), recipe.w_rej))
-    return HeadTraining(
+        for decay in recipe.decays:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)  # each head starts as it would alone
+                head = AcceptanceHead(config).attach(embeddings)
+            candidates.append(Candidate(name, head, recipe.w_rej, bases.get(name), decay))
+    module = HeadTraining(
         candidates,
         draft,
         lr=common.lr,
         total_steps=sampler.total_steps,
         steps_per_epoch=sampler.steps_per_epoch,
         warmup_share=common.warmup_share,
+        keep=common.keep,
         w_acc=common.w_acc,
         threads=threads,
     )
+    if common.base:
+        packed, device = data.train, draft.device
+        moments = moments_of(packed, lambda batch: module.read(batch.to(device)), at_once=data.micro_batch_size)
+        start_heads([one.head for one in candidates], [one.base.head for one in candidates if one.base], moments)
+    return module
 
 
 def _signal_statistics(traces: Dataset) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def score(
     indices: Sequence[int],
     drawn_with: Sampling | None = None,
     alternatives: int = 0,
+    target_logits: Sequence[Tensor] | None = None,
     halving: Halving | None = None,
 ) -> list[dict[str, list]]:
     """The per-position columns of each trace (see trace.POSITION_COLUMNS, and ALTERNATIVE_COLUMNS where there are any).
@@ -46,6 +47,7 @@ def score(
     drawn_with: the settings that the target drew the responses with, `sampling` when left out. Y ∼ q needs the
     distribution of X, whatever that was; the labels are those of `sampling`.
     alternatives: further draws at each position; the other columns are the same with and without.
+    target_logits: (response, vocab) of each, where the target's are at hand from drawing it; it runs otherwise.
 
     Raises InputError when not even one sequence fits in memory.
     """
@@ -54,7 +56,7 @@ def score(
         rows = slice(start, stop)
         return _score_batch(
             pair, prompts[rows], responses[rows], sampling, drawn_with or sampling, seed, list(indices[rows]),
-            alternatives,
+            alternatives, None if target_logits is None else target_logits[rows],
         )  # fmt: skip
 
     return (halving or scoring_halving())(len(prompts), score_some)
@@ -70,6 +72,7 @@ def _score_batch(
     seed: int,
     indices: list[int],
     alternatives: int,
+    known_logits: Sequence[Tensor] | None,
 ) -> list[dict[str, list]]:
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(response) for response in responses]
@@ -79,8 +82,14 @@ def _score_batch(
     starts = torch.tensor([len(prompt) for prompt in prompts])
     columns = starts[rows] + steps - 1
 
-    target_logits = _logits(pair.target, sequences)[rows, columns, : pair.vocab_size]  # (positions, vocab)
-    draft_logits = _logits(pair.draft, sequences)[rows, columns, : pair.vocab_size].to(target_logits.device)
+    # (positions, vocab)
+    first = int(columns.min())
+    drawn_from = torch.cat(list(known_logits)) if known_logits is not None else None
+    if drawn_from is None:
+        drawn_from = _logits(pair.target, sequences, first)[rows, columns - first]
+    target_logits = drawn_from[:, : pair.vocab_size]
+    draft_logits = _logits(pair.draft, sequences, first)[rows, columns - first, : pair.vocab_size]
+    draft_logits = draft_logits.to(target_logits.device)
     response_ids = torch.tensor([token for response in responses for token in response], device=target_logits.device)
     counters = torch.stack([torch.tensor(indices)[rows], steps], dim=-1).to(target_logits.device)
 
@@ -137,10 +146,11 @@ def _score_positions(
     }
 
 
-def _logits(model: PreTrainedModel, sequences: list[list[int]]) -> Tensor:
-    """Padded on the right, where a causal model cannot see it → (batch, seq, vocab)."""
+def _logits(model: PreTrainedModel, sequences: list[list[int]], first: int) -> Tensor:
+    """Those of positions from `first` on → (batch, seq − first, vocab). Padded on the right, where a causal model
+    cannot see it."""
     width = max(map(len, sequences))
     device = input_device(model)
     ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences], device=device)
     mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=device)
-    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=width - first).logits

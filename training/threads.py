@@ -25,11 +25,14 @@ MOST_THREADS = 8  # of `auto`: they share Python's lock, and a container may hav
 def settled(threads: Count, *, processes: int) -> int:
     """How many each of this host's `processes` gets. `auto`: its share of cores, at most MOST_THREADS, and at most
     OMP_NUM_THREADS where that is set."""
-    if threads != "auto":
-        return threads
+    return min(share_of_cores(processes), MOST_THREADS) if threads == "auto" else threads
+
+
+def share_of_cores(processes: int) -> int:
+    """Cores of each of this host's `processes`, at most OMP_NUM_THREADS where that is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     allowed = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, min(cores // processes, MOST_THREADS, int(allowed) if allowed.isdecimal() else cores))
+    return max(1, min(cores // processes, int(allowed) if allowed.isdecimal() else cores))
 
 
 class Threads:

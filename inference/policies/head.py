@@ -49,7 +49,8 @@ class HeadPolicy(ThresholdPolicy):
     and a round drafts at least two.
 
     The default is 1: by eq. 3.1 it is 1.08 to 1.16 x as fast (benchmarks/results/head_lag.json). A head that reads the
-    state *before* a drawn token judges it at once and at no cost; it has no lag.
+    state *before* a drawn token judges it at once and at no cost; it has no lag. Nor has a base alone, which reads no
+    state.
     """
 
     scores: Literal["prefix", "proposal"] = "proposal"
@@ -79,10 +80,11 @@ class HeadPolicy(ThresholdPolicy):
             )
         self.head = head
         self.lag = lag if lag is not None else 0 if before else 1
-        signals = OF_Q if head.config.signals else frozenset()
-        self.reads = signals | {Signal.FED_HIDDEN if before else Signal.DRAWN_HIDDEN}
-        # With a lag, the state at the token before is the one that this token was drawn from.
-        self.needs = signals | {Signal.DRAWN_HIDDEN if self.lag == 0 and not before else Signal.FED_HIDDEN}
+        self.reads = self.needs = OF_Q if head.config.signals else frozenset()
+        if head.config.residual:
+            self.reads |= {Signal.FED_HIDDEN if before else Signal.DRAWN_HIDDEN}
+            # With a lag, the state at the token before is the one that this token was drawn from.
+            self.needs |= {Signal.DRAWN_HIDDEN if self.lag == 0 and not before else Signal.FED_HIDDEN}
         self.earlier: DraftStep | None = None
 
     def _scorer(self, head: AcceptanceHead) -> Score:
@@ -90,7 +92,7 @@ class HeadPolicy(ThresholdPolicy):
 
     def start(self, batch: int, device: torch.device) -> None:
         """Raises InputError where the head is elsewhere: its weights are folded by then, so it is not moved."""
-        there = self.head.output.weight.device
+        there = self.head.device
         if (there.type, there.index or 0) != (device.type, device.index or 0):
             raise InputError(
                 f"the head is on {there}, but the models are on {device}; give load_head(device=...), or call its "
@@ -112,7 +114,6 @@ class HeadPolicy(ThresholdPolicy):
         if step.scored is not None:
             return step.scored
         hidden = step.fed_hidden if self.head.config.reads == "before" else step.drawn_hidden
-        assert hidden is not None
         return self.probability(hidden, self._signals_of(step), step.token_ids)
 
     def judged(self, step: DraftStep) -> DraftStep | None:

@@ -15,7 +15,6 @@ from accept_head.inference.online_training import OnlineTraining
 from accept_head.inference.policies.head import HeadPolicy, Rule
 from accept_head.inference.policy import DraftStep, Signal, VerifyOutcome, constant_budget
 from accept_head.inference.recalibration import OnlineRecalibration
-from accept_head.signals import SIGNALS
 
 MOST_CHANNELS = 256  # of the head's state that are learnt from: a fit takes their cube
 
@@ -23,11 +22,11 @@ MOST_CHANNELS = 256  # of the head's state that are learnt from: a fit takes the
 def unit_state(head: AcceptanceHead) -> Callable[[Tensor], Tensor]:
     """The head's last state, (n, channels) → (n, at most MOST_CHANNELS), scaled to length 1. Of a wider head it is a
     random projection, always the same one, which keeps lengths and angles on average."""
-    channels, device = head.config.channels, head.output.weight.device
+    channels, device = head.config.channels, head.device
     projection = None
     if channels > MOST_CHANNELS:
         drawn = torch.randn(channels, MOST_CHANNELS, generator=torch.Generator().manual_seed(0))
-        projection = torch.linalg.qr(drawn).Q.to(device, head.output.weight.dtype)
+        projection = torch.linalg.qr(drawn).Q.to(device, head.dtype)
 
     def unit(x: Tensor) -> Tensor:
         if projection is not None:
@@ -85,7 +84,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
                 "head train is true, and calibration, too: its maps are of the head as it is, expected one of both"
             )
         self.training = OnlineTraining(head) if train else None
-        self.learns_state = online and state and not train
+        self.learns_state = online and state and not train and head.config.residual
         super().__init__(head, threshold, k_min=k_min, k_max=k_max, lag=lag, rule=rule)
         self.calibration = calibration or None
         learns_signals = signals and bool(head.config.signals)
@@ -157,15 +156,10 @@ class RecalibratedHeadPolicy(HeadPolicy):
         if self.calibration is not None:
             token, *following = (self.calibration(depth + i, p) for i, p in enumerate((token, *following)))
         if self.recalibration is not None:
-            token = self.recalibration.judge(token, self._own_signals(), self.state)
+            told = None if self.seen is None else self.head.told(self.seen)
+            token = self.recalibration.judge(token, told, self.state)
             following = [self.recalibration.look_ahead(p) for p in following]
         super()._add(torch.stack([token, *following], dim=-1) if following else token)
-
-    def _own_signals(self) -> Tensor | None:
-        """(batch, signals) that the head reads, of the token judged last."""
-        if self.seen is None or self.head.config.signals == SIGNALS:
-            return self.seen
-        return self.seen[:, self.head.signal_places]
 
     # --- rows --------------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
 from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.online_signals import OnlineSignalsPolicy, online_signals
 from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy
@@ -180,6 +181,10 @@ def _rule(
         return policy(read(argument), **options) if argument else policy(**options)
 
     return build
+
+
+def _online_signals(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
+    return online_signals(_number(argument) if argument else 0.5, draft.device, **options)
 
 
 def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
@@ -380,6 +385,12 @@ POLICIES = {
             AdaSpecPolicy,
         ),
         ("budget", "COSTS", _pair_costs, "DSpark, vLLM: verify the batch's most likely candidates only", BudgetPolicy),
+    ),
+    "online-signals": Entry(
+        "online-signals[:THRESHOLD]",
+        "a head's base, learnt while serving with no traces, stop as a head does",
+        _online_signals,
+        OnlineSignalsPolicy,
     ),
     "head": Entry(
         "head:PATH[:THRESHOLD]",

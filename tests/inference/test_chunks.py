@@ -45,6 +45,10 @@ def head(kind=HeadPolicy, reads="drawn", **options):
     return lambda: kind(random_head(32, reads=reads, signals=True), 0.6, k_max=7, **options)
 
 
+def with_base(**config):
+    return lambda: HeadPolicy(random_head(32, base=True, **config), 0.6, k_max=7)
+
+
 CHUNKED = {
     "none": named("none"),
     "fixed": named("fixed:3"),
@@ -59,6 +63,9 @@ CHUNKED = {
     "svip": named("svip:0.4,k_max=7"),
     "adaedl": named("adaedl:0.4,k_max=7"),
     "online-logistic": named("online-logistic:0.4,k_max=7"),
+    "base alone": with_base(),
+    "head with a base": with_base(width=20),
+    "online-signals": named("online-signals:0.6,k_max=7"),
     "dsde": named("dsde:3,k_max=6"),
     "batch-map": lambda: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
     "goodput": lambda: GoodputPolicy(COSTS, k_max=6),

@@ -37,6 +37,7 @@ from accept_head.inference.policies import (
     MaxProbPolicy,
     MeanMaxProbPolicy,
     OnlineLogisticPolicy,
+    OnlineSignalsPolicy,
     RecalibratedHeadPolicy,
 )
 from accept_head.inference.policies.threshold import ThresholdPolicy
@@ -58,7 +59,7 @@ def head(*, embedding=False, **config):
     if embedding:  # any table will do: both sides look the tokens up in it
         config["embeddings"] = torch.randn(4096, 128, generator=torch.Generator().manual_seed(3))
     made = random_head(128, std=0.05, **config)
-    torch.nn.init.constant_(made.output.bias, 1.5)
+    torch.nn.init.constant_(made.output.bias if made.config.residual else made.base.bias, 1.5)
     return made
 
 
@@ -99,6 +100,9 @@ POLICIES = {
     "head of both, 0.5": lambda: HeadPolicy(
         head(reads="before", signals=True, width=48, embedding=True, predicts="both"), 0.5, k_max=K_MAX
     ),
+    "head with a base, 0.5": lambda: HeadPolicy(head(base=True, width=48, embedding=True), 0.5, k_max=K_MAX),
+    "head of both with a base, 0.5": lambda: HeadPolicy(head(base=True, width=48, predicts="both"), 0.5, k_max=K_MAX),
+    "base alone, 0.5": lambda: HeadPolicy(head(base=True), 0.5, k_max=K_MAX),
     "head of both lag 1, 0.7": lambda: HeadPolicy(head(predicts="both"), 0.7, k_min=3, k_max=K_MAX),
     "cautious": Cautious,
     "adaedl:0.5": lambda: AdaEdlPolicy(0.5, k_max=K_MAX),
@@ -126,6 +130,7 @@ OF_THE_BATCH = {
     "max-prob-mean": lambda: MeanMaxProbPolicy(0.5, k_max=K_MAX),
     "hf-confidence": lambda: HfConfidencePolicy(0.3, k_max=K_MAX),
     "online-logistic": lambda: OnlineLogisticPolicy(0.5, k_max=K_MAX),
+    "online-signals": lambda: OnlineSignalsPolicy(0.5, k_max=K_MAX),
     "online head": online_head,
     "dsde": lambda: DsdePolicy(4, k_max=K_MAX, calibration=3),
     "batch-map": lambda: BatchMapPolicy([(1, 4, 6), (5, 12, 3), (13, 16, 1)]),

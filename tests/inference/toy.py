@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from accept_head import AcceptanceHead, HeadConfig, Pair, Sampling
+from accept_head.inference.policies.online_signals import DEVIATION, MEAN
 from accept_head.signals import SIGNALS
 
 TOKENS = 5
@@ -61,18 +62,28 @@ def random_head(
     *,
     depth: int = 1,
     signals: bool = False,
+    base: bool = False,
     embeddings: Tensor | None = None,
     std: float = 1.0,
     **config: Any,
 ) -> AcceptanceHead:
-    """An untrained head whose predictions vary. embeddings: (vocab, hidden) the draft's, if it is to read them."""
-    if signals:
+    """An untrained head whose predictions vary. embeddings: (vocab, hidden) the draft's, if it is to read them.
+
+    base: with one, and a residual on `width` components of the state; without a width the base is alone.
+    """
+    if base:
+        config |= {"signals": SIGNALS, "signal_mean": MEAN, "signal_std": DEVIATION, "base": True, "reads": "before"}
+        config |= {"residual": "width" in config, "standardised": "width" in config}
+        depth = depth if "width" in config else 0
+    elif signals:
         config |= {"signals": SIGNALS, "signal_mean": (-1.0, 1.0, 0.5), "signal_std": (1.0, 0.5, 0.2)}
     if embeddings is not None:
         config |= {"embedding_std": float(embeddings.square().mean().sqrt())}
     torch.manual_seed(2)
     head = AcceptanceHead(HeadConfig(hidden_size=hidden, depth=depth, **config)).attach(embeddings)
-    torch.nn.init.normal_(head.output.weight, std=std)
+    for name, weight in head.named_parameters():
+        if name in ("output.weight", "base.weight"):
+            torch.nn.init.normal_(weight, std=std)
     return head.eval()
 
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accept_head.base import base_functions
 from accept_head.trace import TraceConfig, write_shard
-from accept_head.training.recipe import RECIPES
+from accept_head.training.recipe import DECAYS, RECIPES
 
 TRACES = 24  # of which split_dev keeps some for evaluation
 
@@ -28,7 +29,9 @@ TRACES = 24  # of which split_dev keeps some for evaluation
 def arguments(random_traces_folder, random_pair_folder):
     def make(out, *more):
         draft = random_pair_folder / "draft"
-        return ["train", "--traces", random_traces_folder, "--draft", draft, "--out", out, "--lr", 0.01, *more]
+        # keep: on so little text of a random pair a residual does not pay, and dev traces would leave the base alone.
+        settings = ["--lr", 0.01, "--keep", "last"]
+        return ["train", "--traces", random_traces_folder, "--draft", draft, "--out", out, *settings, *more]
 
     return make
 
@@ -169,14 +172,66 @@ def test_training_loss_is_logged(train, tmp_path):
 
 
 def test_signals_are_normalised_by_the_training_traces_alone(head, train, random_traces_folder, tmp_path):
-    of_all = train(tmp_path / "all", *SHORT[:4], "--epochs", 1, "--dev_traces", random_traces_folder)
+    """Their functions, that is, which the base reads."""
+    all_of_them = ("--dev_traces", random_traces_folder, "--alternatives", 0)
+    of_all = train(tmp_path / "all", *SHORT[:4], "--epochs", 1, *all_of_them)
     config, of_some = (json.loads((folder / "config.json").read_text()) for folder in (of_all, head))
     rows = [row for path in random_traces_folder.glob("*.parquet") for row in pq.read_table(path).to_pylist()]
-    for place, name in enumerate(config["signals"]):
-        values = np.concatenate([row[name] for row in rows])
-        assert config["signal_mean"][place] == pytest.approx(values.mean(), abs=1e-5)
-        assert config["signal_std"][place] == pytest.approx(values.std(), abs=1e-5)
+    signals = np.stack([np.concatenate([row[name] for row in rows]) for name in config["signals"]], axis=-1)
+    functions = base_functions(torch.from_numpy(signals)).numpy()
+    np.testing.assert_allclose(config["signal_mean"], functions.mean(0), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(config["signal_std"], functions.std(0), rtol=1e-4, atol=1e-5)
     assert config["signal_mean"] != of_some["signal_mean"], "held-out traces were counted too"
+
+
+# --- base and residual ----------------------------------------------------------------------------------------------
+
+
+def test_a_residual_that_does_not_pay_is_left_out(arguments, run_warm, tmp_path):
+    """Steps that are too large learn nothing of use: the base is what remains, as the recipe `signals` fits it."""
+    words = arguments(tmp_path / "head", *SHORT, "--keep", "best")
+    done = run_warm(*words, "--lr", 10)
+    assert done.returncode == 0, done.stderr
+    assert "the base alone" in done.stdout
+    folder = tmp_path / "alone"
+    where = words[: words.index("--out")]
+    signals = run_warm(*where, "--out", folder, "--recipe", "signals")
+    assert signals.returncode == 0, signals.stderr
+    assert (folder / "model.safetensors").read_bytes() == (tmp_path / "head" / "model.safetensors").read_bytes()
+    assert metrics(folder)["dev"] == metrics(folder)["base"] == metrics(tmp_path / "head")["dev"]
+    assert not run_folder(folder).exists(), "there is nothing to go on with"
+
+
+def test_a_residual_that_pays_is_that_of_its_best_epoch(arguments, run_warm, random_traces_folder, tmp_path):
+    """Judged on what it learns from, it pays."""
+    more = ("--keep", "best", "--dev_traces", random_traces_folder, "--lr", 0.03)
+    done = run_warm(*arguments(tmp_path / "head", *SHORT[:4], "--epochs", 12, *more))
+    assert done.returncode == 0, done.stderr
+    found = metrics(tmp_path / "head")
+    assert "base and residual" in done.stdout and "output.weight" in weights(tmp_path / "head")
+    assert found["dev"]["token"]["binary_kl"] < found["base"]["token"]["binary_kl"]
+    with (run_folder(tmp_path / "head") / "csv" / "version_0" / "metrics.csv").open() as file:
+        of_all = [row for row in csv.DictReader(file)]
+    names = [name for name in of_all[0] if name.startswith("dev_token_binary_kl")]
+    kls = [float(row[name]) for row in of_all for name in names if row[name]]
+    assert len(names) == len(DECAYS), "both decays were tried"
+    assert found["dev"]["token"]["binary_kl"] == pytest.approx(min(kls), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--depth", 2), "depth is 2"),
+        (("--epochs", 3), "epochs is 3"),
+        (("--predicts", "next"), "predicts is 'next'"),
+        (("--signals", "false"), "signals is False"),
+    ],
+)
+def test_what_a_base_alone_does_not_have_is_refused(arguments, run_warm, tmp_path, words, named):
+    where = arguments(tmp_path / "head")
+    done = run_warm(*where[: where.index("--lr")], "--recipe", "signals", *words)
+    assert done.returncode == 2 and named in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "head").exists()
 
 
 # --- more processes -------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ POLICIES = {
     "svip": named("svip:0.4"),
     "adaedl": named("adaedl:0.4"),
     "online-logistic": named("online-logistic:0.4"),
+    "online-signals": named("online-signals:0.6"),
     "dsde": named("dsde:3"),
     "batch-map": lambda draft: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
     "goodput": lambda draft: GoodputPolicy(COSTS, k_max=5),

@@ -79,10 +79,15 @@ def test_an_impossible_value_is_refused_by_name(name, value):
         RECIPES["default"].override(**{name: value})
 
 
-def test_learning_rate_of_a_wider_draft_is_smaller_in_proportion():
-    for recipe in (recipe.override(width=64) for recipe in RECIPES.values()):
-        assert recipe.for_hidden_size(128) == recipe
-        assert recipe.for_hidden_size(1024).lr == pytest.approx(recipe.lr / 8)
+def test_learning_rate_of_more_channels_is_smaller_in_proportion():
+    """Of those that the state goes in with: the draft's own, or, standardised, its components."""
+    recipe = RECIPES["specdecpp"].override(width=64)
+    assert recipe.for_hidden_size(128) == recipe
+    assert recipe.for_hidden_size(1024).lr == pytest.approx(recipe.lr / 8)
+    assert recipe.for_hidden_size(1024).override(lr=recipe.lr) == recipe
+    for components in (64, 256):
+        recipe = RECIPES["default"].override(width=components)
+        assert recipe.for_hidden_size(1024).lr == pytest.approx(recipe.lr * 128 / components)
         assert recipe.for_hidden_size(1024).override(lr=recipe.lr) == recipe
 
 
@@ -105,6 +110,7 @@ def test_auto_batch_follows_the_number_of_traces(traces, processes, batch):
 def test_auto_width_is_the_drafts_up_to_a_bound():
     recipe = Recipe(width="auto")
     assert [recipe.for_hidden_size(size).width for size in (128, 1024, 4096)] == [None, None, 1024]
+    assert [RECIPES["default"].for_hidden_size(size).width for size in (64, 128, 4096)] == [64, 128, 128]
 
 
 def test_every_recipe_is_a_possible_head():
@@ -115,7 +121,8 @@ def test_every_recipe_is_a_possible_head():
 def test_every_setting_of_a_recipe_is_an_option_of_train_that_defaults_to_the_recipe():
     options = inspect.signature(train).parameters
     for name in vars(RECIPES["default"]):
-        assert options[name].default is None
+        if name not in ("base", "residual"):  # what a recipe is
+            assert options[name].default is None
 
 
 def test_single_values_are_one_head_without_a_name():

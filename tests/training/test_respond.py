@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from accept_head import Sampling
 from accept_head.pair import end_ids
-from accept_head.training.respond import respond
+from accept_head.training.respond import respond, respond_with_logits
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[1, 40, 41], [1, 100, 7, 8, 9, 60, 61, 62], [1], [1, 200, 201, 30, 31]]
@@ -37,6 +37,19 @@ def test_greedy_responses_equal_generate_row_by_row(model, tokenizer):
     expected = [generated_alone(model, prompt, 20, do_sample=False) for prompt in PROMPTS]
     assert respond(model, tokenizer, PROMPTS, GREEDY, max_new_tokens=20, seed=0) == expected
     assert len({tuple(row) for row in expected}) == len(PROMPTS), "equal rows would prove little"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_those_that_each_token_was_drawn_from(model, tokenizer, dtype):
+    """In the target's own dtype and before any processing; by a forward of each row alone."""
+    model = model.to(dtype)
+    said = respond_with_logits(model, tokenizer, PROMPTS, Sampling(temperature=0.7), max_new_tokens=12, seed=3)
+    for prompt, (ids, logits) in zip(PROMPTS, said, strict=True):
+        alone = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        assert logits.dtype == dtype and len(logits) == len(ids)
+        tolerance = 1e-4 if dtype == torch.float32 else 0.15
+        torch.testing.assert_close(logits, alone, rtol=tolerance, atol=tolerance)
+        assert not torch.allclose(logits.float(), logits.float().roll(1, 0), atol=0.15), "any position would do"
 
 
 def test_greedy_responses_of_the_trained_pair_equal_generate_row_by_row(embedded_pair):

@@ -56,9 +56,10 @@ def make(random_pair, server, monkeypatch):
 
 def responses(responder):
     batches = list(responder.batches(0, PROMPTS))
-    assert [len(batch) for batch, _ in batches] == [5, 5, 2]
-    assert [prompt for batch, _ in batches for prompt in batch] == PROMPTS
-    return [row for _, said in batches for row in said]
+    assert [len(batch.prompts) for batch in batches] == [5, 5, 2]
+    assert [prompt for batch in batches for prompt in batch.prompts] == PROMPTS
+    assert all(batch.logits is None for batch in batches), "a server tells none"
+    return [row for batch in batches for row in batch.responses]
 
 
 def test_each_prompt_gets_its_own_response_whatever_is_in_flight_together(make, server):

@@ -92,6 +92,33 @@ def response_logits(model, prompt, response, vocab):
     return model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1, :vocab].numpy()
 
 
+def test_known_logits_of_the_target_stand_in_for_its_forward(related_pair, sequences, monkeypatch):
+    prompts, responses = sequences
+    given = [
+        torch.from_numpy(response_logits(related_pair.target, p, r, 261))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    options = {"seed": 5, "indices": [7, 1, 2, 3], "alternatives": 2}
+    asked = score(related_pair, prompts, responses, Sampling(top_k=0), **options)
+    monkeypatch.setattr(type(related_pair.target), "forward", only(related_pair.draft))
+    told = score(related_pair, prompts, responses, Sampling(top_k=0), target_logits=given, **options)
+    for one, other in zip(asked, told, strict=True):
+        assert one["draft_ids"] == other["draft_ids"] and one["alternative_ids"] == other["alternative_ids"]
+        for name in ("acceptance", "overlap", "divergence", "target_logprob"):
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-3, atol=1e-4)
+
+
+def only(model):
+    """A forward that none but this model has."""
+    forward = type(model).forward
+
+    def run(self, *given, **options):
+        assert self is model, "the target ran again"
+        return forward(self, *given, **options)
+
+    return run
+
+
 def uniform_number(seed, *counters):
     """splitmix64 chained over the counters, in Python integers."""
 

@@ -147,7 +147,7 @@ def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.dev
 
 def _fusible(policy: HeadPolicy) -> Score:
     """The policy's `probability`, as a compiler likes it."""
-    if type(policy) is not HeadPolicy or policy.head.output.weight.is_cuda:
+    if type(policy) is not HeadPolicy or policy.head.device.type == "cuda":
         return policy.probability  # which may be more than the head's word, or has kernels of its own
     return policy.head.scorer("both" if policy.statistic == "gain" else "token", fusible=True)
 

@@ -44,6 +44,7 @@ POLICIES = (
     "svip:0.35",
     "adaedl:0.4",
     "online-logistic:0.3",
+    "online-signals:0.6",
     "confidence:0.3",
     "cumulative-confidence:0.2",
     "batch-map:{map}",

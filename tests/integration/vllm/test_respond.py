@@ -45,7 +45,7 @@ def config(embedded_pair, embedded_pair_folder, loaded):
 
 
 def said(responder, prompts):
-    return [row for _, rows in responder.batches(0, prompts) for row in rows]
+    return [row for batch in responder.batches(0, prompts) for row in batch.responses]
 
 
 def greedy_by_transformers(pair, prompts):

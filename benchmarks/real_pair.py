@@ -1,0 +1,264 @@
+"""Question: what does a head gain on a published pair, and how much text does it take?
+
+Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, T = 1 without top-k and greedily. Train and dev prompts are of MBPP,
+GSM8K, Dolly and tool calls; test prompts of HumanEval and Spec-Bench, which no choice is made on. Everything is priced
+by replay, each rule with the setting that is best on dev, for every c = t_draft / t_target.
+
+python ../shared/real/fetch_models.py qwen runs/models/qwen     # the weights; needs `gguf`
+python benchmarks/real_pair.py collect                          # what is missing of the traces in benchmarks/traces
+python benchmarks/real_pair.py ladder                           # heads on the train traces that are there; the result
+
+Collecting all of it takes a day on 2 cores, and goes on where it was. The weights are bfloat16 and are computed with in
+float32, which is several times faster on a CPU without instructions for bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ladder import K_MAX, head_settings, judged, part_of, rule_settings
+from record import REPOSITORY, RESULTS, write_result
+
+from accept_head import AcceptanceHead
+from accept_head.calibration import quality
+from accept_head.cli import quiet_libraries
+from accept_head.files import read_json
+from accept_head.inference.coupled import CoupledTraces, load_coupled
+from accept_head.inference.informed import informed_tables
+from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.replay import Replayed, score_tokens
+from accept_head.inference.tune import load_heads
+from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards
+from accept_head.training.collect import collect
+from accept_head.training.run import train
+
+HOME = REPOSITORY / "runs" / "real"  # heads
+TRACES = REPOSITORY / "benchmarks" / "traces" / "qwen2.5-coder"  # and prompts; they take long to make
+MODELS = REPOSITORY / "runs" / "models" / "qwen"
+DATA = REPOSITORY.parent / "shared" / "data"
+TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+LONGEST = 700  # characters of a prompt: on a CPU prefill would take most of the time else
+TRAIN, DEV = {"code": 400, "maths": 400, "chat": 500, "tools": 100}, 25  # of each domain
+TEST = {"humaneval": 75, "specbench": 75}
+TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "dtype": "float32"}
+PART = 100  # train prompts in a folder of traces: what can be trained on before all is collected
+TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) // PART))
+SPLITS = ("dev", "test", *TRAIN_PARTS)
+COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
+RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic")
+REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
+
+Record = dict[str, Any]
+
+
+def main() -> None:
+    quiet_libraries()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("collect", "ladder"))
+    parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS), help="what to collect")
+    parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
+    parser.add_argument("--informed", action="store_true", help="the informed bound, too: a target forward over test")
+    options = parser.parse_args()
+    if options.part == "collect":
+        write_prompts()
+        for temperature in options.temperatures:
+            for split in options.splits:
+                collected(split, temperature)
+        return
+    path = RESULTS / "real_pair.json"
+    kept = read_json(path) if path.is_file() else {}
+    result = {name: kept.get(name, []) for name in ("text", "quality", "ladder")}
+    for temperature in options.temperatures:
+        for name, rows in ladder_of(temperature, informed=options.informed).items():
+            others = [row for row in result[name] if row["temperature"] != temperature]
+            result[name] = others + [{"temperature": temperature, **row} for row in rows]
+    write_result("real_pair", {"costs": COSTS, **result})
+    print(f"wrote {path}")
+
+
+# --- prompts ---------------------------------------------------------------------------------------------------------
+
+
+def write_prompts() -> None:
+    """TRACES/prompts/SPLIT.jsonl, chat messages with a domain; drawn by seed, always the same."""
+    if all(prompts_file(split).is_file() for split in SPLITS):
+        return
+    overlap = {(each["file"], each["line"]) for each in read("OVERLAP.jsonl")}
+    sources: dict[str, tuple[str, Callable[[Record], str]]] = {
+        "code": ("code_mbpp/mbpp.jsonl", lambda r: f"{r['text']}\nIt must pass: {r['test_list'][0]}"),
+        "maths": ("math_gsm8k/train.jsonl.gz", lambda r: r["question"]),
+        "chat": ("instr_dolly/dolly_3k.jsonl.gz", lambda r: f"{r['instruction']}\n{r['input']}".strip()),
+        "tools": ("instr_toolcall/glaive_toolcall_en_demo.jsonl", _tool_call),
+    }
+    splits: dict[str, list[Record]] = {"train": [], "dev": []}
+    for domain, (file, text) in sources.items():
+        texts = [text(record) for line, record in enumerate(read(file)) if (file, line) not in overlap]
+        chosen = drawn(texts, TRAIN[domain] + DEV)
+        splits["dev"] += [message(domain, each) for each in chosen[:DEV]]
+        splits["train"] += [message(domain, each) for each in chosen[DEV:]]
+    completions = [
+        f"Complete this function:\n```python\n{r['prompt']}```" for r in read("eval_humaneval/HumanEval.jsonl.gz")
+    ]
+    turns = [(record["category"], record["turns"][0]) for record in read("eval_specbench/question.jsonl")]
+    category = {text: name for name, text in turns}
+    splits["test"] = [message("humaneval", each) for each in drawn(completions, TEST["humaneval"])]
+    splits["test"] += [
+        message(f"specbench/{category[each]}", each) for each in drawn([text for _, text in turns], TEST["specbench"])
+    ]
+    prompts_file("dev").parent.mkdir(parents=True, exist_ok=True)
+    train = splits.pop("train")
+    random.Random(0).shuffle(train)  # so that each part is of all domains
+    splits |= {name: train[PART * place : PART * (place + 1)] for place, name in enumerate(TRAIN_PARTS)}
+    for split, records in splits.items():
+        records.sort(key=lambda record: len(record["prompt"][0]["content"]))  # those of a batch are padded alike
+        prompts_file(split).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def drawn(texts: Sequence[str], count: int) -> list[str]:
+    fitting = [text for text in dict.fromkeys(texts) if len(text) <= LONGEST]
+    return random.Random(0).sample(fitting, min(count, len(fitting)))
+
+
+def message(domain: str, text: str) -> Record:
+    return {"prompt": [{"role": "user", "content": text}], "domain": domain}
+
+
+def _tool_call(record: Record) -> str:
+    return f"You can call these tools, with JSON:\n{record['tools']}\n\n{record['conversations'][0]['value']}"
+
+
+def prompts_file(split: str) -> Path:
+    return TRACES / "prompts" / f"{split}.jsonl"
+
+
+def read(name: str) -> Iterable[Record]:
+    path = DATA / name
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        return [json.loads(line) for line in lines]
+
+
+# --- traces ----------------------------------------------------------------------------------------------------------
+
+
+def collected(split: str, temperature: float) -> Path:
+    """A folder of traces of this split, complete."""
+    folder = TRACES / f"t{temperature:g}" / split
+    if not is_collected(folder):
+        collect(
+            TARGET, DRAFT, prompts=str(prompts_file(split)), out=str(folder), temperature=temperature,
+            shard_size=TEXT["batch_size"], seed=SPLITS.index(split), **TEXT,
+        )  # fmt: skip
+    return folder
+
+
+def is_collected(folder: Path) -> bool:
+    return (folder / CONFIG_NAME).is_file() and not missing_shards(folder, TraceConfig.load(folder))
+
+
+# --- the ladder ------------------------------------------------------------------------------------------------------
+
+
+def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str, Any]]]:
+    """text: what there is. quality: of each head and signal on test tokens. ladder: gains, as in ladder.json."""
+    traces_of = TRACES / f"t{temperature:g}"
+    parts = [traces_of / part for part in TRAIN_PARTS if is_collected(traces_of / part)]
+    prompts = sum(TraceConfig.load(part).num_prompts for part in parts)
+    dev, test = (coupled_of(traces_of / split) for split in ("dev", "test"))
+    heads = {name: loaded(made(name, parts, temperature)) for name in rungs(prompts)}
+    families: list[dict[str, list[Replayed]]] = [{}, {}]
+    for traces, replayed in zip((dev, test), families, strict=True):
+        replayed |= {name: rule_settings(traces, name) for name in RULE_NAMES}
+        replayed |= {name: head_settings(traces, head) for name, head in heads.items()}
+    tables = None
+    if informed:
+        tables = informed_tables(test, draft_model(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
+    rows = judged(*families, temperature, REFERENCES, traces=test, tables=tables, ratios=COSTS)
+    return {
+        "text": [{"train_prompts": prompts, "dev_tokens": dev.positions, "test_tokens": test.positions}],
+        "quality": [{"of": name, **found} for name, found in qualities_of(test, heads).items()],
+        "ladder": rows,
+    }
+
+
+def rungs(prompts: int) -> list[str]:
+    counts = [count for count in (10, 30, 100, 300) if count < prompts]
+    return [*(f"base, {count} prompts" for count in counts), "base", "base + residual", "default", "specdecpp"]
+
+
+def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
+    """The folder of a head, trained unless it was before on the same text."""
+    prompts = sum(TraceConfig.load(part).num_prompts for part in parts)
+    out = HOME / f"t{temperature:g}" / f"{name.replace(', ', '_').replace(' ', '')}_of_{prompts}"
+    if not (out / "model.safetensors").is_file():
+        recipe: Any = {"base + residual": "default", "default": "default", "specdecpp": "specdecpp"}.get(
+            name, "signals"
+        )
+        folders = list(parts)
+        if name.endswith("prompts"):
+            count = int(name.split()[1])
+            folders = parts_with(parts, count)
+        options: dict[str, Any] = {"cache": True} if recipe == "default" else {}
+        options |= {"keep": "last"} if name == "base + residual" else {}
+        train(
+            traces=[str(folder) for folder in folders],
+            draft=DRAFT,
+            dev_traces=str(parts[0].parent / "dev"),
+            out=str(out),
+            recipe=recipe,
+            **options,
+        )
+    return out
+
+
+def parts_with(parts: Sequence[Path], count: int) -> list[Path]:
+    """The first so many train prompts; those of a part are sorted by length, so every so manyth of it."""
+    whole, rest = divmod(count, PART)
+    chosen = list(parts[:whole])
+    if rest:
+        step = PART // rest
+        name = f"{parts[whole].parent.name}_{rest}"
+        chosen.append(part_of(parts[whole], name, lambda index, _: index % step == 0 and index < rest * step))
+    return chosen
+
+
+def qualities_of(traces: CoupledTraces, heads: Mapping[str, AcceptanceHead]) -> dict[str, dict[str, float]]:
+    """Binary KL and such of what is predicted of each test token, against its acceptance probability."""
+    acceptance = torch.tensor(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
+    count = traces.positions
+    predicted = {"q(Y)": traces.logprob[:count].exp(), "max q": traces.max_prob[:count]}
+    predicted |= {
+        name: score_tokens(traces, HeadPolicy(head, 0.5, lag=0 if head.config.reads == "drawn" else None))[:count]
+        for name, head in heads.items()
+    }
+    return {
+        name: quality(torch.logit(chance.double().clamp(1e-6, 1 - 1e-6)), acceptance).to_dict()
+        for name, chance in predicted.items()
+    }
+
+
+def coupled_of(folder: Path) -> CoupledTraces:
+    return load_coupled(folder, draft_model(), checkpoint_fingerprint(DRAFT), k_max=K_MAX)
+
+
+def loaded(folder: Path) -> AcceptanceHead:
+    (head,) = load_heads([str(folder)], draft_model(), checkpoint_fingerprint(DRAFT)).values()
+    return head
+
+
+@cache
+def draft_model() -> Any:
+    return load_model(DRAFT, "--draft", dtype=TEXT["dtype"])
+
+
+if __name__ == "__main__":
+    main()
