@@ -39,6 +39,7 @@ class StateMoments:
         mean = self.sum / self.count
         variance, axes = torch.linalg.eigh(self.products / self.count - torch.outer(mean, mean))
         variance, axes = variance.flip(0)[:most], axes.flip(1)[:, :most]
+        axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # which of ±v a library gives is chance
         varies = variance > LEAST_VARIANCE * variance[0]
         weight = torch.where(varies, variance.clamp(min=1e-300).rsqrt(), 0.0)[:, None] * axes.t()
         return weight.float(), -(weight @ mean).float()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.numpy import load_file
-from scipy.special import xlogy
+from scipy.special import expit, xlogy
 from transformers import AutoModelForCausalLM
 
 from accept_head import AcceptanceHead, HeadConfig
@@ -92,22 +92,36 @@ def draft_signals(logits, proposal, top_k=50):
 def predict(head_folder, states):
     """P̂ of a saved head with one prediction, in float64.
 
-    Residual SiLU blocks and a linear layer (SpecDec++ eq. 4.1), on the hidden state, to which linear maps of the
-    normalised draft signals and of the scaled embedding are added if the head reads them.
+    A logistic regression on nine functions of the draft signals, plus a residual: SiLU blocks and a linear layer
+    (SpecDec++ eq. 4.1) on a linear map of the hidden state, to which one of the scaled embedding is added. An untrained
+    head of the paper's reads the state alone.
     """
     weights = {name: tensor.astype(np.float64) for name, tensor in load_file(head_folder / "model.safetensors").items()}
     config = json.loads((head_folder / "config.json").read_text())
     hidden = {"drawn": states.drawn, "before": states.before}[config["reads"]]
-    if config["signals"]:
+    base = 0.0
+    if config["base"]:
         assert config["signals"] == ["draft_logprob", "draft_entropy", "draft_max_prob"]
-        normalised = (states.signals - config["signal_mean"]) / config["signal_std"]
-        hidden = hidden + normalised @ weights["signal_input.weight"].T
+        normalised = (functions_of(states.signals) - config["signal_mean"]) / config["signal_std"]
+        base = (normalised @ weights["base.weight"].T + weights["base.bias"])[:, 0]
+        if not config["residual"]:
+            return expit(base)
+        hidden = hidden @ weights["state_input.weight"].T + weights["state_input.bias"]
     if config.get("embedding_std") is not None:
         hidden = hidden + states.embedded / config["embedding_std"] @ weights["embedding_input.weight"].T
     for block in range(config["depth"]):
         inner = hidden @ weights[f"blocks.{block}.linear.weight"].T + weights[f"blocks.{block}.linear.bias"]
         hidden = hidden + inner / (1 + np.exp(-inner))
-    return 1 / (1 + np.exp(-(hidden @ weights["output.weight"].T + weights["output.bias"])[:, 0]))
+    return expit(base + (hidden @ weights["output.weight"].T + weights["output.bias"])[:, 0])
+
+
+def functions_of(signals):
+    """The nine of accept_head/base.py, in their order."""
+    log_q, entropy, largest = signals.T
+    log_q, log_largest = np.maximum(log_q, -14), np.log(largest)
+    log_odds = [np.clip(log_p - np.log(-np.expm1(log_p)), -14, 14) for log_p in (log_q, log_largest)]
+    functions = [log_q, entropy, largest, np.exp(log_q), *log_odds, np.sqrt(entropy), log_q * entropy]
+    return np.stack([*functions, log_q - log_largest], axis=-1)
 
 
 def binary_kl(labels, predicted):
@@ -122,6 +136,7 @@ def constant_kl(labels):
 
 def test_trained_head_beats_the_constant_predictor_by_15_percent(trained_head, dev_positions):
     states, labels = dev_positions
+    assert json.loads((trained_head / "config.json").read_text())["residual"], "the state pays on the embedded pair"
     assert binary_kl(labels, predict(trained_head, states)) <= BAR * constant_kl(labels)
 
 

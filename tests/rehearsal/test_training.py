@@ -85,7 +85,7 @@ def test_heads_are_those_of_a_cpu(kind, train, traces, tmp_path):
     for name in folders:
         one, other = (AcceptanceHead.from_pretrained(folder / name) for folder in (here, there))
         for (part, weight), (_, same) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-            torch.testing.assert_close(weight, same, rtol=1e-4, atol=1e-5, msg=part)
+            torch.testing.assert_close(weight, same, rtol=1e-4, atol=1e-4, msg=part)
         assert not torch.equal(weight, torch.zeros_like(weight))
     dev = [read_json(folder / folders[0] / "metrics.json") for folder in (here, there)]
     assert dev[0]["steps"] == dev[1]["steps"] > 1
@@ -94,7 +94,11 @@ def test_heads_are_those_of_a_cpu(kind, train, traces, tmp_path):
 @pytest.mark.parametrize("kind", ["default", "the paper's", "sweep"])
 def test_a_micro_batch_waits_once_for_its_loss(kind, train, tmp_path, monkeypatch, waits):
     """Besides that, its inputs come before the draft has begun, and what is learnt is sent behind it."""
-    step, seen = HeadTraining.training_step, []
+    step, read, seen, reads = HeadTraining.training_step, HeadTraining.read, [], []
+
+    def reading(self, batch):
+        reads.append(batch)
+        return read(self, batch)
 
     def counting(self, batch, index):
         before = Counter(waits)
@@ -102,11 +106,12 @@ def test_a_micro_batch_waits_once_for_its_loss(kind, train, tmp_path, monkeypatc
         seen.append(Counter(place.split(":")[0] for _, place in (waits - before).elements()))
         return loss
 
+    monkeypatch.setattr(HeadTraining, "read", reading)
     monkeypatch.setattr(HeadTraining, "training_step", counting)
     train(tmp_path / "head", *KINDS[kind])
     assert len(seen) > 3
     assert seen[0] - seen[1] == {"training/module.py": 1}  # its sums come to the device
     assert all(each == {"training/module.py": 1} for each in seen[1:])
     inputs = sum(count for (_, place), count in waits.items() if place.startswith("training/batches.py"))
-    batches = len(seen) + 1  # one of dev traces
-    assert inputs == 3 * batches
+    assert len(reads) > len(seen)  # of dev traces, too
+    assert inputs == 3 * len(reads)
