@@ -178,8 +178,11 @@ class DraftPolicy(Protocol):
     predicted: list[Tensor]
     # Beside them, β̂ of the token to be drawn after each; empty for policies that do not look ahead.
     predicted_next: list[Tensor]
-    # True: it goes by whose a row is, and is told with `set_tenants`.
-    by_tenant: bool
+
+    @property
+    def by_tenant(self) -> bool:
+        """Whether it goes by whose a row is, and is told with `set_tenants`."""
+        ...
 
     @property
     def in_chunks(self) -> bool:

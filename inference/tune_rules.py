@@ -31,7 +31,6 @@ from accept_head.inference.policies import (
     OnlineSignalsPolicy,
     SvipPolicy,
 )
-from accept_head.inference.policies.online_signals import online_signals
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.replay import Replayed
@@ -72,7 +71,7 @@ LEARNERS = {
         lambda level, _, k: OnlineLogisticPolicy(level, k_max=k), "threshold", OnlineLogisticPolicy.grid
     ),
     "online-signals": Learner(
-        lambda level, _, k: online_signals(level, k_max=k), "threshold", OnlineSignalsPolicy.grid
+        lambda level, _, k: OnlineSignalsPolicy(level, k_max=k), "threshold", OnlineSignalsPolicy.grid
     ),
     "dsde": Learner(lambda first, _, k: DsdePolicy(first, k_max=k), "k_first", DsdePolicy.grid),
     # 8.4 % slower than the best arm after 1,000 rounds at the authors' constant, 0.5 % at 0.01 (simulated).

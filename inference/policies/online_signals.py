@@ -3,13 +3,10 @@ the draft thinks it likely."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from accept_head.base import BASE_FUNCTIONS
 from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
 from accept_head.signals import SIGNALS
 
@@ -39,11 +36,6 @@ def prior_base() -> AcceptanceHead:
         head.base.weight[0, place] = DEVIATION[place]
         head.base.bias.fill_(MEAN[place])
     return head.eval()
-
-
-def online_signals(threshold: float = 0.5, device: torch.device | None = None, **options: Any) -> HeadPolicy:
-    """An OnlineSignalsPolicy on the device of the models."""
-    return OnlineSignalsPolicy(threshold, device, **options)
 
 
 class OnlineSignalsPolicy(RecalibratedHeadPolicy):

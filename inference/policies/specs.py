@@ -42,7 +42,7 @@ from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
 from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
-from accept_head.inference.policies.online_signals import OnlineSignalsPolicy, online_signals
+from accept_head.inference.policies.online_signals import OnlineSignalsPolicy
 from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy
@@ -184,7 +184,7 @@ def _rule(
 
 
 def _online_signals(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
-    return online_signals(_number(argument) if argument else 0.5, draft.device, **options)
+    return OnlineSignalsPolicy(_number(argument) if argument else 0.5, draft.device, **options)
 
 
 def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
