@@ -55,7 +55,7 @@ PART = 100  # train prompts in a folder of traces: what can be trained on before
 TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) // PART))
 SPLITS = ("dev", "test", *TRAIN_PARTS)
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
-RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic")
+RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic", "online-signals")
 REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
 
 Record = dict[str, Any]
