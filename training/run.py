@@ -301,9 +301,7 @@ def _fit(
     )
     last = run_folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    if (
-        module.take_best() or module.judged_step != trainer.global_step
-    ):  # a finished run that is run again has nothing left to fit
+    if module.take_best() or not all(module.dev_quality):  # a finished run that is run again has nothing left to fit
         trainer.validate(module, data, verbose=False)
     return trainer
 

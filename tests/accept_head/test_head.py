@@ -141,6 +141,9 @@ def test_a_folder_holds_weights_config_and_card_and_nothing_else(tmp_path):
         "signal_std": [],
         "embedding_std": None,
         "width": None,
+        "base": False,
+        "standardised": False,
+        "residual": True,
     }
     expected_config = {"hidden_size": HIDDEN, "depth": 2, "predicts": "both", **no_more}
     assert json.loads((folder / "config.json").read_text()) == expected_config

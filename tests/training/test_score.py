@@ -393,6 +393,7 @@ class _Settings:
     end_token_ids = (2,)
     sampling = Sampling()
     max_new_tokens = 10
+    batch_size = 24
     seed = 0
     alternatives = None
 
