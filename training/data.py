@@ -10,6 +10,7 @@ import lightning as L
 import numpy as np
 import torch
 from datasets import Dataset as TraceDataset
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accept_head.errors import InputError
@@ -157,7 +158,13 @@ class TraceData(L.LightningDataModule):
         )
         self.trainer.strategy.barrier("features")
 
-    def _read(self, batch: DraftBatch) -> StateBatch:
+    def some_states(self, most: int) -> Iterator[Tensor]:
+        """What heads read in at most so many training traces, spread over all of them: (n, hidden_size) each."""
+        rows = [(0, row) for row in range(0, len(self.train), -(-len(self.train) // most))]
+        for batch in self._loader(self.train, sampler=rows, batch_size=self.micro_batch_size):
+            yield self._read(batch).hidden
+
+    def _read(self, batch: DraftBatch | StateBatch) -> StateBatch:
         """What the draft makes of it, in any thread."""
         assert self.trainer is not None
         module: Any = self.trainer.lightning_module

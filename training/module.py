@@ -22,9 +22,11 @@ from accept_head.training.draws import draws
 from accept_head.training.gradient import HeadLoss, KnownGradients, Positions, head_loss
 from accept_head.training.recipe import Keep
 from accept_head.training.shared_rows import SharedRows
+from accept_head.training.start import standardise
 from accept_head.training.threads import Threads
 
 LOG_EVERY = 10  # optimizer steps
+MOMENT_TRACES = 512  # that the state's components are taken from, at most
 PAYS = 0.005  # share of the dev KL that a residual must save: less is what choosing the best epoch finds by luck
 
 
@@ -124,6 +126,12 @@ class HeadTraining(L.LightningModule):
         # Where the best are kept: weights of candidates after their best epoch so far, if any was better than the base.
         self.kept: dict[int, dict[str, Tensor]] = {}
         self.kept_kl = [mean_kl(one.base.dev) * (1 - PAYS) if one.base else math.inf for one in self.candidates]
+
+    def setup(self, stage: str) -> None:
+        """Every rank works out from the same traces how the state is standardised, so that all start alike."""
+        trainer: Any = self.trainer
+        if stage == "fit" and self.candidates[0].head.config.standardised and trainer.ckpt_path is None:
+            standardise([one.head for one in self.candidates], trainer.datamodule.some_states(MOMENT_TRACES))
 
     def _learning(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.heads.parameters() if parameter.requires_grad]

@@ -31,7 +31,7 @@ from accept_head.training.output import check_out, prepare_run, print_quality, s
 from accept_head.training.progress import EpochProgress
 from accept_head.training.recipe import RECIPES, Keep, Recipe, variants
 from accept_head.training.splits import Splits, read_splits
-from accept_head.training.start import moments_of, start_heads
+from accept_head.training.start import start_heads
 from accept_head.training.threads import Count, Threads, settled
 from accept_head.version import VERSION
 
@@ -391,9 +391,7 @@ def _module(
         threads=threads,
     )
     if common.base:
-        packed, device = data.train, draft.device
-        moments = moments_of(packed, lambda batch: module.read(batch.to(device)), at_once=data.micro_batch_size)
-        start_heads([one.head for one in candidates], [one.base.head for one in candidates if one.base], moments)
+        start_heads([one.head for one in candidates], [one.base.head for one in candidates if one.base])
     return module
 
 

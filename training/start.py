@@ -5,16 +5,13 @@ Every process works this out for itself, from the same traces in the same order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from accept_head.head import AcceptanceHead
-from accept_head.training.batches import DraftBatch, StateBatch, collate
-from accept_head.training.data import PackedTraces
 
-TRACES = 512  # that the state's components are taken from, at most
 LEAST_VARIANCE = 1e-6  # of a component, as a share of the largest one's: below it is rounding
 
 
@@ -46,27 +43,24 @@ class StateMoments:
 
 
 @torch.no_grad()
-def moments_of(traces: PackedTraces, read: Callable[[DraftBatch], StateBatch], *, at_once: int) -> StateMoments:
-    """Of the states that heads read in at most TRACES of these, spread over all of them. read: runs the draft."""
-    rows = range(0, len(traces), -(-len(traces) // TRACES))
-    moments: StateMoments | None = None
-    for start in range(0, len(rows), at_once):
-        packed, indices = zip(*(traces[0, row] for row in rows[start : start + at_once]), strict=True)
-        hidden = read(collate(list(packed), list(indices))).hidden
-        moments = moments or StateMoments(hidden.shape[-1])
-        moments.add(hidden)
-    assert moments is not None
-    return moments
+def start_heads(heads: Sequence[AcceptanceHead], bases: Sequence[AcceptanceHead]) -> None:
+    """Give each head its base, if there are any. Neither that nor the way to standardise states learns."""
+    for head in heads:
+        head.state_input.requires_grad_(False)
+    for head, base in zip(heads, bases, strict=bool(bases)):
+        head.base.load_state_dict(base.base.state_dict())
+        head.base.requires_grad_(False)
 
 
 @torch.no_grad()
-def start_heads(heads: Sequence[AcceptanceHead], bases: Sequence[AcceptanceHead], moments: StateMoments) -> None:
-    """Give each head its base, and all of them the same way to standardise states. Neither learns from here on."""
+def standardise(heads: Sequence[AcceptanceHead], states: Iterable[Tensor]) -> None:
+    """Give all of them, which are of one width, the same way to standardise states. states: (n, channels) each."""
+    moments: StateMoments | None = None
+    for some in states:
+        moments = moments or StateMoments(some.shape[-1])
+        moments.add(some)
+    assert moments is not None
+    weight, offset = moments.components(heads[0].config.channels)
     for head in heads:
-        weight, offset = moments.components(head.config.channels)
         head.state_input.weight.copy_(weight)
         head.state_input.bias.copy_(offset)
-        head.state_input.requires_grad_(False)
-    for head, base in zip(heads, bases, strict=True):
-        head.base.load_state_dict(base.base.state_dict())
-        head.base.requires_grad_(False)

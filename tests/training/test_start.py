@@ -7,7 +7,7 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.base import places_of
 from accept_head.signals import SIGNALS
-from accept_head.training.start import StateMoments, start_heads
+from accept_head.training.start import StateMoments, standardise, start_heads
 
 CHANNELS = 12
 
@@ -57,7 +57,8 @@ def test_heads_start_alike_and_neither_base_nor_standardising_learns():
     config |= {"base": True, "reads": "before"}
     bases = [AcceptanceHead(HeadConfig(depth=0, residual=False, **config)) for _ in range(2)]
     heads = [AcceptanceHead(HeadConfig(depth=depth, width=6, standardised=True, **config)) for depth in (0, 2)]
-    start_heads(heads, bases, moments(states()))
+    start_heads(heads, bases)
+    standardise(heads, states().split(700))
     for head, base in zip(heads, bases, strict=True):
         assert torch.equal(head.base.weight, base.base.weight)
         learning = {name for name, parameter in head.named_parameters() if parameter.requires_grad}
