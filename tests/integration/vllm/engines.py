@@ -10,6 +10,7 @@ import torch
 
 from accept_head import AcceptanceHead, Pair
 from accept_head.inference import generate
+from accept_head.inference.policies.online_signals import prior_base
 from accept_head.inference.round import Round
 
 
@@ -41,11 +42,19 @@ def at_most(llm: Any, rows: int) -> None:
 
 
 def toy_head(folder: Path, hidden: int, **config: Any) -> Path:
-    """A head that was not trained but whose predictions spread around one half, saved."""
+    """A head that was not trained but whose predictions spread around one half, saved. base: in its config; that of a
+    head that learns while serving, which is q(Y)."""
     torch.manual_seed(0)
+    if config.get("base"):
+        of_base = prior_base()
+        names = ("signals", "signal_mean", "signal_std", "reads")
+        config = {"depth": 0} | {name: getattr(of_base.config, name) for name in names} | config
     head = AcceptanceHead({"hidden_size": hidden, "depth": 1, **config})
-    torch.nn.init.normal_(head.output.weight, std=0.3)
-    torch.nn.init.constant_(head.output.bias, 1.0)
+    if config.get("base"):
+        head.base.load_state_dict(of_base.base.state_dict())
+    if head.config.residual:
+        torch.nn.init.normal_(head.output.weight, std=0.3)
+        torch.nn.init.constant_(head.output.bias, 1.0)
     head.save_pretrained(folder)
     return folder
 

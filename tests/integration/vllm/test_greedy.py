@@ -17,6 +17,8 @@ HEADS = {
     "drawn": {"reads": "drawn"},
     "embedding": {"reads": "before", "embedding_std": 0.5, "width": 96},
     "both": {"reads": "before", "predicts": "both", "embedding_std": 0.5},
+    "base": {"base": True, "residual": False},
+    "residual": {"base": True, "depth": 2, "embedding_std": 0.5, "width": 32, "standardised": True},
 }
 
 
@@ -53,6 +55,9 @@ POLICIES = (
     "head:{drawn}:0.5",
     "head:{drawn}:0.5,lag=0",
     "head:{both}:0.5",
+    "head:{base}:0.5",
+    "head:{base}:0.5,online=true",
+    "head:{residual}:0.5",
     "head:{before}:0.5,online=true",
     "head:{embedding}:0.5,online=true,train=true",
     "head:{before}:0.5,costs=0.2",
