@@ -71,15 +71,16 @@ def main() -> None:
 
 def text_of(temperature: float, split: str) -> Text:
     """From one draft forward over the split, kept under runs/."""
-    kept = HOME / "inputs" / f"t{temperature:g}_{split}.pt"
+    kept = HOME / "inputs" / f"t{temperature:g}_{split}.npz"
     if not kept.is_file():
         kept.parent.mkdir(parents=True, exist_ok=True)
         _, traces = read_traces(TRACES / f"t{temperature:g}" / split)
         texts = [_of_trace(trace, temperature or 1.0) for trace in traces]
         known = {name: np.concatenate([text[name] for text in texts]) for name in texts[0]}
-        lengths = [len(text["base"]) for text in texts]
-        torch.save((known, lengths), kept)
-    known, lengths = torch.load(kept, weights_only=False)  # our own
+        np.savez(kept, lengths=[len(text["base"]) for text in texts], **known)
+    with np.load(kept) as file:
+        known = dict(file)
+    lengths = known.pop("lengths")
     return Text(known, np.repeat(np.arange(len(lengths)), lengths), np.concatenate([np.arange(n) for n in lengths]))
 
 
