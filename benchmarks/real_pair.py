@@ -191,8 +191,10 @@ def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str,
 
 
 def rungs(prompts: int) -> list[str]:
+    """Heads by recipe and text. `residual kept`: with a residual whether dev prompts say that it pays or not."""
     counts = [count for count in (10, 30, 100, 300) if count < prompts]
-    return [*(f"base, {count} prompts" for count in counts), "base", "base + residual", "default", "specdecpp"]
+    bases, defaults = ([f"{name}, {count} prompts" for count in counts] for name in ("base", "default"))
+    return [*bases, "base", *defaults[2:], "default", "default, residual kept", "specdecpp"]
 
 
 def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
@@ -200,15 +202,11 @@ def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
     prompts = sum(TraceConfig.load(part).num_prompts for part in parts)
     out = HOME / f"t{temperature:g}" / f"{name.replace(', ', '_').replace(' ', '')}_of_{prompts}"
     if not (out / "model.safetensors").is_file():
-        recipe: Any = {"base + residual": "default", "default": "default", "specdecpp": "specdecpp"}.get(
-            name, "signals"
-        )
-        folders = list(parts)
-        if name.endswith("prompts"):
-            count = int(name.split()[1])
-            folders = parts_with(parts, count)
+        of, _, part = name.partition(", ")
+        recipe: Any = {"base": "signals"}.get(of, of)
         options: dict[str, Any] = {"cache": True} if recipe == "default" else {}
-        options |= {"keep": "last"} if name == "base + residual" else {}
+        options |= {"keep": "last"} if part == "residual kept" else {}
+        folders = parts_with(parts, int(part.split()[0])) if part.endswith("prompts") else parts
         train(
             traces=[str(folder) for folder in folders],
             draft=DRAFT,

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
-from itertools import starmap
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +23,7 @@ from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.trace import TraceConfig
 from accept_head.training.engine_request import EngineRequest
-from accept_head.training.responders import Batch, in_batches
+from accept_head.training.responders import Batch, answered
 
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds
@@ -90,9 +89,7 @@ class ServerResponder:
             raise
         finally:
             workers.shutdown(cancel_futures=True)
-        yield from starmap(
-            Batch, zip(in_batches(prompts, self.batch_size), map(list, in_batches(said, self.batch_size)), strict=True)
-        )
+        yield from answered(prompts, said, self.batch_size)
 
     def _respond_or_stop(self, prompt: Prompt) -> list[int]:
         """As respond, but not once another request has failed."""

@@ -11,7 +11,6 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import starmap
 from typing import Any
 
 from accept_head.errors import InputError
@@ -20,7 +19,7 @@ from accept_head.prompts import Prompt
 from accept_head.trace import TraceConfig
 from accept_head.training.engine_request import EngineRequest
 from accept_head.training.launch import use_cpu_only
-from accept_head.training.responders import Batch, in_batches
+from accept_head.training.responders import Batch, answered
 
 # What a launcher tells its processes. The engine has processes of its own, which must not take it for theirs.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -85,9 +84,7 @@ class VllmResponder:
             self.request.checked(output.outputs[0].token_ids, prompt.index, "vLLM")
             for prompt, output in zip(prompts, outputs, strict=True)
         ]
-        yield from starmap(
-            Batch, zip(in_batches(prompts, self.batch_size), map(list, in_batches(said, self.batch_size)), strict=True)
-        )
+        yield from answered(prompts, said, self.batch_size)
 
     def _fields(self, index: int) -> dict[str, Any]:
         fields = self.request.fields(index)

@@ -6,7 +6,6 @@ All give them in batches of the config's `batch_size`, in the order of the promp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import starmap
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -106,6 +105,12 @@ def in_batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[start : start + size]
 
 
+def answered(prompts: Sequence[Prompt], responses: Sequence[list[int]], size: int) -> Iterator[Batch]:
+    """A shard whose responses are all there, in batches."""
+    for some, said in zip(in_batches(prompts, size), in_batches(responses, size), strict=True):
+        yield Batch(some, said)
+
+
 class TransformersResponder:
     """Generates each batch when it is asked for."""
 
@@ -143,10 +148,7 @@ class StoredResponder:
         self.stored, self.size, self.drawn_with = stored, config.batch_size, stored.config.sampling
 
     def batches(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[Batch]:
-        said = self.stored.responses(shard)[: len(prompts)]
-        yield from starmap(
-            Batch, zip(in_batches(prompts, self.size), map(list, in_batches(said, self.size)), strict=True)
-        )
+        yield from answered(prompts, self.stored.responses(shard)[: len(prompts)], self.size)
 
     def close(self) -> None:
         pass

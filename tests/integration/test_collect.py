@@ -215,9 +215,9 @@ def test_a_model_used_as_its_own_draft_is_always_accepted(random_pair_folder, ru
     assert done.returncode == 0, done.stderr
     for row in records(tmp_path / "own"):
         assert row["response_ids"] == row["draft_ids"] and all(row["accepted"])
-        # p as it was decoded, q as it is scored: they round differently
-        assert row["acceptance"] == pytest.approx([1] * len(row["acceptance"]), abs=1e-5)
-        assert row["overlap"] == pytest.approx([1] * len(row["overlap"]), abs=1e-5)
+        # p as it was decoded, q as it is scored: they round differently, by some 1e-5 on some machines
+        assert row["acceptance"] == pytest.approx([1] * len(row["acceptance"]), abs=1e-4)
+        assert row["overlap"] == pytest.approx([1] * len(row["overlap"]), abs=1e-4)
 
 
 @pytest.mark.slow
