@@ -52,8 +52,9 @@ TRAIN, DEV = {"code": 400, "maths": 400, "chat": 500, "tools": 100}, 25  # of ea
 TEST = {"humaneval": 75, "specbench": 75}
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "dtype": "bfloat16"}
 PART = 100  # train prompts in a folder of traces: what can be trained on before all is collected
-TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) // PART))
-SPLITS = ("dev", "test", *TRAIN_PARTS)
+ALIKE = "alike"  # test prompts of the train prompts' kind: the last of these, which are not trained on
+TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) // PART - 1))
+SPLITS = ("dev", "test", *TRAIN_PARTS, ALIKE)
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
 RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic", "online-signals")
 REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
@@ -118,7 +119,7 @@ def write_prompts() -> None:
     prompts_file("dev").parent.mkdir(parents=True, exist_ok=True)
     train = splits.pop("train")
     random.Random(0).shuffle(train)  # so that each part is of all domains
-    splits |= {name: train[PART * place : PART * (place + 1)] for place, name in enumerate(TRAIN_PARTS)}
+    splits |= {name: train[PART * place : PART * (place + 1)] for place, name in enumerate((*TRAIN_PARTS, ALIKE))}
     for split, records in splits.items():
         records.sort(key=lambda record: len(record["prompt"][0]["content"]))  # those of a batch are padded alike
         prompts_file(split).write_text("".join(json.dumps(record) + "\n" for record in records))

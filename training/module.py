@@ -56,20 +56,13 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A head to train. name: how a sweep calls it, "" when it is the only one; of candidates of one name the best is
-    kept. w_rej: its loss weight of rejection. base: where it starts; None of one without a base. decay: share of the
-    weights that a step at the peak of lr takes away."""
+    """A head to train. name: how a sweep calls it, "" when it is the only one. w_rej: its loss weight of rejection.
+    base: where it starts; None of one without a base."""
 
     name: str
     head: AcceptanceHead
     w_rej: float
     base: Base | None = None
-    decay: float = 0.0
-
-    @property
-    def label(self) -> str:
-        """In logs."""
-        return f"{self.name}{'-' * bool(self.name)}decay{self.decay:g}" if self.decay else self.name
 
 
 class HeadTraining(L.LightningModule):
@@ -96,6 +89,7 @@ class HeadTraining(L.LightningModule):
         steps_per_epoch: int,
         warmup_share: float,
         w_acc: float,
+        decay: float = 0.0,
         keep: Keep = "last",
         threads: Threads | None = None,
     ):
@@ -109,6 +103,7 @@ class HeadTraining(L.LightningModule):
         self.steps_per_epoch = steps_per_epoch
         self.keep = keep
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
+        self.decay = 1 - math.exp(-decay / steps_per_epoch)  # share of the weights that a step at the peak takes away
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
         self.register_buffer("w_rej", torch.tensor([one.w_rej for one in self.candidates]), persistent=False)
@@ -230,7 +225,7 @@ class HeadTraining(L.LightningModule):
         """losses: (heads,). A sweep shows their mean, and writes each to the logs now and then."""
         self.log("train_loss", losses.mean(), prog_bar=True, rank_zero_only=True)
         if len(self.candidates) > 1 and (self.global_step + 1) % LOG_EVERY == 0:
-            names = [f"train_loss/{candidate.label}" for candidate in self.candidates]
+            names = [f"train_loss/{candidate.name}" for candidate in self.candidates]
             for logger in self.loggers:
                 logger.log_metrics(dict(zip(names, losses.tolist(), strict=True)), step=self.global_step)
 
@@ -255,7 +250,7 @@ class HeadTraining(L.LightningModule):
         self._judge()
         for candidate, found in zip(self.candidates, self.dev_quality, strict=True):
             for prediction, quality_of in found.items():
-                self._log_quality(candidate.label, prediction, quality_of)
+                self._log_quality(candidate.name, prediction, quality_of)
 
     def _judge(self) -> None:
         """All candidates, by the dev batches that were gone through."""
@@ -284,13 +279,8 @@ class HeadTraining(L.LightningModule):
         return bool(self.kept)
 
     def outcomes(self) -> list[Outcome]:
-        """What came of the candidates, one of each name: of several the best; the base where no residual paid."""
-        chosen: dict[str, int] = {}
-        for index, one in enumerate(self.candidates):
-            best = chosen.setdefault(one.name, index)
-            if self.kept_kl[index] < self.kept_kl[best]:
-                chosen[one.name] = index
-        return [self._outcome(index) for index in chosen.values()]
+        """What came of the candidates; the base where no residual paid."""
+        return [self._outcome(index) for index in range(len(self.candidates))]
 
     def _outcome(self, index: int) -> Outcome:
         candidate, base = self.candidates[index], self.candidates[index].base
@@ -337,14 +327,8 @@ class HeadTraining(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         # Adam is elementwise: one of it for all heads is one for each. Fused: one pass over the weights.
-        groups = [
-            {
-                "params": [each for each in one.head.parameters() if each.requires_grad],
-                "weight_decay": one.decay / self.lr,
-            }
-            for one in self.candidates
-        ]
-        optimizer = torch.optim.Adam(groups, lr=self.lr, decoupled_weight_decay=True, fused=True)
+        decay = self.decay / self.lr  # which AdamW multiplies by the step size of the moment
+        optimizer = torch.optim.AdamW(self._learning(), lr=self.lr, weight_decay=decay, fused=True)
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

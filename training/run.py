@@ -56,7 +56,7 @@ def train(
     batch_size: int | Literal["auto"] | None = None,
     micro_batch_size: int = 8,
     lr: float | None = None,
-    decay: float | Literal["auto"] | None = None,
+    decay: float | None = None,
     warmup_share: float | None = None,
     keep: Keep | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
@@ -106,8 +106,8 @@ def train(
             of traces.
         micro_batch_size: Traces one process feeds to the draft at once.
         lr: Peak learning rate of Adam; 0.384 / (channels that the state goes in with) when left out.
-        decay: Share of the weights that a step at the peak of lr takes away; `auto` tries none and a tenth, and keeps
-            the head that is best on the dev traces.
+        decay: Rate an epoch at which the weights shrink at that peak, if nothing else moves them; against learning by
+            heart what holds for these prompts alone.
         warmup_share: Share of all steps spent warming up; the rest is a cosine to zero.
         keep: Weights of the `best` epoch by the dev traces, or of the `last`. With `best` a base stays alone where its
             residual does not pay.
@@ -374,11 +374,10 @@ def _module(
             width=recipe.width if isinstance(recipe.width, int) else None,
             **more,
         )
-        for decay in recipe.decays:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)  # each head starts as it would alone
-                head = AcceptanceHead(config).attach(embeddings)
-            candidates.append(Candidate(name, head, recipe.w_rej, bases.get(name), decay))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)  # each head starts as it would alone
+            head = AcceptanceHead(config).attach(embeddings)
+        candidates.append(Candidate(name, head, recipe.w_rej, bases.get(name)))
     module = HeadTraining(
         candidates,
         draft,
@@ -386,6 +385,7 @@ def _module(
         total_steps=sampler.total_steps,
         steps_per_epoch=sampler.steps_per_epoch,
         warmup_share=common.warmup_share,
+        decay=common.decay,
         keep=common.keep,
         w_acc=common.w_acc,
         threads=threads,

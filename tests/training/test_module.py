@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -277,7 +278,7 @@ def test_learning_rate_warms_up_and_then_follows_a_cosine_to_zero(draft, warmup_
     options = {"total_steps": 20, "steps_per_epoch": 20, "w_acc": W_ACC}
     module = HeadTraining(candidates, draft, lr=0.5, warmup_share=warmup_share, **options)
     made = module.configure_optimizers()
-    assert type(made["optimizer"]) is torch.optim.Adam
+    assert type(made["optimizer"]) is torch.optim.AdamW
     rates = []
     for _ in range(20):
         rates.append(made["optimizer"].param_groups[0]["lr"])
@@ -353,3 +354,17 @@ def test_train_quality_counts_no_epoch_but_the_last(draft, traces):
     for steps in (2, 3):  # of 3
         module = fit(new_head("token"), draft, traces, steps=steps, total_steps=3)
         assert module.train_quality(0)["token"]["count"] == (positions if steps == 3 else 0)
+
+
+@pytest.mark.parametrize("steps_per_epoch", [2, 50])
+def test_an_epoch_at_the_peak_of_lr_takes_away_as_much_whatever_its_steps(draft, steps_per_epoch):
+    head = new_head()
+    options = {"lr": 1e-3, "total_steps": 10**6, "steps_per_epoch": steps_per_epoch, "warmup_share": 0.0}
+    module = HeadTraining([Candidate("", head, W_REJ)], draft, **options, w_acc=W_ACC, decay=3.0)
+    before = head.output.weight.detach().clone()
+    optimizer = module.configure_optimizers()["optimizer"]
+    for _ in range(steps_per_epoch):
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    torch.testing.assert_close(head.output.weight, math.exp(-3.0) * before)
