@@ -1,12 +1,14 @@
 """Question: what does a head gain on a published pair, and how much text does it take?
 
 Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, T = 1 without top-k and greedily. Train and dev prompts are of MBPP,
-GSM8K, Dolly and tool calls; test prompts of HumanEval and Spec-Bench, which no choice is made on. Everything is priced
-by replay, each rule with the setting that is best on dev, for every c = t_draft / t_target.
+GSM8K, Dolly and tool calls; test prompts of HumanEval and Spec-Bench, and, `alike`, of the train prompts' kind: no
+choice is made on either. Everything is priced by replay, each rule with the setting that is best on dev, for every
+c = t_draft / t_target.
 
 python ../shared/real/fetch_models.py qwen runs/models/qwen     # the weights; needs `gguf`
 python benchmarks/real_pair.py collect                          # what is missing of the traces in benchmarks/traces
 python benchmarks/real_pair.py ladder                           # heads on the train traces that are there; the result
+python benchmarks/real_pair.py domains                          # what a residual is worth where it was not trained
 
 Collecting all of it takes 5 hours on 2 cores that have instructions for bfloat16 (avx512_bf16), in which everything is
 computed, as it would be served; on others it takes days. It goes on where it was.
@@ -19,14 +21,18 @@ import gzip
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from ladder import K_MAX, head_settings, judged, part_of, rule_settings
 from record import REPOSITORY, RESULTS, write_result
+from torch import Tensor
 
 from accept_head import AcceptanceHead
 from accept_head.calibration import quality
@@ -37,10 +43,12 @@ from accept_head.inference.informed import informed_tables
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.replay import Replayed, score_tokens
 from accept_head.inference.tune import load_heads
+from accept_head.objective import binary_kl
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards
+from accept_head.training import run
 from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.splits import Splits, read_splits
 
 HOME = REPOSITORY / "runs" / "real"  # heads
 TRACES = REPOSITORY / "benchmarks" / "traces" / "qwen2.5-coder"  # and prompts; they take long to make
@@ -57,6 +65,7 @@ TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) //
 SPLITS = ("dev", "test", *TRAIN_PARTS, ALIKE)
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
 RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic", "online-signals")
+DECAYS = (4, 16, 32, 128)
 REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
 
 Record = dict[str, Any]
@@ -65,7 +74,7 @@ Record = dict[str, Any]
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("collect", "ladder"))
+    parser.add_argument("part", choices=("collect", "ladder", "domains"))
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS), help="what to collect")
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--informed", action="store_true", help="the informed bound, too: a target forward over test")
@@ -78,12 +87,16 @@ def main() -> None:
         return
     path = RESULTS / "real_pair.json"
     kept = read_json(path) if path.is_file() else {}
-    result = {name: kept.get(name, []) for name in ("text", "quality", "ladder")}
+    result = {name: kept.get(name, []) for name in ("text", "quality", "ladder", "domains")}
     for temperature in options.temperatures:
-        for name, rows in ladder_of(temperature, informed=options.informed).items():
+        if options.part == "ladder":
+            found = ladder_of(temperature, informed=options.informed)
+        else:
+            found = {"domains": domains_of(temperature)}
+        for name, rows in found.items():
             others = [row for row in result[name] if row["temperature"] != temperature]
             result[name] = others + [{"temperature": temperature, **row} for row in rows]
-    write_result("real_pair", {"costs": COSTS, **result})
+        write_result("real_pair", {"costs": COSTS, **result}, command="python benchmarks/real_pair.py ladder domains")
     print(f"wrote {path}")
 
 
@@ -172,30 +185,44 @@ def is_collected(folder: Path) -> bool:
 def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str, Any]]]:
     """text: what there is. quality: of each head and signal on test tokens. ladder: gains, as in ladder.json."""
     traces_of = TRACES / f"t{temperature:g}"
-    parts = [traces_of / part for part in TRAIN_PARTS if is_collected(traces_of / part)]
+    parts = train_parts(temperature)
     prompts = sum(TraceConfig.load(part).num_prompts for part in parts)
-    dev, test = (coupled_of(traces_of / split) for split in ("dev", "test"))
     heads = {name: loaded(made(name, parts, temperature)) for name in rungs(prompts)}
-    families: list[dict[str, list[Replayed]]] = [{}, {}]
-    for traces, replayed in zip((dev, test), families, strict=True):
-        replayed |= {name: rule_settings(traces, name) for name in RULE_NAMES}
-        replayed |= {name: head_settings(traces, head) for name, head in heads.items()}
-    tables = None
-    if informed:
-        tables = informed_tables(test, draft_model(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
-    rows = judged(*families, temperature, REFERENCES, traces=test, tables=tables, ratios=COSTS)
-    return {
-        "text": [{"train_prompts": prompts, "dev_tokens": dev.positions, "test_tokens": test.positions}],
-        "quality": [{"of": name, **found} for name, found in qualities_of(test, heads).items()],
-        "ladder": rows,
-    }
+    dev = coupled_of(traces_of / "dev")
+    of_dev = settings_of(dev, heads)
+    found: dict[str, list[dict[str, Any]]] = {"text": [], "quality": [], "ladder": []}
+    for split in (split for split in ("test", ALIKE) if is_collected(traces_of / split)):
+        traces, tables = coupled_of(traces_of / split), None
+        if informed:
+            tables = informed_tables(traces, draft_model(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
+        rows = judged(
+            of_dev, settings_of(traces, heads), temperature, REFERENCES, traces=traces, tables=tables, ratios=COSTS
+        )
+        tokens = {"train_prompts": prompts, "dev_tokens": dev.positions, "test_tokens": traces.positions}
+        found["text"].append({"tested_on": split, **tokens})
+        qualities = qualities_of(traces, heads).items()
+        found["quality"] += [{"tested_on": split, "of": name, **quality} for name, quality in qualities]
+        found["ladder"] += [{"tested_on": split, **row} for row in rows]
+    return found
+
+
+def settings_of(traces: CoupledTraces, heads: Mapping[str, AcceptanceHead]) -> dict[str, list[Replayed]]:
+    rules = {name: rule_settings(traces, name) for name in RULE_NAMES}
+    return rules | {name: head_settings(traces, head) for name, head in heads.items()}
+
+
+def train_parts(temperature: float) -> list[Path]:
+    """Those that are there."""
+    folders = [TRACES / f"t{temperature:g}" / part for part in TRAIN_PARTS]
+    return [folder for folder in folders if is_collected(folder)]
 
 
 def rungs(prompts: int) -> list[str]:
-    """Heads by recipe and text. `residual kept`: with a residual whether dev prompts say that it pays or not."""
+    """Heads by recipe and text. `residual kept`: with a residual whether dev prompts say that it pays or not. The
+    paper's, whose token mixing runs the draft in each epoch, of 100 prompts."""
     counts = [count for count in (10, 30, 100, 300) if count < prompts]
     bases, defaults = ([f"{name}, {count} prompts" for count in counts] for name in ("base", "default"))
-    return [*bases, "base", *defaults[2:], "default", "default, residual kept", "specdecpp"]
+    return [*bases, "base", *defaults[2:], "default", "default, residual kept", "specdecpp, 100 prompts"]
 
 
 def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
@@ -208,7 +235,7 @@ def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
         options: dict[str, Any] = {"cache": True} if recipe == "default" else {}
         options |= {"keep": "last"} if part == "residual kept" else {}
         folders = parts_with(parts, int(part.split()[0])) if part.endswith("prompts") else parts
-        train(
+        run.train(
             traces=[str(folder) for folder in folders],
             draft=DRAFT,
             dev_traces=str(parts[0].parent / "dev"),
@@ -230,19 +257,81 @@ def parts_with(parts: Sequence[Path], count: int) -> list[Path]:
     return chosen
 
 
+# --- domains ---------------------------------------------------------------------------------------------------------
+
+
+def domains_of(temperature: float) -> list[dict[str, Any]]:
+    """What a residual saves of its base's binary KL on dev prompts, by how strongly its weights decay: in % on domains
+    that it was trained on, and on one that neither it nor its base was. Stopped at its last epoch."""
+    parts, folder = train_parts(temperature), TRACES / f"t{temperature:g}" / "dev"
+    dev = coupled_of(folder)
+    at = np.repeat(dev.domains, dev.lengths)
+    rows = []
+    for decay, left_out in product(DECAYS, (None, *TRAIN)):
+        out = HOME / f"t{temperature:g}" / f"decay{decay}_without_{left_out}"
+        with patch.object(run, "read_splits", partial(splits_without, left_out)):
+            run.train(
+                traces=[str(part) for part in parts],
+                draft=DRAFT,
+                dev_traces=str(folder),
+                out=str(out),
+                cache=True,
+                decay=decay,
+                keep="last",
+            )
+        head = loaded(out)
+        losses = [divergences(dev, chance) for chance in (base_chances(dev, head), chances(dev, head))]
+        for domain in TRAIN:
+            of_base, of_head = (float(each[at == domain].mean()) for each in losses)
+            rows.append(
+                {"decay": decay, "left_out": left_out, "domain": domain, "base_kl": of_base, "head_kl": of_head}
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def splits_without(domain: str | None, *given: Any, **options: Any) -> Splits:
+    """As read_splits, without the train prompts of a domain."""
+    splits = read_splits(*given, **options)
+    rows = [row for row, each in enumerate(splits.train["domain"]) if each != domain]
+    return replace(splits, train=splits.train.select(rows))
+
+
+def base_chances(traces: CoupledTraces, head: AcceptanceHead) -> Tensor:
+    """(P,) what the head's base alone would say of each position."""
+    count = traces.positions
+    signals = torch.stack([each[:count] for each in (traces.logprob, traces.entropy, traces.max_prob)], -1)
+    return head.base_logits(signals)[:, 0].sigmoid().detach()
+
+
+def divergences(traces: CoupledTraces, chance: Tensor) -> np.ndarray:
+    """(P,) binary KL of each position's acceptance probability from what was predicted, nats."""
+    return binary_kl(acceptance_of(traces), torch.logit(chance.double().clamp(1e-6, 1 - 1e-6))).numpy()
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
 def qualities_of(traces: CoupledTraces, heads: Mapping[str, AcceptanceHead]) -> dict[str, dict[str, float]]:
     """Binary KL and such of what is predicted of each test token, against its acceptance probability."""
-    acceptance = torch.tensor(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
     count = traces.positions
     predicted = {"q(Y)": traces.logprob[:count].exp(), "max q": traces.max_prob[:count]}
-    predicted |= {
-        name: score_tokens(traces, HeadPolicy(head, 0.5, lag=0 if head.config.reads == "drawn" else None))[:count]
-        for name, head in heads.items()
-    }
+    predicted |= {name: chances(traces, head) for name, head in heads.items()}
     return {
-        name: quality(torch.logit(chance.double().clamp(1e-6, 1 - 1e-6)), acceptance).to_dict()
+        name: quality(torch.logit(chance.double().clamp(1e-6, 1 - 1e-6)), acceptance_of(traces)).to_dict()
         for name, chance in predicted.items()
     }
+
+
+def chances(traces: CoupledTraces, head: AcceptanceHead) -> Tensor:
+    """(P,) what the head says of each position."""
+    policy = HeadPolicy(head, 0.5, lag=0 if head.config.reads == "drawn" else None)
+    return score_tokens(traces, policy)[: traces.positions]
+
+
+def acceptance_of(traces: CoupledTraces) -> Tensor:
+    """(P,)"""
+    return torch.tensor(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
 
 
 def coupled_of(folder: Path) -> CoupledTraces:
