@@ -1,6 +1,6 @@
 """Question: how much text do alternatives to each drawn token save a head? (`collect --alternatives`)
 
-The recommended recipe at T = 1 on the embedded pair, without top-k: trained on the first prompts of one seed of train
+The default recipe at T = 1 on the embedded pair, without top-k: trained on the first prompts of one seed of train
 text, with no alternatives, with 1, 4 or 8 to each drawn token; seeds 0 and 1 of training. Thresholds and bounds are
 chosen on the dev prompts and judged on the test prompts, as in ladder.py; binary KL and ECE are of the tokens drawn on
 the dev prompts. Missing traces and heads are made first, under runs/.
@@ -14,7 +14,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ladder import COSTS, DRAFT, RECIPES, TARGET, TEXT, collected, coupled, head_settings, judged, loaded, part_of
+from ladder import COSTS, DRAFT, TARGET, TEXT, collected, coupled, head_settings, judged, loaded, part_of
 from record import REPOSITORY, write_result
 
 from accept_head.cli import quiet_libraries
@@ -27,7 +27,6 @@ WORK = REPOSITORY / "runs" / "alternatives"
 MOST = 8
 DRAWS = {100: (0, 4), 200: (0, 1, 4, 8), 400: (0, 4), 800: (0, 1, 4, 8)}  # by prompts
 SEEDS = (0, 1)
-RECIPE = {name: value for name, value in RECIPES[1.0].items() if name != "alternatives"}
 
 
 def main() -> None:
@@ -43,7 +42,7 @@ def main() -> None:
             for seed in SEEDS:
                 about = {"prompts": prompts, "positions": positions, "alternatives": draws, "seed": seed}
                 rows += [{**about, **row} for row in head(folder, f"{prompts} prompts, {draws} draws", draws, seed)]
-        path = write_result("alternatives", {"recipe": RECIPE, "costs": COSTS, "text": TEXT, "rows": rows})
+        path = write_result("alternatives", {"costs": COSTS, "text": TEXT, "rows": rows})
     print(f"wrote {path}")
 
 
@@ -70,7 +69,6 @@ def head(folder: Path, name: str, draws: int, seed: int) -> list[dict[str, Any]]
             cache=str(WORK / "features"),
             seed=seed,
             alternatives=draws,
-            **RECIPE,
         )
     dev = read_json(out / "metrics.json")["dev"]["token"]
     quality = {"dev_binary_kl": dev["binary_kl"], "dev_ece": dev["ece"]}

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from ladder import COSTS, coupled, loaded, trained
+from ladder import COSTS, RECOMMENDED, coupled, loaded, trained
 from record import RESULTS, TINY, write_result
 from tqdm import tqdm
 
@@ -32,7 +32,7 @@ from accept_head.inference.policies import FixedPolicy, HeadPolicy, OnlineLogist
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_thresholds
 from accept_head.inference.tune_rules import ask
 
-HEADS = ("specdecpp", "token + signals + embedding")
+HEADS = ("specdecpp", RECOMMENDED)
 LEARNER, LEARNER_COSTS = "online-logistic", (0.1,)  # it decodes one prompt at a time, which takes a while
 BATCH = 16
 

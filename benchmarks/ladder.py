@@ -1,4 +1,4 @@
-"""Question: which rung of the ladder pays: the paper's head, signals, the drawn token's embedding, a look ahead?
+"""Question: which rung of the ladder pays: the paper's head, a base alone, a residual to it, a look ahead?
 
 On the embedded pair, without top-k. Heads are trained on the train prompts (missing traces and heads are made first,
 under runs/), each rule's threshold and bounds are chosen by replay on the dev prompts, and judged on the test prompts,
@@ -49,21 +49,19 @@ HEAD_GRID = (*(round(0.02 * step, 2) for step in range(1, 50)), 0.99)
 BOUNDS = [(low, high) for low in (1, 2) for high in (4, 8, 20)]
 RULE_NAMES = ("max-prob", "confidence", "entropy", "online-logistic")
 
-# How each head is trained, on all the text there is: of T = 1, then of greedy decoding. None: the shipped head.
+# How each head is trained, on all the text there is: of T = 1, then of greedy decoding. None: the shipped head, of the
+# default recipe.
 SMALL_STEPS = {"batch_size": 4, "micro_batch_size": 4}
 PAPER = {"recipe": "specdecpp", "w_rej": 1.0}
-OURS = {**SMALL_STEPS, "depth": 2, "alternatives": 0}  # these: alternatives.py
+RECOMMENDED = "base + residual"
 HEADS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "specdecpp": (PAPER, PAPER),
     "specdecpp, small steps": ({**PAPER, **SMALL_STEPS, "epochs": 6}, {**PAPER, **SMALL_STEPS, "epochs": 8}),
-    "token + signals": ({**OURS, "epochs": 6, "embedding": False}, {**OURS, "epochs": 8, "embedding": False}),
-    "token + signals + embedding": (None, None),
-    "both + signals + embedding": (
-        {**OURS, "epochs": 6, "embedding": True, "predicts": "both"},
-        {**OURS, "epochs": 8, "embedding": True, "predicts": "both"},
-    ),
+    "base": ({"recipe": "signals"}, {"recipe": "signals"}),
+    RECOMMENDED: (None, None),
+    "base + residual, both": ({"predicts": "both", "cache": True}, {"predicts": "both", "cache": True}),
 }
-REFERENCES = ("specdecpp", "specdecpp, small steps", "online-logistic", "token + signals + embedding")
+REFERENCES = ("specdecpp", "specdecpp, small steps", "online-logistic", "base")
 
 
 def main() -> None:
@@ -240,23 +238,17 @@ def show(temperature: float, row: Mapping[str, Any]) -> None:
 
 # --- heads -----------------------------------------------------------------------------------------------------------
 
-RECOMMENDED = "token + signals + embedding"  # the shipped head; this is how it was trained
-RECIPES = {
-    1.0: {**OURS, "epochs": 6, "embedding": True},
-    0.0: {**OURS, "epochs": 8, "embedding": True},
-}
-
 
 def trained(name: str, temperature: float) -> Path:
     """A rung's head, on all the text there is."""
     options = HEADS[name][temperature == 0]
     if options is None:
         return TINY / "heads" / ("sampled" if temperature else "greedy")
-    return fitted(name, train_folders(temperature, SEEDS), temperature, options)
+    return fitted(name, train_folders(temperature, SEEDS), temperature, **options)
 
 
-def fitted(name: str, folders: Sequence[Path], temperature: float, options: Mapping[str, Any] | None = None) -> Path:
-    """Trained unless that was done before; as the recommended head, or with these options."""
+def fitted(name: str, folders: Sequence[Path], temperature: float, **options: Any) -> Path:
+    """Trained unless that was done before."""
     words = "".join(letter if letter.isalnum() or letter == "." else " " for letter in name).split()
     out = REPOSITORY / "runs" / "ladder" / f"t{temperature:g}" / "_".join(words)
     if not (out / "model.safetensors").is_file():
@@ -266,7 +258,7 @@ def fitted(name: str, folders: Sequence[Path], temperature: float, options: Mapp
             draft=DRAFT,
             dev_traces=dev,
             out=str(out),
-            **(options or RECIPES[temperature]),
+            **options,
         )
     return out
 
