@@ -125,6 +125,50 @@ def test_a_round_trip_is_bit_equal(tmp_path, depth, predicts):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "head" / name).read_bytes()
 
 
+# The fields of a config as `train` wrote them before heads had a base.
+OLDER = {
+    "depth": 1,
+    "embedding_std": 0.125,
+    "hidden_size": HIDDEN,
+    "predicts": "token",
+    "reads": "before",
+    "signal_mean": [-3.26, 3.26, 0.37],
+    "signal_std": [2.76, 1.71, 0.29],
+    "signals": ["draft_logprob", "draft_entropy", "draft_max_prob"],
+    "width": None,
+}
+
+
+def test_a_head_from_before_heads_had_a_base_loads_and_says_the_same(tmp_path):
+    """By numpy, from the file: the signals go in beside the state, each as it is."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "blocks.0.linear.weight": (HIDDEN, HIDDEN),
+        "blocks.0.linear.bias": (HIDDEN,),
+        "output.weight": (1, HIDDEN),
+        "output.bias": (1,),
+        "signal_input.weight": (HIDDEN, 3),
+        "embedding_input.weight": (HIDDEN, HIDDEN),
+    }
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(OLDER))
+    embeddings = torch.randn(11, HIDDEN, generator=generator)
+    signals = torch.tensor([[-0.5, 1.0, 0.8], [-4.0, 3.5, 0.2]])
+    hidden, ids = hidden_states(2), torch.tensor([3, 10])
+    head = AcceptanceHead.from_pretrained(tmp_path).attach(embeddings)
+
+    w = {name: value.double().numpy() for name, value in weights.items()}
+    told = (signals.double().numpy() - OLDER["signal_mean"]) / OLDER["signal_std"]
+    x = hidden.double().numpy() + told @ w["signal_input.weight"].T
+    x = x + embeddings[ids].double().numpy() / OLDER["embedding_std"] @ w["embedding_input.weight"].T
+    z = x @ w["blocks.0.linear.weight"].T + w["blocks.0.linear.bias"]
+    expected = (x + z / (1 + np.exp(-z))) @ w["output.weight"].T + w["output.bias"]
+    np.testing.assert_allclose(head(hidden, signals, ids).detach().numpy(), expected, rtol=1e-4, atol=1e-4)
+    score = head.scorer("token")(hidden, signals, ids)
+    np.testing.assert_allclose(score.numpy(), 1 / (1 + np.exp(-expected[:, 0])), rtol=1e-4, atol=1e-5)
+
+
 def test_a_string_path_loads_like_a_path(tmp_path):
     folder = saved(tmp_path)
     one, other = AcceptanceHead.from_pretrained(folder), AcceptanceHead.from_pretrained(str(folder))
