@@ -111,20 +111,26 @@ def _eval_results(facts: CardFacts) -> list[EvalResult]:
 
 
 def _title(facts: CardFacts) -> str:
-    return """# Acceptance prediction head
+    config = facts.config
+    sources = ["next-token distribution"] if config.base else []
+    sources += ["last hidden state"] if config.residual else []
+    return f"""# Acceptance prediction head
 
-Predicts, from the draft model's last hidden state, whether the target will accept a drafted token, so that speculative decoding stops drafting in time
+Predicts, from the draft model's {" and ".join(sources)}, whether the target will accept a drafted token, so that speculative decoding stops drafting in time
 ([SpecDec++](https://arxiv.org/abs/2405.19715)). It changes how fast text comes, never which: the output keeps exactly the target's distribution. For the
 library `accept-head`."""  # noqa: E501
 
 
 def _pair(facts: CardFacts) -> str:
     config, traces = facts.config, facts.traces
-    reads = [{"before": "the state before the token", "drawn": "the state at the token"}[config.reads]]
+    state = {"before": "the state before the token", "drawn": "the state at the token"}[config.reads]
+    reads = [state] if config.residual else []
     reads += config.signals
     reads += ["the token's embedding"] if config.reads_embedding else []
-    lines = [f"- head: depth {config.depth}, hidden size {config.hidden_size}, predicts {config.predicts}"]
-    lines.append(f"- it reads: {', '.join(reads)}")
+    shape = f"depth {config.depth}, hidden size {config.hidden_size}"
+    if config.base:
+        shape = f"a base and a residual of {shape}" if config.residual else "a base alone"
+    lines = [f"- head: {shape}, predicts {config.predicts}", f"- it reads: {', '.join(reads)}"]
     if traces is None:
         return "\n".join([*lines, "- the pair that it was trained on is not recorded"])
     sampling = traces.sampling

@@ -9,6 +9,7 @@ import torch
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig
 from accept_head.hub import load_head, save_head
+from accept_head.model_card import CardFacts, model_card
 from accept_head.sampling import Sampling
 from accept_head.trace import TraceConfig
 
@@ -63,6 +64,33 @@ def test_the_card_names_the_pair_the_sampling_and_the_measured_quality(tmp_path)
     card = (tmp_path / "head" / "README.md").read_text(encoding="utf-8")
     for fact in ("some/draft", "some/target", "temperature 0.7", "top-k 20", "top-p 0.9", "depth 2", "1234", "0.8555"):
         assert fact in card, fact
+
+
+@pytest.mark.parametrize(
+    ("more", "made_of", "read", "from_"),
+    [
+        ({"depth": 2}, "depth 2, hidden size 8", "the state at the token", "the draft model's last hidden state"),
+        (
+            {"depth": 0, "reads": "before", "base": True, "residual": False},
+            "a base alone",
+            "draft_max_prob",
+            "the draft model's next-token distribution",
+        ),
+        (
+            {"depth": 1, "reads": "before", "base": True, "width": 4, "standardised": True, "embedding_std": 0.5},
+            "a base and a residual of depth 1, hidden size 8",
+            "the state before the token, draft_max_prob, the token's embedding",
+            "the draft model's next-token distribution and last hidden state",
+        ),
+    ],
+    ids=["paper", "base", "base and residual"],
+)
+def test_the_card_says_what_the_head_is_made_of_and_reads(more, made_of, read, from_):
+    if more.get("base"):
+        more = more | {"signals": ("draft_max_prob",), "signal_mean": (0.5, 1.0), "signal_std": (0.3, 2.0)}
+    card = model_card(CardFacts(config=HeadConfig(hidden_size=8, **more))).text
+    assert f"- head: {made_of}, predicts token\n- it reads: {read}\n" in card
+    assert f"Predicts, from {from_}, whether" in card
 
 
 def test_where_models_and_prompts_came_from_is_recorded_but_decides_no_record(tmp_path):
