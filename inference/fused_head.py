@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accept_head.base import BASE_FUNCTIONS
 from accept_head.head import TABLE_BYTES, AcceptanceHead, Predicts, Score
 from accept_head.inference.fused_signals import counters, holds, launch, power_of_two, start_late, usable
 from accept_head.signals import SIGNALS
@@ -34,20 +35,20 @@ def fused_scorer(
     """`head.scorer(prediction, beside)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others. What
     stands `beside` is torch's own work, on the state that the kernels leave."""
     plain = head.scorer(prediction, beside)  # refuses what the head does not predict
-    if head.config.base:
-        return plain  # the kernels know no base
-    weight, embeddings = head.output.weight, head.embeddings if head.config.reads_embedding else None
-    together = embeddings is None or embeddings.device == weight.device
-    if not (usable(weight) and weight.dtype is torch.float32 and together):
+    embeddings = head.embeddings if head.config.reads_embedding else None
+    together = embeddings is None or embeddings.device == head.device
+    if not (usable(next(head.parameters())) and head.dtype is torch.float32 and together):
         return plain
     return FusedHead(head, prediction, plain, beside)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), and shift
-    (channels,), of signals as they come, or None. table: (vocab, channels) if there is no `embedding` to multiply by,
-    else (vocab, hidden_size). weights: (channels, channels), and biases, a block. output: (predictions, channels)."""
+    """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), of
+    signals as they come, or None. shift: (channels,) or None. table: (vocab, channels) if there is no `embedding` to
+    multiply by, else (vocab, hidden_size). weights: (channels, channels), and biases, a block. output: (predictions,
+    channels); of a base alone with 0 channels. base: (9, predictions), of its functions as they come, or None. bias:
+    (predictions,), the base's too."""
 
     state: Tensor | None
     scale: Tensor | None
@@ -57,6 +58,7 @@ class Packed:
     weights: list[Tensor]
     biases: list[Tensor]
     output: Tensor
+    base: Tensor | None
     bias: Tensor
 
 
@@ -76,17 +78,21 @@ class FusedHead:
         self.tried: dict[tuple[torch.dtype, bool], bool] = {}
 
     def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
-        """hidden: (..., hidden_size); signals: (..., 3); token_ids: (...) → (...), or (..., 2) of both; with m numbers
-        beside them (..., 1 + m) or (..., 2 + m)."""
-        rows = hidden.numel() // self.config.hidden_size
+        """hidden: (..., hidden_size), which a base alone does not look at; signals: (..., 3); token_ids: (...) → (...),
+        or (..., 2) of both; with m numbers beside them (..., 1 + m) or (..., 2 + m)."""
+        read = hidden if self.config.residual else signals
         given = (signals is not None or not self.config.signals) and (
             token_ids is not None or not self.config.reads_embedding
         )
-        if not given or not 0 < rows <= MOST_ROWS or not usable(hidden) or hidden.dtype is torch.float64:
+        if read is None or not given or not self._takes(read):
             return self.plain(hidden, signals, token_ids)
-        if not self._proven(packed_dtype(hidden.dtype), rows > 1):
-            return self.plain(hidden, signals, token_ids)
-        return self._scored(hidden, signals, token_ids)
+        return self._scored(read, signals, token_ids)
+
+    def _takes(self, read: Tensor) -> bool:
+        rows = read.numel() // read.shape[-1]
+        if not 0 < rows <= MOST_ROWS or not usable(read) or read.dtype is torch.float64:
+            return False
+        return self._proven(packed_dtype(read.dtype), rows > 1)
 
     def _proven(self, dtype: torch.dtype, several: bool) -> bool:
         """Tried once for each way to multiply: kernels that this GPU cannot run, or gets wrong, are not used."""
@@ -105,21 +111,21 @@ class FusedHead:
         hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
         signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
         ids = torch.zeros(rows, dtype=torch.long, device=device)
-        expected = self.plain(hidden, signals, ids)
-        torch.testing.assert_close(self._scored(hidden, signals, ids), expected, rtol=1e-2, atol=1e-2)
+        expected, read = self.plain(hidden, signals, ids), hidden if self.config.residual else signals
+        torch.testing.assert_close(self._scored(read, signals, ids), expected, rtol=1e-2, atol=1e-2)
 
-    def _scored(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
-        """By the kernels."""
-        dtype = packed_dtype(hidden.dtype)
+    def _scored(self, read: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        """By the kernels. read: states, or signals of a base alone."""
+        dtype = packed_dtype(read.dtype)
         if dtype not in self.packed:
             self.packed[dtype] = pack(self.head, self.places, dtype)
-        inputs = self.packed[dtype], hidden.reshape(-1, self.config.hidden_size), signals, token_ids
+        inputs = self.packed[dtype], read.reshape(-1, read.shape[-1]), signals, token_ids
         if self.beside is not None:
             scores, state = _run(*inputs, with_state=True)
             scores = torch.cat([scores, self.beside(state.to(self.head.dtype))], dim=-1)
-            return scores.view(*hidden.shape[:-1], -1)
+            return scores.view(*read.shape[:-1], -1)
         scores, _ = _run(*inputs)
-        return scores.view((*hidden.shape[:-1], *([2] if len(self.places) > 1 else [])))
+        return scores.view((*read.shape[:-1], *([2] if len(self.places) > 1 else [])))
 
 
 def packed_dtype(of_states: torch.dtype) -> torch.dtype:
@@ -137,6 +143,9 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
     if not isinstance(score, FusedHead) or dtype in score.packed:
         return 0
     head, config = score.head, score.config
+    base = len(BASE_FUNCTIONS) * len(score.places) * torch.float32.itemsize if config.base else 0
+    if not config.residual:
+        return base
     inputs = [config.width is not None]
     table = 0
     if config.reads_embedding:
@@ -144,21 +153,26 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
         inputs += [table > TABLE_BYTES]
         table = table if table <= TABLE_BYTES else 0
     weights = config.channels * (config.depth * config.channels + sum(inputs) * config.hidden_size + len(score.places))
-    signals = (len(SIGNALS) + 1) * config.channels * torch.float32.itemsize if config.signals else 0
-    return table + weights * dtype.itemsize + signals
+    signals = (len(SIGNALS) + 1) * config.channels * torch.float32.itemsize if config.signals and not config.base else 0
+    return table + weights * dtype.itemsize + signals + base
 
 
 @torch.no_grad()
 def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
     """The weights as they are now, where the head is."""
     config = head.config
+    base, bias = (None, 0.0) if not config.base else _packed_base(head, places)
+    if not config.residual:
+        nothing = torch.empty(len(places), 0, device=head.device)
+        return Packed(None, None, None, None, None, [], [], nothing, base, torch.as_tensor(bias))
     state = head.state_input.weight.to(dtype).contiguous() if config.width is not None else None
-    scale = shift = table = embedding = None
-    if config.signals:
+    scale = table = embedding = None
+    shift = head.state_input.bias.detach() if config.standardised else None
+    if config.signals and not config.base:
         by = head.signal_input.weight / head.signal_std
         scale = torch.zeros(len(SIGNALS), config.channels, dtype=torch.float32, device=by.device)
         scale[head.signal_places] = by.t()
-        shift = -(by @ head.signal_mean)
+        shift = (0.0 if shift is None else shift) - by @ head.signal_mean
     if config.reads_embedding:
         embeddings = head._embeddings()
         folded = head.embedding_input.weight / (config.embedding_std or 1.0)
@@ -177,68 +191,81 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
         [block.linear.weight.to(dtype).contiguous() for block in head._blocks()],
         [block.linear.bias.detach() for block in head._blocks()],
         head.output.weight[places].to(dtype).contiguous(),
-        head.output.bias[places].clone(),
+        base,
+        head.output.bias[places] + bias,
     )
 
 
+def _packed_base(head: AcceptanceHead, places: list[int]) -> tuple[Tensor, Tensor]:
+    """Weights of the base's functions as they come, and its offset."""
+    by = (head.base.weight / head.signal_std)[places]
+    weight = torch.zeros(len(BASE_FUNCTIONS), len(places), dtype=torch.float32, device=by.device)
+    weight[head.signal_places] = by.t()
+    return weight, head.base.bias[places] - by @ head.signal_mean
+
+
 def _run(
-    packed: Packed, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
+    packed: Packed, read: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """hidden: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
+    """read: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
     layer read, (rows, channels) float32, which is nothing of use unless it is asked for: it then takes a kernel more.
     """
     from accept_head.inference import fused_kernels as kernels
 
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    (rows, size), (outputs, channels) = hidden.shape, packed.output.shape
-    shape, how = _shape(rows, channels, packed.output.dtype), launch(hidden.device)
+    read = read if read.stride(-1) == 1 else read.contiguous()
+    (rows, size), (outputs, channels) = read.shape, packed.output.shape
+    signals = signals.reshape(rows, -1).contiguous() if signals is not None else None
+    x, y = torch.empty(2, rows, channels, dtype=torch.float32, device=read.device)
+    scores = torch.empty(rows, outputs, dtype=torch.float32, device=read.device)
+    shape, how = _shape(rows, channels, packed.output.dtype), launch(read.device)
     grid = (-(-channels // shape["CHANNELS"]), -(-rows // shape["ROWS"]))
-    x, y = torch.empty(2, rows, channels, dtype=torch.float32, device=hidden.device)
-    scores = torch.empty(rows, outputs, dtype=torch.float32, device=hidden.device)
-    unused = hidden  # a pointer is needed
 
-    def pointer(tensor: Tensor | None, wanted: object) -> Tensor:
-        return unused if tensor is None or wanted is None else tensor
+    def pointer(tensor: Tensor | None, wanted: object = True) -> Tensor:
+        return read if tensor is None or wanted is None else tensor  # one is needed where nothing is read
 
-    with torch.cuda.device_of(hidden):
-        kernels.head_input[grid](
-            hidden,
-            pointer(packed.state, True),
-            pointer(signals.reshape(rows, -1).contiguous() if signals is not None else None, packed.scale),
-            pointer(packed.scale, True),
-            pointer(packed.shift, True),
-            pointer(token_ids.reshape(-1).contiguous() if token_ids is not None else None, packed.table),
-            pointer(packed.table, True),
-            pointer(packed.embedding, True),
-            x,
-            rows,
-            size,
-            channels,
-            hidden.stride(0),
-            packed.table.stride(0) if packed.table is not None else 0,
-            STATE=packed.state is not None,
-            SIGNALS=packed.scale is not None,
-            TABLE=packed.table is not None and packed.embedding is None,
-            EMBEDDING=packed.embedding is not None,
-            **shape,
-            **how,
-        )
+    base = pointer(signals, packed.base), pointer(packed.base)
+    with torch.cuda.device_of(read):
+        if channels:
+            kernels.head_input[grid](
+                read,
+                pointer(packed.state),
+                pointer(signals, packed.scale),
+                pointer(packed.scale),
+                pointer(packed.shift),
+                pointer(token_ids.reshape(-1).contiguous() if token_ids is not None else None, packed.table),
+                pointer(packed.table),
+                pointer(packed.embedding),
+                x,
+                rows,
+                size,
+                channels,
+                read.stride(0),
+                packed.table.stride(0) if packed.table is not None else 0,
+                STATE=packed.state is not None,
+                SHIFT=packed.shift is not None,
+                SIGNALS=packed.scale is not None,
+                TABLE=packed.table is not None and packed.embedding is None,
+                EMBEDDING=packed.embedding is not None,
+                **shape,
+                **how,
+            )
         shape["BLOCK"] = min(shape["BLOCK"], power_of_two(channels))
         blocks = list(zip(packed.weights, packed.biases, strict=True))
         last = blocks.pop() if blocks and not with_state else None
         for weight, bias in blocks:
             kernels.head_block[grid](x, weight, bias, y, rows, channels, **shape, **how)
             x, y = y, x
+        end: dict[str, Any] = {"OUTPUTS": outputs, "BASE": packed.base is not None}
         if last is None:
-            block = power_of_two(channels)
             kernels.head_output[(rows,)](
-                x, packed.output, packed.bias, scores, channels, OUTPUTS=outputs, BLOCK=block, **how
-            )
+                x, packed.output, packed.bias, *base, scores, rows, channels,
+                **end, BLOCK=power_of_two(channels), **how,
+            )  # fmt: skip
         else:
-            parts = torch.empty(outputs, rows, grid[0], dtype=torch.float32, device=hidden.device)
+            parts = torch.empty(outputs, rows, grid[0], dtype=torch.float32, device=read.device)
             kernels.head_last[grid](
-                x, *last, packed.output, packed.bias, parts, counters(hidden.device, grid[1]), scores, rows, channels,
-                OUTPUTS=outputs, TILES=power_of_two(grid[0]), **shape, **how,
+                x, *last, packed.output, packed.bias, *base, parts, counters(read.device, grid[1]), scores, rows,
+                channels, **end, TILES=power_of_two(grid[0]), **shape, **how,
             )  # fmt: skip
     return scores, x
 

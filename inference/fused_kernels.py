@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 LEAST_LOG = tl.constexpr(-87.33654475055310)  # signals.LEAST_LOG: log of the smallest normal float32
 TINY = tl.constexpr(1.1754943508222875e-38)
 WARPS = tl.constexpr(4)  # of a program
+MOST_LOG_ODDS = tl.constexpr(14.0)  # base.MOST_LOG_ODDS
 LINE, LINES = tl.constexpr(64), tl.constexpr(16)  # of the cache, in bfloat16: 128 bytes; and how many at once
 
 
@@ -153,6 +154,7 @@ def head_input(
     hidden_stride,
     table_stride,
     STATE: tl.constexpr,
+    SHIFT: tl.constexpr,
     SIGNALS: tl.constexpr,
     TABLE: tl.constexpr,
     EMBEDDING: tl.constexpr,
@@ -163,9 +165,9 @@ def head_input(
     EARLY: tl.constexpr,
 ):
     """What the blocks of a head start from, x (rows, channels) float32: the state, times `state` (channels,
-    hidden_size) if STATE; plus `shift` and the three signals times `scale` (3, channels), if SIGNALS; plus, of the
-    drawn token, its row of `table` (vocab, channels) if TABLE, or of it (vocab, hidden_size) times `embedding`
-    (channels, hidden_size), if EMBEDDING. Grid (channels / CHANNELS, rows / ROWS)."""
+    hidden_size) if STATE; plus `shift` (channels,) if SHIFT; plus the three signals times `scale` (3, channels), if
+    SIGNALS; plus, of the drawn token, its row of `table` (vocab, channels) if TABLE, or of it (vocab, hidden_size)
+    times `embedding` (channels, hidden_size), if EMBEDDING. Grid (channels / CHANNELS, rows / ROWS)."""
     _begin(EARLY)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -180,8 +182,9 @@ def head_input(
     if TABLE:
         at = token[:, None] * table_stride + channel[None, :]
         result += tl.load(table + at, mask=written, other=0.0).to(tl.float32)
-    if SIGNALS:
+    if SHIFT:
         result += tl.load(shift + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
+    if SIGNALS:
         for signal in tl.static_range(3):
             value = tl.load(signals + row * 3 + signal, mask=row < rows, other=0.0).to(tl.float32)
             by = tl.load(scale + signal * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
@@ -233,12 +236,15 @@ def head_last(
     bias,
     output,
     output_bias,
+    signals,
+    base,
     parts,
     done,
     scores,
     rows,
     channels,
     OUTPUTS: tl.constexpr,
+    BASE: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -248,8 +254,9 @@ def head_last(
 ):
     """sigmoid(w y + c), (rows, OUTPUTS) float32, of the y of a last `head_block`, which is not kept.
 
-    output: (OUTPUTS, channels) w; output_bias: (OUTPUTS,) c. parts: (OUTPUTS, rows, tiles) float32, of every program's
-    channels. done: (rows / ROWS,) int32, 0. TILES: a power of two, at least channels / CHANNELS. Grid as above.
+    output: (OUTPUTS, channels) w; output_bias: (OUTPUTS,) c. signals, base: what `_base_logit` adds, if BASE. parts:
+    (OUTPUTS, rows, tiles) float32, of every program's channels. done: (rows / ROWS,) int32, 0. TILES: a power of two,
+    at least channels / CHANNELS. Grid as above.
     """
     _begin(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -266,6 +273,8 @@ def head_last(
             at = (each * rows + row)[:, None] * tiles + part[None, :]
             logit = tl.sum(tl.load(parts + at, mask=used, other=0.0, cache_modifier=".cg"), 1)
             logit += tl.load(output_bias + each).to(tl.float32)
+            if BASE:
+                logit += _base_logit(signals, base, row, row < rows, each, OUTPUTS)
             tl.store(scores + row * OUTPUTS + each, 1.0 / (1.0 + tl.exp(-logit)), mask=row < rows)
 
 
@@ -274,14 +283,18 @@ def head_output(
     x,
     output,
     output_bias,
+    signals,
+    base,
     scores,
+    rows,
     channels,
     OUTPUTS: tl.constexpr,
+    BASE: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """sigmoid(w x + c), (rows, OUTPUTS) float32: of a head without blocks. BLOCK: a power of two, at least `channels`.
-    Grid (rows,)."""
+    """sigmoid(w x + c), (rows, OUTPUTS) float32: of a head without blocks, or, with 0 channels, of a base alone.
+    signals, base: what `_base_logit` adds, if BASE. BLOCK: a power of two, at least `channels`. Grid (rows,)."""
     _begin(EARLY)
     _wait(EARLY)
     row = tl.program_id(0)
@@ -291,7 +304,36 @@ def head_output(
     for each in tl.static_range(OUTPUTS):
         w = tl.load(output + each * channels + channel, mask=inside, other=0.0).to(tl.float32)
         logit = tl.sum(value * w, 0) + tl.load(output_bias + each).to(tl.float32)
+        if BASE:
+            logit += _base_logit(signals, base, row, row < rows, each, OUTPUTS)
         tl.store(scores + row * OUTPUTS + each, 1.0 / (1.0 + tl.exp(-logit)))
+
+
+@triton.jit
+def _base_logit(signals, base, row, inside, output, OUTPUTS: tl.constexpr):
+    """What a head's base adds to a logit of these rows, but for its offset: base.base_functions of signals (rows, 3),
+    times the column `output` of `base` (9, OUTPUTS)."""
+    logprob = tl.load(signals + row * 3, mask=inside, other=-1.0).to(tl.float32)
+    entropy = tl.load(signals + row * 3 + 1, mask=inside, other=1.0).to(tl.float32)
+    largest = tl.load(signals + row * 3 + 2, mask=inside, other=0.5).to(tl.float32)
+    logprob = tl.minimum(tl.maximum(logprob, -MOST_LOG_ODDS), 0.0)
+    entropy = tl.maximum(entropy, 0.0)
+    log_largest = tl.minimum(tl.maximum(tl.log(largest), -MOST_LOG_ODDS), 0.0)
+    by = base + output
+    logit = logprob * tl.load(by) + entropy * tl.load(by + OUTPUTS) + largest * tl.load(by + 2 * OUTPUTS)
+    logit += tl.exp(logprob) * tl.load(by + 3 * OUTPUTS) + _log_odds(logprob) * tl.load(by + 4 * OUTPUTS)
+    logit += _log_odds(log_largest) * tl.load(by + 5 * OUTPUTS) + tl.sqrt(entropy) * tl.load(by + 6 * OUTPUTS)
+    logit += logprob * entropy * tl.load(by + 7 * OUTPUTS) + (logprob - log_largest) * tl.load(by + 8 * OUTPUTS)
+    return logit
+
+
+@triton.jit
+def _log_odds(log_p):
+    """log p − log(1 − p), from log p ≤ 0. Near 0 1 − p is its series: the difference would have no digits left."""
+    series = -log_p * (1.0 + log_p * (1.0 / 2.0 + log_p * (1.0 / 6.0 + log_p * (1.0 / 24.0))))
+    other = tl.where(log_p > -0.03, series, 1.0 - tl.exp(log_p))
+    odds = log_p - tl.log(tl.maximum(other, 1e-30))
+    return tl.minimum(tl.maximum(odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)
 
 
 @triton.jit

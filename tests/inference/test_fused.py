@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head.base import places_of
 from accept_head.inference import fused_head, fused_signals, generate
 from accept_head.inference.fused_head import FusedHead, bytes_to_pack, fused_scorer
 from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once
@@ -198,6 +199,7 @@ def test_a_draft_step_has_what_is_needed_and_no_more():
 # The head
 
 VOCAB, HIDDEN = 50, 80
+BASE, STANDARDISED = {"base": True}, {"width": 20, "standardised": True}
 HEADS = {
     "paper": {"depth": 3},
     "signals": {"depth": 2, "reads": "before", "signals": SIGNALS},
@@ -207,14 +209,22 @@ HEADS = {
     "both": {"depth": 1, "reads": "before", "signals": SIGNALS, "embedding": True, "width": 20, "predicts": "both"},
     "next": {"depth": 1, "predicts": "next"},
     "probe": {"depth": 0},
+    "base": {"depth": 0, "reads": "before", "signals": SIGNALS, **BASE, "residual": False},
+    "base of one signal": {"depth": 0, "reads": "before", "signals": SIGNALS[2:], **BASE, "residual": False},
+    "base and residual": {"depth": 2, "reads": "before", "signals": SIGNALS, "embedding": True, **STANDARDISED, **BASE},
+    "base and residual, both": {"depth": 1, "signals": SIGNALS, "predicts": "both", **STANDARDISED, **BASE},
+    "base and probe": {"depth": 0, "signals": SIGNALS[1:], **STANDARDISED, **BASE},
+    "standardised": {"depth": 1, "signals": SIGNALS, **STANDARDISED},
 }
 
 
 def head_of(name):
     """With weights that matter in every part of it."""
     settings = dict(HEADS[name])
-    count = len(settings.get("signals", ()))
-    settings |= {"signal_mean": (-1.0, 1.0, 0.5)[:count], "signal_std": (1.0, 0.5, 0.2)[:count]}
+    signals = settings.get("signals", ())
+    count = len(places_of(signals) if settings.get("base") else signals)
+    means, deviations = (-1.0, 1.0, 0.5, 0.4, 0.2, 1.5, 0.9, -2.0, -0.7), (1.0, 0.5, 0.2, 0.3, 2.0, 1.5, 0.5, 3.0, 1.0)
+    settings |= {"signal_mean": means[:count], "signal_std": deviations[:count]}
     embeddings = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1)) / 4
     if settings.pop("embedding", False):
         settings["embedding_std"] = 0.25
@@ -223,12 +233,17 @@ def head_of(name):
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.normal_(std=0.12)
+        if head.config.base:
+            head.base.weight.normal_(std=0.5)
     return head.to(DEVICE).eval()
 
 
 def inputs(rows, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    made = torch.randn(rows, HIDDEN, generator=generator), torch.randn(rows, 3, generator=generator)
+    largest = torch.rand(rows, generator=generator).clamp(0.01, 0.999)
+    logprob = largest.log() - 5 * torch.rand(rows, generator=generator) * (torch.rand(rows, generator=generator) < 0.7)
+    signals = torch.stack([logprob, -3 * largest.log(), largest], dim=-1)
+    made = torch.randn(rows, HIDDEN, generator=generator), signals
     return *(each.to(DEVICE) for each in made), torch.randint(0, VOCAB, (rows,), generator=generator).to(DEVICE)
 
 
@@ -261,7 +276,9 @@ def test_the_head_is_that_of_float64(name, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize("name", ["paper", "embedding", "narrow", "both", "probe"])
+@pytest.mark.parametrize(
+    "name", ["paper", "embedding", "narrow", "both", "probe", "base and residual", "base and probe"]
+)
 def test_what_stands_beside_is_that_of_the_state_in_float64(name, monkeypatch):
     """As a head whose last layer is corrected online reads it: the state, scaled to length 1."""
     head = head_of(name)
@@ -303,7 +320,7 @@ def in_bfloat16(head):
 
 
 @runs
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [name for name, settings in HEADS.items() if settings.get("residual", True)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_states_in_half_precision_are_scored_with_weights_in_bfloat16(name, dtype, monkeypatch):
     """And nothing else is rounded, for one row or, by tensor cores, for more."""
@@ -323,6 +340,27 @@ def test_states_in_half_precision_are_scored_with_weights_in_bfloat16(name, dtyp
             if not head.config.reads_embedding:
                 exact = float64_probability(in_bfloat16(head), hidden.to(dtype), signals, ids, prediction)
                 torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+WRONG_BASES = {
+    "q is left out": ("tl.exp(logprob) * tl.load", "0.0 * tl.load"),
+    "no digits near one": ("tl.where(log_p > -0.03, series", "tl.where(log_p > 0.03, series"),
+    "no bound": ("tl.minimum(tl.maximum(odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)", "odds"),
+}
+
+
+@runs
+@pytest.mark.parametrize("wrong", [None, *WRONG_BASES])
+def test_a_wrong_base_would_show(wrong, monkeypatch, tmp_path):
+    """Where log-odds are hard: tokens that are all but certain, certain, and all but impossible."""
+    use_kernels(monkeypatch, tmp_path, "fused_kernels", WRONG_BASES.get(wrong))
+    monkeypatch.setattr(FusedHead, "_agree", lambda *_: None)
+    logprob = torch.tensor([-3e-6, -0.029, -0.031, 0.0, -87.0], device=DEVICE)
+    signals = torch.stack([logprob, -3 * logprob, logprob.exp().clamp(min=0.3)], dim=-1)
+    head, (hidden, _, ids) = head_of("base"), inputs(5)
+    exact = float64_probability(head, hidden, signals, ids, "token")
+    found = fused_scorer(head)(hidden, signals, ids).double()
+    assert torch.allclose(found, exact, rtol=1e-5, atol=1e-6) is (wrong is None)
 
 
 WRONG_PRODUCTS = {
@@ -357,7 +395,7 @@ def test_what_is_packed_is_what_the_memory_plan_has(name, dtype, monkeypatch):
         packed = score.packed[dtype]
         own = {parameter.data_ptr() for parameter in (*head.parameters(), *head.buffers())}
         own |= {head.embeddings.data_ptr()} if head.embeddings is not None else set()
-        parts = [packed.state, packed.scale, packed.shift, packed.table, packed.embedding, *packed.weights]
+        parts = [packed.state, packed.scale, packed.shift, packed.table, packed.embedding, packed.base, *packed.weights]
         made = [part for part in (*parts, packed.output) if part is not None and part.data_ptr() not in own]
         # In the dtype of the head itself, weights need no copy.
         assert sum(part.nbytes for part in made) <= planned

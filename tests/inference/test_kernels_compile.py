@@ -94,8 +94,11 @@ def signals(rows, dtype):
     fused_signals.signals_of_q_at_once(logits.float(), ids)
 
 
+BASE = {"base": True, "signal_mean": (0.0,) * 9, "signal_std": (1.0,) * 9}
 HEADS = {
-    "default": {"depth": 3, "width": 256, "embedding_std": 0.02},
+    "default": {"depth": 2, "width": 128, "embedding_std": 0.02, "standardised": True, **BASE},
+    "no base": {"depth": 3, "width": 256, "embedding_std": 0.02},
+    "base": {"depth": 0, "residual": False, **BASE},
     "paper": {"depth": 3, "signals": ()},
     "wide, both": {"depth": 1, "width": 1024, "embedding_std": 0.02, "predicts": "both"},
     "linear": {"depth": 0, "width": 256},
@@ -107,7 +110,7 @@ def head(name, rows, dtype, monkeypatch):
         monkeypatch.setattr(fused_head, "TABLE_BYTES", 0)
     options = {"signals": SIGNALS, "predicts": "token"} | HEADS[name]
     numbers = {"signal_mean": (0.0,) * 3, "signal_std": (1.0,) * 3} if options["signals"] else {}
-    made = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, reads="before", **options, **numbers))
+    made = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, reads="before", **numbers | options))
     if "embedding_std" in options:
         made.attach(torch.zeros(VOCAB, HIDDEN, dtype=dtype))
     fused = FusedHead(made, options["predicts"], made.scorer(options["predicts"]))
@@ -155,8 +158,9 @@ def test_signals_fit_into_registers(rows, dtype, early, launched, tmp_path):
 def test_heads_fit_into_registers(name, rows, dtype, early, launched, tmp_path, monkeypatch):
     made = launched(HOPPER, early)
     head(name, rows, dtype, monkeypatch)
-    last = "head_output" if HEADS[name]["depth"] == 0 else "head_last"
-    check(made, early, {"head_input", last} | ({"head_block"} if HEADS[name]["depth"] > 1 else set()), tmp_path)
+    names = {"head_output" if HEADS[name]["depth"] == 0 else "head_last"}
+    names |= {"head_input"} if HEADS[name].get("residual", True) else set()
+    check(made, early, names | ({"head_block"} if HEADS[name]["depth"] > 1 else set()), tmp_path)
 
 
 def check(made, early, names, folder):
@@ -233,7 +237,7 @@ def test_weights_are_read_ahead(launched, monkeypatch):
 def test_older_gpus_get_kernels_too(launched, monkeypatch):
     made = launched(AMPERE, False)
     signals(2, torch.bfloat16)
-    head("default", 2, torch.bfloat16, monkeypatch)
+    head("no base", 2, torch.bfloat16, monkeypatch)
     assert len(made) == 3 + 4
 
 
