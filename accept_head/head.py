@@ -60,8 +60,8 @@ class HeadConfig:
     reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
     signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; not for `next` alone.
     signal_mean, signal_std: what each signal is normalised with, inside the head; with a base, each function of them.
-    base: the logits have a part that is linear in functions of the signals (base.py), and the signals go in nowhere
-        else.
+    base: the logits have a part that is linear in functions of the signals (base.py), and the residual reads these
+        functions, too, in place of the signals.
     standardised: the state goes in through a matrix with an offset, which were made to give its standardised principal
         components; `width` is how many.
     residual: whether there is more to the head than its base: blocks, and what they read.
@@ -221,7 +221,7 @@ class AcceptanceHead(
         if self.config.residual:
             self.blocks = nn.ModuleList(ResidualBlock(channels) for _ in range(self.config.depth))
             self.output = nn.Linear(channels, predictions)
-            if self.config.signals and not self.config.base:
+            if self.config.signals:
                 self.signal_input = nn.Linear(self.config.inputs, channels, bias=False)
             if self.config.reads_embedding:
                 self.embedding_input = nn.Linear(self.config.hidden_size, channels, bias=False)
@@ -264,7 +264,7 @@ class AcceptanceHead(
             return self.base_logits(signals)
         hidden = hidden.to(self.dtype)
         x = self.state_input(hidden) if self.config.width is not None else hidden
-        if self.config.signals and not self.config.base:
+        if self.config.signals:
             x = x + self.signal_input(self.normalised(_given(signals, "the draft signals", self.config.signals)))
         if self.config.reads_embedding:
             x = x + self.embedding_input(self.embedded(_given(token_ids, "the embedding of", "the drawn token")))
@@ -294,8 +294,12 @@ class AcceptanceHead(
 
     def told(self, signals: Tensor) -> Tensor:
         """Those signals of the config, or the functions of them that a base reads. (..., 3) → (..., inputs)."""
-        all_of_them = base_functions(signals.to(self.dtype)) if self.config.base else signals.to(self.dtype)
-        return all_of_them if all_of_them.shape[-1] == self.config.inputs else all_of_them[..., self.signal_places]
+        every = self._every(signals)
+        return every if every.shape[-1] == self.config.inputs else every[..., self.signal_places]
+
+    def _every(self, signals: Tensor) -> Tensor:
+        """Signals, or functions of them, those that are not of the config too. (..., 3) → (..., 3), or (..., 9)."""
+        return base_functions(signals.to(self.dtype)) if self.config.base else signals.to(self.dtype)
 
     def probability(
         self,
@@ -330,25 +334,23 @@ class AcceptanceHead(
             assert base is not None
             if beside is not None:
                 raise InputError("a head without a residual has no state of its own")
-            return lambda hidden, signals=None, token_ids=None: base(signals).sigmoid()
+            return self._score_of_base(base)
         blocks = [(block.linear.weight.detach().t(), block.linear.bias.detach()) for block in self._blocks()]
         last = self._last_of_scorer(prediction, product)
         dtype = self.dtype
         state = self.state_input.weight.detach().t() if config.width is not None else None
         offset = self.state_input.bias.detach() if config.standardised else None
-        if config.signals and not config.base:
-            scale = torch.zeros(len(SIGNALS), config.channels, dtype=dtype, device=self.device)
-            scale[self.signal_places] = (self.signal_input.weight / self.signal_std).t()
-            shift = -(self.signal_input.weight @ (self.signal_mean / self.signal_std))
+        if config.signals:
+            scale, shift = self._as_they_come(self.signal_input.weight.detach())
         projected = self._embedding_table() if config.reads_embedding and table else None
 
         def score(hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
             x = hidden.to(dtype).reshape(-1, config.hidden_size)
             if state is not None:
                 x = product(x, state, offset)
-            if config.signals and not config.base:
-                signals = _given(signals, "the draft signals", config.signals)
-                x = product(signals.to(dtype).reshape(-1, len(SIGNALS)), scale, x + shift)
+            if config.signals:
+                every = self._every(_given(signals, "the draft signals", config.signals)).view(-1, len(scale))
+                x = product(every, scale, x + shift)
             if config.reads_embedding:
                 ids = _given(token_ids, "the embedding of", "the drawn token").reshape(-1)
                 x = x + (self.embedding_input(self.embedded(ids)) if projected is None else projected[ids])
@@ -356,7 +358,7 @@ class AcceptanceHead(
                 x = x + nn.functional.silu(product(x, weight, bias))
             logits = last(x)
             if base is not None:
-                logits = logits + base(signals).view(logits.shape)
+                logits = logits + base(every).view(logits.shape)
             predicted = logits.sigmoid()
             if beside is not None:
                 predicted = torch.cat([predicted.view(len(x), -1), beside(x)], dim=-1)
@@ -364,23 +366,33 @@ class AcceptanceHead(
 
         return score
 
-    def _base_of_scorer(self, prediction: Predicts, product: Product) -> Callable[[Tensor | None], Tensor]:
-        """Signals (..., 3) → the base's logits, (...), or (..., 2) of both; what functions are normalised with is in
-        the weights."""
-        scaled = self.base.weight.detach() / self.signal_std
-        offset = self.base.bias.detach() - scaled @ self.signal_mean
-        weight = torch.zeros(len(BASE_FUNCTIONS), len(scaled), dtype=self.dtype, device=self.device)
-        weight[self.signal_places] = scaled.t()
+    def _as_they_come(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer on what is normalised, (outputs, inputs) → the same on all signals, or functions, as they come:
+        (3 or 9, outputs), and (outputs,) to add."""
+        scaled = weight / self.signal_std
+        count = len(BASE_FUNCTIONS) if self.config.base else len(SIGNALS)
+        scale = torch.zeros(count, len(weight), dtype=weight.dtype, device=weight.device)
+        scale[self.signal_places] = scaled.t()
+        return scale, -(scaled @ self.signal_mean)
+
+    def _base_of_scorer(self, prediction: Predicts, product: Product) -> Callable[[Tensor], Tensor]:
+        """All functions (n, 9) → the base's logits, (n, 1), or (n, 2) of both."""
+        weight, offset = self._as_they_come(self.base.weight.detach())
+        offset = offset + self.base.bias.detach()
         if prediction != "both":
             place = self.index_of(prediction)
             weight, offset = weight[:, place : place + 1].clone(), offset[place : place + 1].clone()
+        return lambda every: product(every, weight, offset)
 
-        def logits(signals: Tensor | None) -> Tensor:
-            given = _given(signals, "the draft signals", self.config.signals)
-            found = product(base_functions(given.to(self.dtype)).view(-1, len(weight)), weight, offset)
-            return found.view((*given.shape[:-1], 2) if prediction == "both" else given.shape[:-1])
+    def _score_of_base(self, base: Callable[[Tensor], Tensor]) -> Score:
+        """Of a base alone."""
 
-        return logits
+        def score(hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
+            every = self._every(_given(signals, "the draft signals", self.config.signals))
+            predicted = base(every.view(-1, len(BASE_FUNCTIONS))).sigmoid()
+            return predicted.view((*every.shape[:-1], *([2] if predicted.shape[1] == 2 else [])))
+
+        return score
 
     def _last_of_scorer(self, prediction: Predicts, product: Product) -> Callable[[Tensor], Tensor]:
         """(n, channels) → logits (n,), or (n, 2) of both."""

@@ -65,7 +65,7 @@ TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) //
 SPLITS = ("dev", "test", *TRAIN_PARTS, ALIKE)
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
 RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic", "online-signals")
-DECAYS = (4, 16, 32, 128)
+DECAYS = (2, 8, 32)
 REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
 
 Record = dict[str, Any]

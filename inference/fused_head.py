@@ -45,10 +45,10 @@ def fused_scorer(
 @dataclass(frozen=True)
 class Packed:
     """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), of
-    signals as they come, or None. shift: (channels,) or None. table: (vocab, channels) if there is no `embedding` to
-    multiply by, else (vocab, hidden_size). weights: (channels, channels), and biases, a block. output: (predictions,
-    channels); of a base alone with 0 channels. base: (9, predictions), of its functions as they come, or None. bias:
-    (predictions,), the base's too."""
+    signals as they come, or (9, channels), of a base's functions of them, or None. shift: (channels,) or None. table:
+    (vocab, channels) if there is no `embedding` to multiply by, else (vocab, hidden_size). weights: (channels,
+    channels), and biases, a block. output: (predictions, channels); of a base alone with 0 channels. base: (9,
+    predictions), of its functions as they come, or None. bias: (predictions,), the base's too."""
 
     state: Tensor | None
     scale: Tensor | None
@@ -143,7 +143,8 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
     if not isinstance(score, FusedHead) or dtype in score.packed:
         return 0
     head, config = score.head, score.config
-    base = len(BASE_FUNCTIONS) * len(score.places) * torch.float32.itemsize if config.base else 0
+    numbers = len(BASE_FUNCTIONS) if config.base else len(SIGNALS)  # that a token's signals go in as
+    base = numbers * len(score.places) * torch.float32.itemsize if config.base else 0
     if not config.residual:
         return base
     inputs = [config.width is not None]
@@ -153,7 +154,7 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
         inputs += [table > TABLE_BYTES]
         table = table if table <= TABLE_BYTES else 0
     weights = config.channels * (config.depth * config.channels + sum(inputs) * config.hidden_size + len(score.places))
-    signals = (len(SIGNALS) + 1) * config.channels * torch.float32.itemsize if config.signals and not config.base else 0
+    signals = (numbers + 1) * config.channels * torch.float32.itemsize if config.signals else 0
     return table + weights * dtype.itemsize + signals + base
 
 
@@ -161,18 +162,19 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
 def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
     """The weights as they are now, where the head is."""
     config = head.config
-    base, bias = (None, 0.0) if not config.base else _packed_base(head, places)
+    base, bias = None, torch.zeros(len(places), device=head.device)
+    if config.base:
+        base, bias = head._as_they_come(head.base.weight[places])
+        bias = bias + head.base.bias[places]
     if not config.residual:
         nothing = torch.empty(len(places), 0, device=head.device)
-        return Packed(None, None, None, None, None, [], [], nothing, base, torch.as_tensor(bias))
+        return Packed(None, None, None, None, None, [], [], nothing, base, bias)
     state = head.state_input.weight.to(dtype).contiguous() if config.width is not None else None
     scale = table = embedding = None
     shift = head.state_input.bias.detach() if config.standardised else None
-    if config.signals and not config.base:
-        by = head.signal_input.weight / head.signal_std
-        scale = torch.zeros(len(SIGNALS), config.channels, dtype=torch.float32, device=by.device)
-        scale[head.signal_places] = by.t()
-        shift = (0.0 if shift is None else shift) - by @ head.signal_mean
+    if config.signals:
+        scale, offset = head._as_they_come(head.signal_input.weight)
+        shift = offset if shift is None else shift + offset
     if config.reads_embedding:
         embeddings = head._embeddings()
         folded = head.embedding_input.weight / (config.embedding_std or 1.0)
@@ -194,14 +196,6 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
         base,
         head.output.bias[places] + bias,
     )
-
-
-def _packed_base(head: AcceptanceHead, places: list[int]) -> tuple[Tensor, Tensor]:
-    """Weights of the base's functions as they come, and its offset."""
-    by = (head.base.weight / head.signal_std)[places]
-    weight = torch.zeros(len(BASE_FUNCTIONS), len(places), dtype=torch.float32, device=by.device)
-    weight[head.signal_places] = by.t()
-    return weight, head.base.bias[places] - by @ head.signal_mean
 
 
 def _run(
@@ -243,7 +237,7 @@ def _run(
                 packed.table.stride(0) if packed.table is not None else 0,
                 STATE=packed.state is not None,
                 SHIFT=packed.shift is not None,
-                SIGNALS=packed.scale is not None,
+                SIGNALS=len(packed.scale) if packed.scale is not None else 0,
                 TABLE=packed.table is not None and packed.embedding is None,
                 EMBEDDING=packed.embedding is not None,
                 **shape,

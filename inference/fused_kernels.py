@@ -165,9 +165,10 @@ def head_input(
     EARLY: tl.constexpr,
 ):
     """What the blocks of a head start from, x (rows, channels) float32: the state, times `state` (channels,
-    hidden_size) if STATE; plus `shift` (channels,) if SHIFT; plus the three signals times `scale` (3, channels), if
-    SIGNALS; plus, of the drawn token, its row of `table` (vocab, channels) if TABLE, or of it (vocab, hidden_size)
-    times `embedding` (channels, hidden_size), if EMBEDDING. Grid (channels / CHANNELS, rows / ROWS)."""
+    hidden_size) if STATE; plus `shift` (channels,) if SHIFT; plus `scale` (SIGNALS, channels), times the three signals,
+    or the nine functions of them that a base has, or none; plus, of the drawn token, its row of `table` (vocab,
+    channels) if TABLE, or of it (vocab, hidden_size) times `embedding` (channels, hidden_size), if EMBEDDING. Grid
+    (channels / CHANNELS, rows / ROWS)."""
     _begin(EARLY)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -184,11 +185,13 @@ def head_input(
         result += tl.load(table + at, mask=written, other=0.0).to(tl.float32)
     if SHIFT:
         result += tl.load(shift + channel, mask=channel < channels, other=0.0).to(tl.float32)[None, :]
-    if SIGNALS:
-        for signal in tl.static_range(3):
-            value = tl.load(signals + row * 3 + signal, mask=row < rows, other=0.0).to(tl.float32)
-            by = tl.load(scale + signal * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
-            result += value[:, None] * by[None, :]
+    for each in tl.static_range(SIGNALS):
+        if SIGNALS == 3:
+            value = tl.load(signals + row * 3 + each, mask=row < rows, other=0.0).to(tl.float32)
+        else:
+            value = _base_function(signals, row, row < rows, each)
+        by = tl.load(scale + each * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
+        result += value[:, None] * by[None, :]
     if STATE:
         result += _product(
             hidden, row.to(tl.int64) * hidden_stride, row < rows, state, first, channel, channels, hidden_size,
@@ -311,20 +314,42 @@ def head_output(
 
 @triton.jit
 def _base_logit(signals, base, row, inside, output, OUTPUTS: tl.constexpr):
-    """What a head's base adds to a logit of these rows, but for its offset: base.base_functions of signals (rows, 3),
-    times the column `output` of `base` (9, OUTPUTS)."""
+    """What a head's base adds to a logit of these rows, but for its offset: its functions of signals (rows, 3), times
+    the column `output` of `base` (9, OUTPUTS)."""
+    logit = _base_function(signals, row, inside, 0) * tl.load(base + output)
+    for each in tl.static_range(1, 9):
+        logit += _base_function(signals, row, inside, each) * tl.load(base + each * OUTPUTS + output)
+    return logit
+
+
+@triton.jit
+def _base_function(signals, row, inside, WHICH: tl.constexpr):
+    """One of base.BASE_FUNCTIONS, of signals (rows, 3)."""
     logprob = tl.load(signals + row * 3, mask=inside, other=-1.0).to(tl.float32)
     entropy = tl.load(signals + row * 3 + 1, mask=inside, other=1.0).to(tl.float32)
     largest = tl.load(signals + row * 3 + 2, mask=inside, other=0.5).to(tl.float32)
     logprob = tl.minimum(tl.maximum(logprob, -MOST_LOG_ODDS), 0.0)
     entropy = tl.maximum(entropy, 0.0)
     log_largest = tl.minimum(tl.maximum(tl.log(largest), -MOST_LOG_ODDS), 0.0)
-    by = base + output
-    logit = logprob * tl.load(by) + entropy * tl.load(by + OUTPUTS) + largest * tl.load(by + 2 * OUTPUTS)
-    logit += tl.exp(logprob) * tl.load(by + 3 * OUTPUTS) + _log_odds(logprob) * tl.load(by + 4 * OUTPUTS)
-    logit += _log_odds(log_largest) * tl.load(by + 5 * OUTPUTS) + tl.sqrt(entropy) * tl.load(by + 6 * OUTPUTS)
-    logit += logprob * entropy * tl.load(by + 7 * OUTPUTS) + (logprob - log_largest) * tl.load(by + 8 * OUTPUTS)
-    return logit
+    if WHICH == 0:
+        value = logprob
+    elif WHICH == 1:
+        value = entropy
+    elif WHICH == 2:
+        value = largest
+    elif WHICH == 3:
+        value = tl.exp(logprob)
+    elif WHICH == 4:
+        value = _log_odds(logprob)
+    elif WHICH == 5:
+        value = _log_odds(log_largest)
+    elif WHICH == 6:
+        value = tl.sqrt(entropy)
+    elif WHICH == 7:
+        value = logprob * entropy
+    else:
+        value = logprob - log_largest
+    return value
 
 
 @triton.jit

@@ -83,7 +83,7 @@ def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> d
     """What goes into the head through weights that learn, by the layer that it goes through, in the order of
     `head.parameters()`."""
     inputs = {}
-    if positions.signals is not None and not head.config.base:
+    if positions.signals is not None:
         inputs[head.signal_input] = SharedRows(positions.signals)
     if positions.embedded is not None:
         inputs[head.embedding_input] = positions.embedded.to(dtype)

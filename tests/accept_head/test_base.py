@@ -128,6 +128,20 @@ def test_serving_scores_are_the_probabilities(config, residual, fusible):
             torch.testing.assert_close(score(*read), wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_base_and_residual_are_added_up_as_log_odds():
+    """By numpy. The residual reads what the base reads, too."""
+    head = made(**base_config(depth=1, width=5, standardised=True, embedding_std=0.7))
+    w = {name: value.double().numpy() for name, value in head.state_dict().items()}
+    hidden, signals, ids = torch.randn(6, HIDDEN), signals_of(6), torch.arange(6)
+    told = (by_numpy(signals) - np.array(head.config.signal_mean)) / np.array(head.config.signal_std)
+    x = hidden.double().numpy() @ w["state_input.weight"].T + w["state_input.bias"] + told @ w["signal_input.weight"].T
+    x = x + head.embeddings[ids].double().numpy() / 0.7 @ w["embedding_input.weight"].T
+    z = x @ w["blocks.0.linear.weight"].T + w["blocks.0.linear.bias"]
+    residual = (x + z / (1 + np.exp(-z))) @ w["output.weight"].T + w["output.bias"]
+    expected = told @ w["base.weight"].T + w["base.bias"] + residual
+    np.testing.assert_allclose(head(hidden, signals, ids).detach().numpy(), expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_new_residual_adds_nothing():
     torch.manual_seed(0)
     head = AcceptanceHead(HeadConfig(**base_config(width=5, standardised=True, depth=2, embedding_std=0.7)))

@@ -343,7 +343,7 @@ def test_states_in_half_precision_are_scored_with_weights_in_bfloat16(name, dtyp
 
 
 WRONG_BASES = {
-    "q is left out": ("tl.exp(logprob) * tl.load", "0.0 * tl.load"),
+    "q is left out": ("value = tl.exp(logprob)", "value = 0.0 * logprob"),
     "no digits near one": ("tl.where(log_p > -0.03, series", "tl.where(log_p > 0.03, series"),
     "no bound": ("tl.minimum(tl.maximum(odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)", "odds"),
 }
