@@ -117,7 +117,7 @@ def train_plan(
     parameters = sum(_head_parameters(recipe, shape) for recipe in recipes.values())
     cost = TrainCost(
         draft=shape,
-        head_parameters=parameters,
+        head_parameters=parameters * len(common.decays),
         number=2 if precision == "bf16" else 4,
         traces=traces,
         prompt_tokens=prompt_tokens,

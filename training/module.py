@@ -27,7 +27,9 @@ from accept_head.training.threads import Threads
 
 LOG_EVERY = 10  # optimizer steps
 MOMENT_TRACES = 512  # that the state's components are taken from, at most
-PAYS = 0.005  # share of the dev KL that a residual must save: less is what choosing the best epoch finds by luck
+# Share of the dev KL that a residual must save, and once more one with a weaker decay: less is what choosing the best
+# epoch finds by luck, or what holds for these prompts alone.
+PAYS = 0.01
 
 
 @dataclass(frozen=True)
@@ -45,35 +47,41 @@ class Base:
 
 class Outcome(NamedTuple):
     """A head that was made. dev: its quality on dev traces. train: on what it learnt from, as metrics.json has it.
-    base: that of its base on dev traces; None of one without a base."""
+    base: that of its base on dev traces; None of one without a base. decay: that it was trained with; None of a base
+    alone."""
 
     name: str
     head: AcceptanceHead
     dev: dict[str, Quality]
     train: dict[str, dict[str, float]]
     base: dict[str, Quality] | None
+    decay: float | None = None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A head to train. name: how a sweep calls it, "" when it is the only one. w_rej: its loss weight of rejection.
-    base: where it starts; None of one without a base."""
+    """A head to train. name: how a sweep calls it, "" when it is the only one; of candidates of one name one is taken.
+    w_rej: its loss weight of rejection. base: where it starts; None of one without a base. decay: rate an epoch at
+    which its weights shrink at the peak of lr. label: how logs call it."""
 
     name: str
     head: AcceptanceHead
     w_rej: float
     base: Base | None = None
+    decay: float = 0.0
+    label: str = ""
 
 
 class HeadTraining(L.LightningModule):
-    """Trains heads that differ in depth and w_rej alone, all on the same hidden states of `draft`.
+    """Trains heads that differ in depth, w_rej and decay alone, all on the same hidden states of `draft`.
 
     The loss of a step is, for each head, one ratio of sums over all its traces. Micro-batches and processes add
     numerators' gradients; the denominator is summed over both and divided out once, just before the optimizer steps.
     The result does not depend on how a step was divided, nor on which heads are trained together.
 
     keep: `last`, each head's weights at the end; or `best`, those after the epoch in which it was best on dev traces.
-    Of a head with a base this is the base alone where no epoch saved a share PAYS of its KL.
+    Of a head with a base this is the base alone where no epoch saved a share PAYS of its KL; and of candidates of one
+    name a later one where it saves a further share PAYS.
     """
 
     train_sums: Tensor
@@ -89,7 +97,6 @@ class HeadTraining(L.LightningModule):
         steps_per_epoch: int,
         warmup_share: float,
         w_acc: float,
-        decay: float = 0.0,
         keep: Keep = "last",
         threads: Threads | None = None,
     ):
@@ -103,7 +110,6 @@ class HeadTraining(L.LightningModule):
         self.steps_per_epoch = steps_per_epoch
         self.keep = keep
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
-        self.decay = 1 - math.exp(-decay / steps_per_epoch)  # share of the weights that a step at the peak takes away
         self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
         self.w_acc = w_acc
         self.register_buffer("w_rej", torch.tensor([one.w_rej for one in self.candidates]), persistent=False)
@@ -225,7 +231,7 @@ class HeadTraining(L.LightningModule):
         """losses: (heads,). A sweep shows their mean, and writes each to the logs now and then."""
         self.log("train_loss", losses.mean(), prog_bar=True, rank_zero_only=True)
         if len(self.candidates) > 1 and (self.global_step + 1) % LOG_EVERY == 0:
-            names = [f"train_loss/{candidate.name}" for candidate in self.candidates]
+            names = [f"train_loss/{candidate.label}" for candidate in self.candidates]
             for logger in self.loggers:
                 logger.log_metrics(dict(zip(names, losses.tolist(), strict=True)), step=self.global_step)
 
@@ -250,7 +256,7 @@ class HeadTraining(L.LightningModule):
         self._judge()
         for candidate, found in zip(self.candidates, self.dev_quality, strict=True):
             for prediction, quality_of in found.items():
-                self._log_quality(candidate.name, prediction, quality_of)
+                self._log_quality(candidate.label, prediction, quality_of)
 
     def _judge(self) -> None:
         """All candidates, by the dev batches that were gone through."""
@@ -279,15 +285,21 @@ class HeadTraining(L.LightningModule):
         return bool(self.kept)
 
     def outcomes(self) -> list[Outcome]:
-        """What came of the candidates; the base where no residual paid."""
-        return [self._outcome(index) for index in range(len(self.candidates))]
+        """What came of the candidates, one of each name; the base where no residual paid."""
+        chosen: dict[str, int] = {}
+        for index, one in enumerate(self.candidates):
+            before = chosen.setdefault(one.name, index)
+            if self.kept_kl[index] < self.kept_kl[before] * (1 - PAYS) or before not in self.kept:
+                chosen[one.name] = index
+        return [self._outcome(index) for index in chosen.values()]
 
     def _outcome(self, index: int) -> Outcome:
         candidate, base = self.candidates[index], self.candidates[index].base
         if base is not None and self.keep == "best" and index not in self.kept:
             return base.outcome(candidate.name)
         dev, train = self.dev_quality[index], self.train_quality(index)
-        return Outcome(candidate.name, candidate.head.float().cpu(), dev, train, base.dev if base is not None else None)
+        head, of_base = candidate.head.float().cpu(), base.dev if base is not None else None
+        return Outcome(candidate.name, head, dev, train, of_base, candidate.decay)
 
     def _log_quality(self, name: str, prediction: str, found: Quality) -> None:
         values = {f"dev_{prediction}_{key}": float(value) for key, value in found.to_dict().items()}
@@ -327,8 +339,14 @@ class HeadTraining(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         # Adam is elementwise: one of it for all heads is one for each. Fused: one pass over the weights.
-        decay = self.decay / self.lr  # which AdamW multiplies by the step size of the moment
-        optimizer = torch.optim.AdamW(self._learning(), lr=self.lr, weight_decay=decay, fused=True)
+        groups = []
+        for one in self.candidates:
+            learning = [parameter for parameter in one.head.parameters() if parameter.requires_grad]
+            share = 1 - math.exp(
+                -one.decay / self.steps_per_epoch
+            )  # of the weights, that a step at the peak takes away
+            groups.append({"params": learning, "weight_decay": share / self.lr})  # AdamW multiplies by the step size
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -92,7 +92,7 @@ def save_heads(
             made.head,
             folder,
             metrics={**found, **metrics},
-            training={**training, **asdict(recipes[made.name])},
+            training={**training, **asdict(recipes[made.name]), "decay": made.decay},
             traces=traces,
         )
 

@@ -14,6 +14,9 @@ Keep = Literal["best", "last"]
 LR_HIDDEN_SIZE = 128
 MOST_CHANNELS = 1024  # of a head with width `auto`, which has else the draft's hidden size
 MOST_COMPONENTS = 128  # the same, of one with a base
+# Rates that `auto` tries. What is learnt by the strong one holds for prompts of another kind, too; the weak one learns
+# more of those that it has: docs/log.md.
+DECAYS = (8.0, 0.0)
 AUTO_BATCH = (4, 32)  # a step is an 800th of the traces, but not less or more than these
 STEPS_AN_EPOCH = 800
 
@@ -31,8 +34,10 @@ class Recipe:
     the traces. batch_size: traces an optimizer step, over all processes; `auto`, as in AUTO_BATCH. lr: Adam's peak,
     after warmup_share of all steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see
     `for_hidden_size`. decay: rate an epoch at which a residual's weights shrink while steps have that peak, if nothing
-    else moves them; an epoch has more steps of more text, so that each takes less. alternatives: to each drawn token,
-    that a head with prefix packing learns of, too; `all` that the traces have, see `for_alternatives`. keep: weights of
+    else moves them; an epoch has more steps of more text, so that each takes less; `auto`: each of DECAYS is tried, and
+    the weak one taken where it pays on dev traces; the strong one alone where the last weights are kept.
+    alternatives: to each drawn token, that a head with prefix packing learns of, too; `all` that the traces have, see
+    `for_alternatives`. keep: weights of
     which epoch, see HeadTraining.
     """
 
@@ -51,7 +56,7 @@ class Recipe:
     epochs: int = 3
     batch_size: int | Literal["auto"] = 32
     lr: float = 3e-3
-    decay: float = 0.0
+    decay: float | Literal["auto"] = 0.0
     warmup_share: float = 0.03
     keep: Keep = "last"
 
@@ -59,8 +64,8 @@ class Recipe:
         for name in ("w_acc", "w_rej", "lr"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self, name)}, expected a positive number")
-        if not 0 <= self.decay < float("inf"):
-            raise InputError(f"decay is {self.decay}, expected a number from 0 on")
+        if self.decay != "auto" and not 0 <= self.decay < float("inf"):
+            raise InputError(f"decay is {self.decay}, expected a number from 0 on, or auto")
         if self.epochs < 1:
             raise InputError(f"epochs is {self.epochs}, expected a positive integer")
         if self.batch_size != "auto" and self.batch_size < 1:
@@ -87,6 +92,13 @@ class Recipe:
         width = min(hidden_size, MOST_CHANNELS) if self.width == "auto" else self.width
         width = None if width == hidden_size else width
         return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size, width=width)
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """Those to try, the strong one first."""
+        if self.decay == "auto":
+            return DECAYS if self.keep == "best" else DECAYS[:1]
+        return (self.decay,)
 
     @property
     def knows_alternatives(self) -> bool:
@@ -136,7 +148,7 @@ RECIPES = {
         alternatives="all",
         epochs=6,
         batch_size="auto",
-        decay=32.0,
+        decay="auto",
         keep="best",
     ),
     # The base alone: no draft is run, and some dozen prompts are enough.

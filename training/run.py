@@ -56,7 +56,7 @@ def train(
     batch_size: int | Literal["auto"] | None = None,
     micro_batch_size: int = 8,
     lr: float | None = None,
-    decay: float | None = None,
+    decay: float | Literal["auto"] | None = None,
     warmup_share: float | None = None,
     keep: Keep | None = None,
     precision: Literal["fp32", "bf16"] = "fp32",
@@ -107,7 +107,8 @@ def train(
         micro_batch_size: Traces one process feeds to the draft at once.
         lr: Peak learning rate of Adam; 0.384 / (channels that the state goes in with) when left out.
         decay: Rate an epoch at which the weights shrink at that peak, if nothing else moves them; against learning by
-            heart what holds for these prompts alone.
+            heart what holds for these prompts alone. `auto` tries 8 and none, and takes none only where it saves a
+            further 1 % of the divergence on dev traces.
         warmup_share: Share of all steps spent warming up; the rest is a cosine to zero.
         keep: Weights of the `best` epoch by the dev traces, or of the `last`. With `best` a base stays alone where its
             residual does not pay.
@@ -374,10 +375,13 @@ def _module(
             width=recipe.width if isinstance(recipe.width, int) else None,
             **more,
         )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # each head starts as it would alone
-            head = AcceptanceHead(config).attach(embeddings)
-        candidates.append(Candidate(name, head, recipe.w_rej, bases.get(name)))
+        for decay in recipe.decays:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)  # each head starts as it would alone
+                head = AcceptanceHead(config).attach(embeddings)
+            tried = [f"decay{decay:g}"] if len(recipe.decays) > 1 else []
+            label = "-".join([name, *tried] if name else tried)
+            candidates.append(Candidate(name, head, recipe.w_rej, bases.get(name), decay, label))
     module = HeadTraining(
         candidates,
         draft,
@@ -385,7 +389,6 @@ def _module(
         total_steps=sampler.total_steps,
         steps_per_epoch=sampler.steps_per_epoch,
         warmup_share=common.warmup_share,
-        decay=common.decay,
         keep=common.keep,
         w_acc=common.w_acc,
         threads=threads,

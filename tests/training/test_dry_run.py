@@ -185,8 +185,9 @@ def test_train_counts_the_traces_that_are_there(dry, embedded_pair_folder, embed
 @pytest.mark.parametrize(
     ("settings", "parameters"),
     [
-        # A base of nine functions, standardising 128 channels, two blocks, an embedding's way in, and the output.
-        ((), 9 + 1 + 128 * 128 + 128 + 2 * (128 * 128 + 128) + 128 * 128 + 128 + 1),
+        # A base of nine functions, which the residual reads too; standardising 128 channels, two blocks, an embedding's
+        # way in, and the output.
+        ((), 9 + 1 + 9 * 128 + 128 * 128 + 128 + 2 * (128 * 128 + 128) + 128 * 128 + 128 + 1),
         (("--recipe", "signals"), 9 + 1),
         (("--recipe", "specdecpp"), 3 * (128 * 128 + 128) + 128 + 1),
     ],

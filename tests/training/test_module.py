@@ -16,12 +16,13 @@ import torch
 from datasets import Dataset
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
+from accept_head.calibration import Quality
 from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training import module as module_module
 from accept_head.training.batches import collate
 from accept_head.training.data import TraceData
-from accept_head.training.module import Candidate, HeadTraining
+from accept_head.training.module import Base, Candidate, HeadTraining
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3)]  # 8 traces: one step
 W_ACC, W_REJ = 1.0, 6.0
@@ -356,11 +357,39 @@ def test_train_quality_counts_no_epoch_but_the_last(draft, traces):
         assert module.train_quality(0)["token"]["count"] == (positions if steps == 3 else 0)
 
 
+@pytest.mark.parametrize(
+    ("strong", "weak", "taken"),
+    [
+        (0.500, 0.490, 0.0),  # it saves a further hundredth and more
+        (0.500, 0.497, 8.0),
+        (0.500, None, 8.0),
+        (None, 0.590, 0.0),  # only this one is better than the base
+        (None, None, None),
+    ],
+)
+def test_a_weak_decay_is_taken_where_it_pays(draft, strong, weak, taken):
+    def of(kl):
+        others = dict.fromkeys(("constant_kl", "brier", "ece", "auroc", "mean_predicted", "mean_observed"), 0.5)
+        return {"token": Quality(count=9, binary_kl=kl, **others)}
+
+    heads = [new_head("token") for _ in range(2)]
+    base = Base(new_head("token"), of(0.6), {})
+    candidates = [Candidate("", head, W_REJ, base, decay) for head, decay in zip(heads, (8.0, 0.0), strict=True)]
+    options = {"lr": 1e-3, "total_steps": 4, "steps_per_epoch": 2, "warmup_share": 0.0, "w_acc": W_ACC, "keep": "best"}
+    module = HeadTraining(candidates, draft, **options)
+    for index, kl in enumerate((strong, weak)):
+        module.dev_quality[index] = of(kl or 0.599)  # which is no hundredth less than 0.6
+        module._keep_if_best(index)
+    (made,) = module.outcomes()
+    assert made.decay == taken
+    assert made.head is (base.head if taken is None else heads[[8.0, 0.0].index(taken)])
+
+
 @pytest.mark.parametrize("steps_per_epoch", [2, 50])
 def test_an_epoch_at_the_peak_of_lr_takes_away_as_much_whatever_its_steps(draft, steps_per_epoch):
     head = new_head()
     options = {"lr": 1e-3, "total_steps": 10**6, "steps_per_epoch": steps_per_epoch, "warmup_share": 0.0}
-    module = HeadTraining([Candidate("", head, W_REJ)], draft, **options, w_acc=W_ACC, decay=3.0)
+    module = HeadTraining([Candidate("", head, W_REJ, decay=3.0)], draft, **options, w_acc=W_ACC)
     before = head.output.weight.detach().clone()
     optimizer = module.configure_optimizers()["optimizer"]
     for _ in range(steps_per_epoch):
