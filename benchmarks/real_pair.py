@@ -219,11 +219,10 @@ def train_parts(temperature: float) -> list[Path]:
 
 
 def rungs(prompts: int) -> list[str]:
-    """Heads by recipe and text. `residual kept`: with a residual whether dev prompts say that it pays or not. The
-    paper's, whose token mixing runs the draft in each epoch, of 100 prompts."""
+    """Heads by recipe and text. The paper's, whose token mixing runs the draft in each epoch, of 100 prompts."""
     counts = [count for count in (10, 30, 100, 300) if count < prompts]
     bases, defaults = ([f"{name}, {count} prompts" for count in counts] for name in ("base", "default"))
-    return [*bases, "base", *defaults[2:], "default", "default, residual kept", "specdecpp, 100 prompts"]
+    return [*bases, "base", *defaults[2:], "default", "specdecpp, 100 prompts"]
 
 
 def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
@@ -235,7 +234,6 @@ def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
         of, _, part = name.partition(", ")
         recipe: Any = {"base": "signals"}.get(of, of)
         options: dict[str, Any] = {"cache": True} if recipe == "default" else {}
-        options |= {"keep": "last"} if part == "residual kept" else {}
         folders = parts_with(parts, int(part.split()[0])) if part.endswith("prompts") else parts
         run.train(
             traces=[str(folder) for folder in folders],
