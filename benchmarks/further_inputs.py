@@ -1,7 +1,7 @@
 """Question: what could a head read besides the draft's signals, and what would it be worth, on a published pair?
 
 On the traces of real_pair.py: the base (a logistic regression on nine functions of the signals) with further columns,
-fitted to the train parts that are there, its ridge chosen on dev prompts, and its binary KL there. `difference` is to
+fitted to the first PARTS train parts, its ridge chosen on dev prompts, and its binary KL there. `difference` is to
 the base alone, with a 95 % bootstrap interval over prompts: below 0 is better. Choosing the ridge on the prompts that
 are judged helps wide inputs a little. `depth`: of what only the target can tell, how many positions back it is known.
 
@@ -34,6 +34,7 @@ RIDGES = (1.0, 10.0, 100.0, 1000.0)
 LAYERS = {"state": -1, "layer 16": 16, "layer 8": 8}
 COMPONENTS = (32, 128)
 DEPTHS = (1, 2, 4, 8)
+PARTS = 4  # of 100 prompts
 
 
 class Text(NamedTuple):
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, choices=(1.0, 0.0), default=1.0)
     temperature = parser.parse_args().temperature
     folder = TRACES / f"t{temperature:g}"
-    parts = [part for part in TRAIN_PARTS if is_collected(folder / part)]
+    parts = [part for part in TRAIN_PARTS if is_collected(folder / part)][:PARTS]
     train, dev = joined([text_of(temperature, part) for part in parts]), text_of(temperature, "dev")
     rows: list[dict[str, Any]] = []
     base = None

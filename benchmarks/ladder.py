@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from accept_head.head import AcceptanceHead
 from accept_head.inference.bootstrap import draws, interval
 from accept_head.inference.comparison import compare, throughputs
 from accept_head.inference.coupled import CoupledTraces, load_coupled
-from accept_head.inference.informed import informed_tables, replay_informed
+from accept_head.inference.informed import InformedTables, informed_tables, replay_informed
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
 from accept_head.inference.tune import load_heads
@@ -165,6 +165,19 @@ def rule_settings(traces: CoupledTraces, name: str) -> list[Replayed]:
     )
 
 
+class Known(NamedTuple):
+    """What every family is compared with. lengths: no drafts, then each K. informed: None where it is not asked."""
+
+    lengths: Sequence[Replayed]
+    oracle: Replayed
+    informed: Callable[[ForwardCosts], Replayed] | None = None
+
+
+def known_of(traces: CoupledTraces, tables: InformedTables | None) -> Known:
+    informed = None if tables is None else partial(replay_informed, traces, tables)
+    return Known(replay_fixed(traces, range(K_MAX + 1)), replay_oracle(traces), informed)
+
+
 def judged(
     dev: Mapping[str, Sequence[Replayed]],
     test: Mapping[str, Sequence[Replayed]],
@@ -173,24 +186,23 @@ def judged(
     chosen_on: np.ndarray | None = None,
     tested_on: np.ndarray | None = None,
     *,
-    traces: CoupledTraces | None = None,
-    tables: Any = None,
+    known: Known | None = None,
     ratios: Sequence[float] = COSTS,
 ) -> list[dict[str, Any]]:
     """Of each family the setting that is fastest on dev, as it fares on test; for every c of `ratios`. chosen_on,
-    tested_on: (n,) bool, the responses that count; all when left out. traces, tables: test traces and what the informed
-    bound knows of them; the embedded pair's when left out."""
-    if traces is None:
-        traces, tables = coupled("test", temperature), truth(temperature)
+    tested_on: (n,) bool, the responses that count; all when left out. known: of the test traces; of the embedded pair's
+    when left out."""
+    if known is None:
+        known = known_of(coupled("test", temperature), truth(temperature))
+    none, *fixed = known.lengths
     rows = []
     for c in ratios:
         costs = ForwardCosts(t_draft=c, t_target=1.0)
         chosen = {name: test[name][best(settings, costs, chosen_on)] for name, settings in dev.items()}
-        none, *fixed = replay_fixed(traces, range(K_MAX + 1))
         policies = {"none": none} | {f"fixed:{k}": one for k, one in enumerate(fixed, 1)} | chosen
-        policies["oracle"] = replay_oracle(traces)
-        if tables is not None:
-            policies["informed"] = replay_informed(traces, tables, costs)
+        policies["oracle"] = known.oracle
+        if known.informed is not None:
+            policies["informed"] = known.informed(costs)
         keep = None if tested_on is None else np.flatnonzero(tested_on).tolist()
         compared = compare([one.measured(keep) for one in policies.values()], costs)
         shown = [*chosen, *({"informed", "oracle"} & set(policies))]

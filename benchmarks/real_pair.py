@@ -2,8 +2,8 @@
 
 Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, T = 1 without top-k and greedily. Train and dev prompts are of MBPP,
 GSM8K, Dolly and tool calls; test prompts of HumanEval and Spec-Bench, and, `alike`, of the train prompts' kind: no
-choice is made on either. Everything is priced by replay, each rule with the setting that is best on dev, for every
-c = t_draft / t_target.
+choice is made on either. `both` is all of them. Everything is priced by replay, each rule with the setting that is best
+on dev, for every c = t_draft / t_target.
 
 python ../shared/real/fetch_models.py qwen runs/models/qwen     # the weights; needs `gguf`
 python benchmarks/real_pair.py collect                          # what is missing of the traces in benchmarks/traces
@@ -31,7 +31,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from ladder import K_MAX, head_settings, judged, part_of, rule_settings
+from ladder import K_MAX, Known, head_settings, judged, known_of, part_of, rule_settings
 from record import REPOSITORY, RESULTS, write_result
 from torch import Tensor
 
@@ -66,7 +66,7 @@ TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) //
 SPLITS = ("dev", "test", *TRAIN_PARTS, ALIKE)
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
 RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic", "online-signals")
-DECAYS = (2, 32)
+DECAYS = (0, 8, 32)
 REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
 
 Record = dict[str, Any]
@@ -192,19 +192,36 @@ def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str,
     dev = coupled_of(traces_of / "dev")
     of_dev = settings_of(dev, heads)
     found: dict[str, list[dict[str, Any]]] = {"text": [], "quality": [], "ladder": []}
+    judge = partial(judged, of_dev, temperature=temperature, references=REFERENCES, ratios=COSTS)
+    settings, known = [], []
     for split in (split for split in ("test", ALIKE) if is_collected(traces_of / split)):
         traces, tables = coupled_of(traces_of / split), None
         if informed:
             tables = informed_tables(traces, draft_model(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
-        rows = judged(
-            of_dev, settings_of(traces, heads), temperature, REFERENCES, traces=traces, tables=tables, ratios=COSTS
-        )
+        settings.append(settings_of(traces, heads))
+        known.append(known_of(traces, tables))
         tokens = {"train_prompts": prompts, "dev_tokens": dev.positions, "test_tokens": traces.positions}
         found["text"].append({"tested_on": split, **tokens})
         qualities = qualities_of(traces, heads).items()
         found["quality"] += [{"tested_on": split, "of": name, **quality} for name, quality in qualities]
-        found["ladder"] += [{"tested_on": split, **row} for row in rows]
+        found["ladder"] += [{"tested_on": split, **row} for row in judge(settings[-1], known=known[-1])]
+    if len(known) > 1:
+        together = {name: joined(*(one[name] for one in settings)) for name in of_dev}
+        of_both = Known(joined(*(one.lengths for one in known)), joined(*([one.oracle] for one in known))[0])
+        found["ladder"] += [{"tested_on": "both", **row} for row in judge(together, known=of_both)]
     return found
+
+
+def joined(*replayed: Sequence[Replayed]) -> list[Replayed]:
+    """The same policies on the responses of several traces."""
+    return [
+        replace(
+            parts[0],
+            counts=np.concatenate([part.counts for part in parts]),
+            **{name: sum(getattr(part, name) for part in parts) for name in ("draft_lengths", "at_risk", "accepted")},
+        )
+        for parts in zip(*replayed, strict=True)
+    ]
 
 
 def settings_of(traces: CoupledTraces, heads: Mapping[str, AcceptanceHead]) -> dict[str, list[Replayed]]:
