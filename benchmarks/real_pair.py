@@ -188,7 +188,7 @@ def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str,
     traces_of = TRACES / f"t{temperature:g}"
     parts = train_parts(temperature)
     prompts = sum(TraceConfig.load(part).num_prompts for part in parts)
-    heads = {name: loaded(made(name, parts, temperature)) for name in rungs(prompts)}
+    heads = {name: loaded(made(name, parts, temperature)) for name in rungs(prompts, temperature)}
     dev = coupled_of(traces_of / "dev")
     of_dev = settings_of(dev, heads)
     found: dict[str, list[dict[str, Any]]] = {"text": [], "quality": [], "ladder": []}
@@ -235,11 +235,13 @@ def train_parts(temperature: float) -> list[Path]:
     return [folder for folder in folders if is_collected(folder)]
 
 
-def rungs(prompts: int) -> list[str]:
-    """Heads by recipe and text. The paper's, whose token mixing runs the draft in each epoch, of 100 prompts."""
+def rungs(prompts: int, temperature: float) -> list[str]:
+    """Heads by recipe and text. The paper's, whose token mixing runs the draft in each epoch, of 100 prompts, and for
+    time at T = 1 only."""
     counts = [count for count in (10, 30, 100, 300) if count < prompts]
     bases, defaults = ([f"{name}, {count} prompts" for count in counts] for name in ("base", "default"))
-    return [*bases, "base", *defaults[2:], "default", "specdecpp, 100 prompts"]
+    paper = ["specdecpp, 100 prompts"] if temperature else []
+    return [*bases, "base", *defaults[2:], "default", *paper]
 
 
 def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
