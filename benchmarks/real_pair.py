@@ -196,7 +196,7 @@ def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str,
     settings, known = [], []
     for split in (split for split in ("test", ALIKE) if is_collected(traces_of / split)):
         traces, tables = coupled_of(traces_of / split), None
-        if informed:
+        if informed and split == "test":
             tables = informed_tables(traces, draft_model(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
         settings.append(settings_of(traces, heads))
         known.append(known_of(traces, tables))
