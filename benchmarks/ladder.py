@@ -59,7 +59,7 @@ HEADS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
     "specdecpp, small steps": ({**PAPER, **SMALL_STEPS, "epochs": 6}, {**PAPER, **SMALL_STEPS, "epochs": 8}),
     "base": ({"recipe": "signals"}, {"recipe": "signals"}),
     RECOMMENDED: (None, None),
-    "base + residual, both": ({"predicts": "both", "cache": True}, {"predicts": "both", "cache": True}),
+    "base + residual, both": ({"predicts": "both", "cache": True}, {"predicts": "both", "cache": True, "epochs": 8}),
 }
 REFERENCES = ("specdecpp", "specdecpp, small steps", "online-logistic", "base")
 
@@ -188,17 +188,19 @@ def judged(
     *,
     known: Known | None = None,
     ratios: Sequence[float] = COSTS,
+    choices: Mapping[str, Sequence[int]] | None = None,
 ) -> list[dict[str, Any]]:
     """Of each family the setting that is fastest on dev, as it fares on test; for every c of `ratios`. chosen_on,
     tested_on: (n,) bool, the responses that count; all when left out. known: of the test traces; of the embedded pair's
-    when left out."""
+    when left out. choices: of some families, which setting is chosen for each of `ratios`."""
     if known is None:
         known = known_of(coupled("test", temperature), truth(temperature))
     none, *fixed = known.lengths
     rows = []
-    for c in ratios:
+    for place, c in enumerate(ratios):
         costs = ForwardCosts(t_draft=c, t_target=1.0)
         chosen = {name: test[name][best(settings, costs, chosen_on)] for name, settings in dev.items()}
+        chosen |= {name: test[name][indices[place]] for name, indices in (choices or {}).items()}
         policies = {"none": none} | {f"fixed:{k}": one for k, one in enumerate(fixed, 1)} | chosen
         policies["oracle"] = known.oracle
         if known.informed is not None:

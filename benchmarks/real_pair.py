@@ -2,8 +2,9 @@
 
 Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, T = 1 without top-k and greedily. Train and dev prompts are of MBPP,
 GSM8K, Dolly and tool calls; test prompts of HumanEval and Spec-Bench, and, `alike`, of the train prompts' kind: no
-choice is made on either. `both` is all of them. Everything is priced by replay, each rule with the setting that is best
-on dev, for every c = t_draft / t_target.
+choice is made on either. `both` is all of them. Everything is priced by replay, for every c = t_draft / t_target; each
+rule with the setting that is best on dev, a head with the threshold that `accept-head tune` finds there by cost.
+`by the grid`: a head with the best of a grid on dev, as a rule.
 
 python ../shared/real/fetch_models.py qwen runs/models/qwen     # the weights; needs `gguf`
 python benchmarks/real_pair.py collect                          # what is missing of the traces in benchmarks/traces
@@ -38,11 +39,13 @@ from torch import Tensor
 from accept_head import AcceptanceHead
 from accept_head.calibration import quality
 from accept_head.cli import quiet_libraries
+from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
+from accept_head.inference.cost_aware import cost_aware
 from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.informed import informed_tables
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay import Replayed, score_tokens
+from accept_head.inference.replay import Replayed, Setting, replay_thresholds, score_tokens
 from accept_head.inference.tune import load_heads
 from accept_head.objective import binary_kl
 from accept_head.pair import checkpoint_fingerprint, load_model
@@ -190,15 +193,18 @@ def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str,
     prompts = sum(TraceConfig.load(part).num_prompts for part in parts)
     heads = {name: loaded(made(name, parts, temperature)) for name in rungs(prompts, temperature)}
     dev = coupled_of(traces_of / "dev")
-    of_dev = settings_of(dev, heads)
+    by_cost = {name: settings_by_cost(dev, head) for name, head in heads.items()}
+    choices = dict.fromkeys(heads, range(len(COSTS)))
+    on_grid = settings_of(dev, heads)
+    judge = partial(judged, on_grid, temperature=temperature, references=REFERENCES, ratios=COSTS, choices=choices)
     found: dict[str, list[dict[str, Any]]] = {"text": [], "quality": [], "ladder": []}
-    judge = partial(judged, of_dev, temperature=temperature, references=REFERENCES, ratios=COSTS)
     settings, known = [], []
     for split in (split for split in ("test", ALIKE) if is_collected(traces_of / split)):
         traces, tables = coupled_of(traces_of / split), None
         if informed and split == "test":
             tables = informed_tables(traces, draft_model(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
-        settings.append(settings_of(traces, heads))
+        at_cost = {name: replay_thresholds(traces, HeadPolicy(heads[name], 0.5), by_cost[name], name) for name in heads}
+        settings.append(settings_of(traces, heads) | at_cost)
         known.append(known_of(traces, tables))
         tokens = {"train_prompts": prompts, "dev_tokens": dev.positions, "test_tokens": traces.positions}
         found["text"].append({"tested_on": split, **tokens})
@@ -206,7 +212,7 @@ def ladder_of(temperature: float, *, informed: bool) -> dict[str, list[dict[str,
         found["quality"] += [{"tested_on": split, "of": name, **quality} for name, quality in qualities]
         found["ladder"] += [{"tested_on": split, **row} for row in judge(settings[-1], known=known[-1])]
     if len(known) > 1:
-        together = {name: joined(*(one[name] for one in settings)) for name in of_dev}
+        together = {name: joined(*(one[name] for one in settings)) for name in settings[0]}
         of_both = Known(joined(*(one.lengths for one in known)), joined(*([one.oracle] for one in known))[0])
         found["ladder"] += [{"tested_on": "both", **row} for row in judge(together, known=of_both)]
     return found
@@ -224,9 +230,19 @@ def joined(*replayed: Sequence[Replayed]) -> list[Replayed]:
     ]
 
 
+def settings_by_cost(dev: CoupledTraces, head: AcceptanceHead) -> list[Setting]:
+    """For each of COSTS, as `accept-head tune` does."""
+    settings = []
+    for c in COSTS:
+        threshold, _ = cost_aware(dev, HeadPolicy(head, 0.5), ForwardCosts(t_draft=c, t_target=1.0), k_max=K_MAX)
+        settings.append(Setting(threshold=threshold, k_max=K_MAX))
+    return settings
+
+
 def settings_of(traces: CoupledTraces, heads: Mapping[str, AcceptanceHead]) -> dict[str, list[Replayed]]:
+    """All settings of the rules, and of the heads that are also chosen by a grid."""
     rules = {name: rule_settings(traces, name) for name in RULE_NAMES}
-    return rules | {name: head_settings(traces, head) for name, head in heads.items()}
+    return rules | {f"{name}, by the grid": head_settings(traces, heads[name]) for name in ("base", "default")}
 
 
 def train_parts(temperature: float) -> list[Path]:
