@@ -90,13 +90,13 @@ def main() -> None:
                 collected(split, temperature)
         return
     path = RESULTS / "real_pair.json"
-    kept = read_json(path) if path.is_file() else {}
-    result = {name: kept.get(name, []) for name in ("text", "quality", "ladder", "domains")}
     for temperature in options.temperatures:
         if options.part == "ladder":
             found = ladder_of(temperature, informed=options.informed)
         else:
             found = {"domains": domains_of(temperature)}
+        result = read_json(path) if path.is_file() else {}
+        result = {name: result.get(name, []) for name in ("text", "quality", "ladder", "domains")}
         for name, rows in found.items():
             others = [row for row in result[name] if row["temperature"] != temperature]
             result[name] = others + [{"temperature": temperature, **row} for row in rows]
