@@ -93,8 +93,8 @@ def predict(head_folder, states):
     """P̂ of a saved head with one prediction, in float64.
 
     A logistic regression on nine functions of the draft signals, plus a residual: SiLU blocks and a linear layer
-    (SpecDec++ eq. 4.1) on a linear map of the hidden state, to which one of the scaled embedding is added. An untrained
-    head of the paper's reads the state alone.
+    (SpecDec++ eq. 4.1) on the sum of linear maps of the hidden state, of these functions and of the scaled embedding.
+    An untrained head of the paper's reads the state alone.
     """
     weights = {name: tensor.astype(np.float64) for name, tensor in load_file(head_folder / "model.safetensors").items()}
     config = json.loads((head_folder / "config.json").read_text())
@@ -107,6 +107,7 @@ def predict(head_folder, states):
         if not config["residual"]:
             return expit(base)
         hidden = hidden @ weights["state_input.weight"].T + weights["state_input.bias"]
+        hidden = hidden + normalised @ weights["signal_input.weight"].T
     if config.get("embedding_std") is not None:
         hidden = hidden + states.embedded / config["embedding_std"] @ weights["embedding_input.weight"].T
     for block in range(config["depth"]):
