@@ -349,7 +349,7 @@ class AcceptanceHead(
             if state is not None:
                 x = product(x, state, offset)
             if config.signals:
-                every = self._every(_given(signals, "the draft signals", config.signals)).view(-1, len(scale))
+                every = self._every(_given(signals, "the draft signals", config.signals)).reshape(-1, len(scale))
                 x = product(every, scale, x + shift)
             if config.reads_embedding:
                 ids = _given(token_ids, "the embedding of", "the drawn token").reshape(-1)

@@ -128,6 +128,17 @@ def test_serving_scores_are_the_probabilities(config, residual, fusible):
             torch.testing.assert_close(score(*read), wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("residual", [False, True])
+def test_what_is_served_may_be_a_slice(residual):
+    """Every other token of a row: its states and signals do not lie side by side."""
+    more = {"depth": 1, "width": 5, "standardised": True} if residual else {"depth": 0, "residual": False}
+    head = made(**base_config(**more))
+    hidden, signals = torch.randn(2, 6, HIDDEN)[:, ::2], signals_of(2, 6)[:, ::2]
+    with torch.no_grad():
+        expected = head(hidden, signals)[..., 0].sigmoid()
+        torch.testing.assert_close(head.scorer()(hidden, signals), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_base_and_residual_are_added_up_as_log_odds():
     """By numpy. The residual reads what the base reads, too."""
     head = made(**base_config(depth=1, width=5, standardised=True, embedding_std=0.7))
