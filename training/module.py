@@ -342,10 +342,9 @@ class HeadTraining(L.LightningModule):
         groups = []
         for one in self.candidates:
             learning = [parameter for parameter in one.head.parameters() if parameter.requires_grad]
-            share = 1 - math.exp(
-                -one.decay / self.steps_per_epoch
-            )  # of the weights, that a step at the peak takes away
-            groups.append({"params": learning, "weight_decay": share / self.lr})  # AdamW multiplies by the step size
+            # Share of the weights that a step at the peak takes away; AdamW multiplies by the step size of the moment.
+            share = 1 - math.exp(-one.decay / self.steps_per_epoch)
+            groups.append({"params": learning, "weight_decay": share / self.lr})
         optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)

@@ -37,8 +37,7 @@ class Recipe:
     else moves them; an epoch has more steps of more text, so that each takes less; `auto`: each of DECAYS is tried, and
     the weak one taken where it pays on dev traces; the strong one alone where the last weights are kept.
     alternatives: to each drawn token, that a head with prefix packing learns of, too; `all` that the traces have, see
-    `for_alternatives`. keep: weights of
-    which epoch, see HeadTraining.
+    `for_alternatives`. keep: weights of which epoch, see HeadTraining.
     """
 
     depth: int = 3
