@@ -3,7 +3,7 @@
     logit P̂ = base(signals) + residual(state, embedding)
 
 The base is a logistic regression on functions of the draft signals, fitted to convergence before the residual learns
-(training/base.py). Acceptance is close to linear in log-odds of q(Y) and of max q, and in the entropy, not in the
+(training/learn/base.py). Acceptance is close to linear in log-odds of q(Y) and of max q, and in the entropy, not in the
 probabilities themselves; a few dozen prompts are enough for its weights.
 """
 

@@ -31,15 +31,27 @@ LONGEST_MESSAGE = 800  # characters
 NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # what was given as a file's name cannot be one
 
 VERBS = {
-    "collect": ("accept_head.training.collect", "collect", "prompts, draft and target -> coupled traces"),
-    "train": ("accept_head.training.run", "train", "traces and draft -> a head"),
-    "profile": ("accept_head.inference.profile", "profile", "draft and target -> what a forward costs here"),
-    "tune": ("accept_head.inference.tune", "tune", "traces, heads and costs -> thresholds, and what each policy costs"),
-    "calibrate": ("accept_head.inference.calibrate", "calibrate", "traces and a head -> its probabilities put right"),
-    "report": ("accept_head.inference.report", "report", "the same -> one HTML page with plots and every round"),
-    "generate": ("accept_head.inference.generate_file", "generate_file", "prompts -> text and statistics"),
-    "bench": ("accept_head.inference.bench", "bench", "policies side by side in wall clock, or on an arrival trace"),
-    "vllm-config": ("accept_head.inference.vllm_config", "vllm_config", "a tuned head -> vLLM's options"),
+    "collect": ("accept_head.training.collect.verb", "collect", "prompts, draft and target -> coupled traces"),
+    "train": ("accept_head.training.learn.run", "train", "traces and draft -> a head"),
+    "profile": ("accept_head.inference.verbs.profile", "profile", "draft and target -> what a forward costs here"),
+    "tune": (
+        "accept_head.inference.verbs.tune",
+        "tune",
+        "traces, heads and costs -> thresholds, and what each policy costs",
+    ),
+    "calibrate": (
+        "accept_head.inference.verbs.calibrate",
+        "calibrate",
+        "traces and a head -> its probabilities put right",
+    ),
+    "report": ("accept_head.inference.verbs.report", "report", "the same -> one HTML page with plots and every round"),
+    "generate": ("accept_head.inference.verbs.generate", "generate_file", "prompts -> text and statistics"),
+    "bench": (
+        "accept_head.inference.verbs.bench",
+        "bench",
+        "policies side by side in wall clock, or on an arrival trace",
+    ),
+    "vllm-config": ("accept_head.inference.verbs.vllm_config", "vllm_config", "a tuned head -> vLLM's options"),
     "import-specdecpp": (
         "accept_head.training.specdecpp",
         "import_specdecpp",
@@ -268,5 +280,5 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*Couldn't infer the batch indices.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Our sampler starts at the checkpoint's step by itself (training/data.py).
+    # Our sampler starts at the checkpoint's step by itself (training/learn/data.py).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")

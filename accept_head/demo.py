@@ -27,17 +27,17 @@ from accept_head.cost import DecodeCounts, oracle_counts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_folder, write_json
 from accept_head.inference import generate, make_policy
-from accept_head.inference.comparison import Measured, compare
-from accept_head.inference.profile import regress_rounds
-from accept_head.inference.report import report
-from accept_head.inference.tune import tune
-from accept_head.inference.tune_rules import RULES
+from accept_head.inference.replay.comparison import Measured, compare
+from accept_head.inference.tune.rules import RULES
+from accept_head.inference.verbs.profile import regress_rounds
+from accept_head.inference.verbs.report import report
+from accept_head.inference.verbs.tune import tune
 from accept_head.pair import Pair, load_pair
 from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
 from accept_head.trace import read_traces
-from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.run import train
 
 FIXED_K = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -20,8 +20,8 @@ from record import REPOSITORY, write_result
 from accept_head.cli import quiet_libraries
 from accept_head.files import read_json
 from accept_head.trace import CONFIG_NAME, read_traces
-from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.run import train
 
 WORK = REPOSITORY / "runs" / "alternatives"
 MOST = 8

@@ -23,16 +23,16 @@ from accept_head.cost import ForwardCosts
 from accept_head.depth_calibration import DepthCalibration, Rounds
 from accept_head.head import AcceptanceHead
 from accept_head.hub import load_head
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.calibrate import FITS, calibrated, rounds_of, survival_quality
-from accept_head.inference.comparison import throughputs
-from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.replay import replay_fixed, round_starts
-from accept_head.inference.replay_host import replay
+from accept_head.inference.replay.arrays import replay_fixed, round_starts
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.verbs.calibrate import FITS, calibrated, rounds_of, survival_quality
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
-from accept_head.training.collect import collect
+from accept_head.training.collect.verb import collect
 
 PAIR = TINY.relative_to(REPOSITORY)
 COSTS, K_MAX = ForwardCosts(t_draft=0.0013, t_target=0.0103), 8

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from record import REPOSITORY, TINY
 
-from accept_head.training.collect import collect
+from accept_head.training.collect.verb import collect
 
 NEW_TOKENS = 80
 PROMPTS = {"train": 480, "dev": 160, "test": 200}

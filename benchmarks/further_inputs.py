@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from accept_head.base import base_functions
 from accept_head.cli import quiet_libraries
 from accept_head.files import read_json
-from accept_head.inference.bootstrap import draws, interval
+from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.signals import SIGNALS
 from accept_head.trace import read_traces
 

@@ -26,11 +26,11 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference import generate
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.comparison import throughputs
 from accept_head.inference.policies import FixedPolicy, HeadPolicy, OnlineLogisticPolicy
-from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_thresholds
-from accept_head.inference.tune_rules import ask
+from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_thresholds
+from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.tune.rules import ask
 
 HEADS = ("specdecpp", RECOMMENDED)
 LEARNER, LEARNER_COSTS = "online-logistic", (0.1,)  # it decodes one prompt at a time, which takes a while

@@ -23,12 +23,12 @@ from accept_head import Sampling, load_pair
 from accept_head.cli import quiet_libraries
 from accept_head.cost import DecodeCounts, ForwardCosts, total_time
 from accept_head.inference import generate, make_policy
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.profile import regress_rounds
+from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.verbs.profile import regress_rounds
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
-from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.run import train
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 TRAINED: dict[str, dict[str, Any]] = {

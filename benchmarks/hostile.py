@@ -462,9 +462,9 @@ def warmed_main(box: Sandbox) -> Callable[[Sequence[str]], int]:
     is the same as before is parsed once: they are not what is spoiled."""
     import jsonargparse
 
-    import accept_head.inference.generate_file as generate_file
+    import accept_head.inference.verbs.generate as generate_file
     import accept_head.pair as pair
-    import accept_head.training.run as run
+    import accept_head.training.learn.run as run
     import accept_head.training.specdecpp as specdecpp
     from accept_head.cli import main
 

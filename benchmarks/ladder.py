@@ -28,18 +28,18 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.head import AcceptanceHead
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.comparison import compare, throughputs
-from accept_head.inference.coupled import CoupledTraces, load_coupled
-from accept_head.inference.informed import InformedTables, informed_tables, replay_informed
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
-from accept_head.inference.tune import load_heads
-from accept_head.inference.tune_rules import LEARNERS, RULES, ask
+from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
+from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.comparison import compare, throughputs
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.informed import InformedTables, informed_tables, replay_informed
+from accept_head.inference.tune.rules import LEARNERS, RULES, ask
+from accept_head.inference.verbs.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.trace import CONFIG_NAME, TraceConfig, read_traces, write_shard
-from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.run import train
 
 DRAFT, TARGET = str(TINY / "draft"), str(TINY / "target")
 COSTS = (0.05, 0.1, 0.21)

@@ -1,6 +1,6 @@
 """Question: which policies are lossless, under which verifier?
 
-Exact enumeration (accept_head.inference.lossless): a round of the first of several rows, on random pairs of tables, for
+Exact enumeration (inference/replay/lossless.py): a round of the first of several rows, on random pairs of tables, for
 every policy, with settings that make it stop at different lengths, and for rules that are known to be biased, which the
 same code has to find. The table goes to docs/lossless.md, between its markers.
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.cost import BatchForwardCost, PairCosts
-from accept_head.inference.lossless import HIDDEN, PROVED, Enumerated, Shape, enumerate_rounds
 from accept_head.inference.policies import (
     AdaEdlPolicy,
     AdaSpecPolicy,
@@ -45,8 +44,9 @@ from accept_head.inference.policies import (
     SvipPolicy,
 )
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
-from accept_head.inference.policies.online_signals import prior_base
+from accept_head.inference.policies.online.signals import prior_base
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal
+from accept_head.inference.replay.lossless import HIDDEN, PROVED, Enumerated, Shape, enumerate_rounds
 from accept_head.signals import SIGNALS
 
 SHAPES = (Shape(vocab=3, depth=3, rows=3), Shape(vocab=4, depth=2, rows=2))

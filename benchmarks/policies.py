@@ -19,9 +19,9 @@ import embedded
 from record import REPOSITORY, TINY, write_result
 
 from accept_head.files import read_json
-from accept_head.inference.bench import bench
-from accept_head.inference.profile import profile
-from accept_head.inference.tune import tune
+from accept_head.inference.verbs.bench import bench
+from accept_head.inference.verbs.profile import profile
+from accept_head.inference.verbs.tune import tune
 
 NEW_TOKENS, DEV_PROMPTS = 32, 64
 PROMPTS = {1: 48, 2: 64, 4: 64, 8: 96, 16: 128, 32: 200}  # by batch size: as many as keep the rows busy for a while

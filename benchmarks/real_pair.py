@@ -41,18 +41,18 @@ from accept_head.calibration import quality
 from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
-from accept_head.inference.cost_aware import cost_aware
-from accept_head.inference.coupled import CoupledTraces, load_coupled
-from accept_head.inference.informed import informed_tables
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay import Replayed, Setting, replay_thresholds, score_tokens
-from accept_head.inference.tune import load_heads
+from accept_head.inference.replay.arrays import Replayed, Setting, replay_thresholds, score_tokens
+from accept_head.inference.replay.cost_aware import cost_aware
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.informed import informed_tables
+from accept_head.inference.verbs.tune import load_heads
 from accept_head.objective import binary_kl
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards
-from accept_head.training import run
-from accept_head.training.collect import collect
-from accept_head.training.splits import Splits, read_splits
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn import run
+from accept_head.training.learn.splits import Splits, read_splits
 
 HOME = REPOSITORY / "runs" / "real"  # heads
 TRACES = REPOSITORY / "benchmarks" / "traces" / "qwen2.5-coder"  # and prompts; they take long to make

@@ -22,11 +22,11 @@ from tqdm import tqdm
 from accept_head import Pair, load_pair
 from accept_head.cli import quiet_libraries
 from accept_head.inference import generate
-from accept_head.inference.bootstrap import draws
-from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
-from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_thresholds
-from accept_head.inference.tune import load_heads
+from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_thresholds
+from accept_head.inference.replay.bootstrap import draws
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.verbs.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint
 
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(1, 10))

@@ -45,21 +45,21 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
 from accept_head.hub import load_head
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.calibrate import rounds_of
-from accept_head.inference.comparison import throughputs
-from accept_head.inference.coupled import CoupledTraces, load_coupled
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
-from accept_head.inference.recalibration import OnlineRecalibration
-from accept_head.inference.replay import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
-from accept_head.inference.replay_alternatives import alternatives_of
-from accept_head.inference.replay_host import replay
+from accept_head.inference.replay.alternatives import alternatives_of
+from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.verbs.calibrate import rounds_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
-from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.run import train
 
 WORK = Path("runs/shift")
 PAIR = TINY.relative_to(REPOSITORY)

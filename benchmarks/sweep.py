@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.trace import read_traces
-from accept_head.training.collect import collect
+from accept_head.training.collect.verb import collect
 
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1, 3, 6, 12)
 RECIPES = {"default": 1, "specdecpp": 6}  # and the w_rej of a head trained alone

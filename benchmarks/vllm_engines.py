@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accept_head.inference.adapters.vllm.host import PolicyHost
-from accept_head.inference.rows import DecodeStats, Finished, Request
+from accept_head.inference.decode.rows import DecodeStats, Finished, Request
 from accept_head.sampling import Sampling
 
 

@@ -33,14 +33,14 @@ from accept_head.files import write_json
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import installed_version
-from accept_head.inference.batch_table import best_table, tokens_per_round
-from accept_head.inference.bench_figures import TWIN, Cell, noise_floor, rows, static_by_domain
-from accept_head.inference.bench_measure import Chunk, Timed, make_chunks
-from accept_head.inference.bench_tables import cell_table
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.generation import make_requests
+from accept_head.inference.bench.figures import TWIN, Cell, noise_floor, rows, static_by_domain
+from accept_head.inference.bench.measure import Chunk, Timed, make_chunks
+from accept_head.inference.bench.tables import cell_table
+from accept_head.inference.costs.batch_table import best_table, tokens_per_round
+from accept_head.inference.decode.generate import make_requests
+from accept_head.inference.decode.rows import Request
 from accept_head.inference.policy import RowPolicy
-from accept_head.inference.rows import Request
+from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.sampling import Sampling
 
 FIXED = (1, 2, 3, 4, 5, 8)

@@ -22,13 +22,13 @@ from record import TINY, write_result
 from transformers.utils import logging
 
 from accept_head import Sampling, load_pair
-from accept_head.inference.bootstrap import draws, interval
-from accept_head.inference.decode import Decoder
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Finished, Request
+from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies import make_policy
-from accept_head.inference.processing import Processing
-from accept_head.inference.rows import Finished, Request
-from accept_head.inference.stopping import Stopping
+from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.pair import Pair, end_ids
 from accept_head.prompts import load_prompts
 

@@ -18,7 +18,11 @@ from typing import get_type_hints
 import pdoc
 
 # The second needs vLLM, the third Triton.
-LEFT_OUT = ("accept_head.__main__", "accept_head.inference.adapters.vllm", "accept_head.inference.fused_kernels")
+LEFT_OUT = (
+    "accept_head.__main__",
+    "accept_head.inference.adapters.vllm",
+    "accept_head.inference.kernels.triton",
+)
 
 
 def modules(name: str) -> Iterator[str]:

@@ -9,10 +9,10 @@ if __name__ != "accept_head.inference":
     raise ImportError("import this package as accept_head.inference: the folder is only where its source lives")
 
 if TYPE_CHECKING:
-    from accept_head.inference.generation import Generated, generate
+    from accept_head.inference.decode.generate import Generated, generate
+    from accept_head.inference.decode.rows import DecodeStats
     from accept_head.inference.policies import make_policy
     from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal, VerifyOutcome
-    from accept_head.inference.rows import DecodeStats
 
 __all__ = [
     "DecodeStats",
@@ -28,14 +28,14 @@ __all__ = [
 
 # Looked up when they are asked for: every process of vLLM loads the plugin, which lives below, used or not.
 _HOMES = {
-    "DecodeStats": "rows",
+    "DecodeStats": "decode.rows",
     "DraftPolicy": "policy",
     "DraftStep": "policy",
-    "Generated": "generation",
+    "Generated": "decode.generate",
     "RowPolicy": "policy",
     "Signal": "policy",
     "VerifyOutcome": "policy",
-    "generate": "generation",
+    "generate": "decode.generate",
     "make_policy": "policies",
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accept_head.alternatives import Alternatives
 from accept_head.errors import InputError
-from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once, usable
+from accept_head.inference.kernels.signals import Plain, signals_at_once, signals_of_q_at_once, usable
 from accept_head.pair import Forward
 from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 

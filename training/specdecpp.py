@@ -38,7 +38,7 @@ from accept_head.sampling import Sampling
 from accept_head.signals import SIGNALS, draft_signals
 from accept_head.specdecpp import Record, read_checkpoint, read_records, save_imported
 from accept_head.trace import IMPORTED, UNSCORED, TraceConfig, missing_shards, write_shard
-from accept_head.training.collector import prepare_folder
+from accept_head.training.collect.collector import prepare_folder
 
 OF_TARGET = ("overlap", "target_logprob", "divergence")
 CHUNK = 256  # positions whose probabilities are worked out at once

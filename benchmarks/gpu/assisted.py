@@ -18,13 +18,13 @@ from transformers.utils import logging
 from vs_transformers import interval, ratio
 
 from accept_head import Sampling
-from accept_head.inference.decode import Decoder
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Finished, Request
+from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies import make_policy
-from accept_head.inference.processing import Processing
-from accept_head.inference.round_grid import finish
-from accept_head.inference.rows import Finished, Request
-from accept_head.inference.stopping import Stopping
+from accept_head.inference.profile.rounds import finish
 from accept_head.pair import Pair, end_ids
 from accept_head.prompts import load_prompts
 

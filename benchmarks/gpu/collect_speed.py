@@ -21,11 +21,11 @@ from cells import TINY, Cell, open_cells, part_parser
 from shapes import build_pair
 
 from accept_head import Sampling, load_pair
-from accept_head.inference.round_grid import finish
+from accept_head.inference.profile.rounds import finish
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
-from accept_head.training.respond import respond
-from accept_head.training.score import score
+from accept_head.training.collect.score import score
+from accept_head.training.respond.transformers import respond
 
 NEW_TOKENS, PROMPT_TOKENS = 96, 128
 SAMPLING = Sampling(temperature=1.0, top_k=50)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from accept_head.inference import policy
-from accept_head.inference.cache import Compile
-from accept_head.inference.decode import Decoder
-from accept_head.inference.generation import make_decoder
+from accept_head.inference.decode.generate import make_decoder
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.engine.cache import Compile
 from accept_head.pair import default_device
 
 # Says of a policy's `start_round` that the host need not ask for its answer.
@@ -41,7 +41,7 @@ def captures() -> int:
 def _count_captures() -> None:
     """Capturing is no part of a round that is decoded a second time, and takes longer than all of it."""
     try:
-        from accept_head.inference.graphs import Graphs
+        from accept_head.inference.engine.graphs import Graphs
     except ImportError:
         return
     capture = Graphs._capture

@@ -30,13 +30,13 @@ from recorded_loop import random_head
 from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
-from accept_head.inference import fused_signals
-from accept_head.inference.attention_backends import choose
-from accept_head.inference.cache import CachedModel
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.engine.backends import choose
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.proof import check_served
+from accept_head.inference.kernels import signals as fused_signals
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep
-from accept_head.inference.processing import Processing
-from accept_head.inference.support import check_served
 from accept_head.pair import Forward, hidden_size, output_size
 from accept_head.sampling import draw
 

@@ -32,11 +32,11 @@ from recorded_loop import random_head
 from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 from transformers import PreTrainedModel
 
-from accept_head.inference.round_grid import finish
+from accept_head.inference.profile.rounds import finish
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.sampling import Sampling
 from accept_head.trace import TraceConfig, read_traces, write_shard
-from accept_head.training.run import train
+from accept_head.training.learn.run import train
 
 DEPTHS, WEIGHTS = [0, 1, 2, 3, 4], [1, 3, 6, 12]
 SINGLES = (0, 2, 4)  # depths of the heads that are trained alone

@@ -34,17 +34,17 @@ from recorded_rounds import K_MAX, RECORDED, RecordedRounds
 from shapes import build_pair
 
 from accept_head import Sampling
-from accept_head.inference.attention_backends import choose
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.memory import plan_memory
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.round import Round
+from accept_head.inference.decode.rows import Request
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine.backends import choose
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.memory import plan_memory
+from accept_head.inference.engine.proof import check_served
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.policy import DraftPolicy
-from accept_head.inference.processing import Processing
-from accept_head.inference.round import Round
-from accept_head.inference.round_grid import finish
-from accept_head.inference.rows import Request
-from accept_head.inference.stopping import Stopping
-from accept_head.inference.support import check_served
+from accept_head.inference.profile.rounds import finish
 from accept_head.pair import Pair
 
 PROMPT_TOKENS = 256

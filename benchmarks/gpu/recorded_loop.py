@@ -16,10 +16,10 @@ from recorded_rounds import RecordedRounds
 from torch import Tensor
 
 from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.inference.decode import Decoder
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.rows import Request
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import DraftStep
-from accept_head.inference.rows import Request
 from accept_head.pair import hidden_size, input_embeddings
 from accept_head.signals import SIGNALS
 

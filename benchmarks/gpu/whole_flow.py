@@ -28,16 +28,16 @@ from prepare_text import tiny_text
 
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
-from accept_head.inference.bench import bench
-from accept_head.inference.bench_figures import TWIN
+from accept_head.inference.bench.figures import TWIN
 from accept_head.inference.policies import POLICIES, make_policy
 from accept_head.inference.policy import check_lossless
-from accept_head.inference.profile import measure_forwards, profile
-from accept_head.inference.tune import tune
+from accept_head.inference.verbs.bench import bench
+from accept_head.inference.verbs.profile import measure_forwards, profile
+from accept_head.inference.verbs.tune import tune
 from accept_head.pair import checkpoint_fingerprint, load_pair
 from accept_head.prompts import load_prompts
-from accept_head.training.collect import collect
-from accept_head.training.run import train
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.run import train
 
 STAGES = ("train", "flow", "bench", "assisted")
 TEMPERATURES = (1.0, 0.0)

@@ -22,8 +22,8 @@ from corpus import load_corpus
 from accept_head import Sampling, load_pair
 from accept_head.files import write_json
 from accept_head.prompts import load_prompts
-from accept_head.training.respond import respond
-from accept_head.training.score import score
+from accept_head.training.collect.score import score
+from accept_head.training.respond.transformers import respond
 
 CONTEXT_TOKENS, BATCH, NEW_TOKENS, DOCUMENTS_PER_DOMAIN = 512, 24, 96, 80
 

@@ -33,13 +33,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from accept_head.errors import InputError
-from accept_head.inference.generation import as_prompts, check_models, check_tenants, make_decoder, make_requests
+from accept_head.inference.decode.generate import as_prompts, check_models, check_tenants, make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.round import Round
+from accept_head.inference.decode.rows import DecodeStats, Request
+from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
-from accept_head.inference.processing import Processing
-from accept_head.inference.round import Round
-from accept_head.inference.rows import DecodeStats, Request
-from accept_head.inference.stopping import Stopping
 from accept_head.pair import output_size
 from accept_head.sampling import Sampling
 

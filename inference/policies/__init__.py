@@ -17,9 +17,9 @@ from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
-from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
-from accept_head.inference.policies.online_signals import OnlineSignalsPolicy
-from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.signals import OnlineSignalsPolicy
 from accept_head.inference.policies.specs import POLICIES, make_policy
 from accept_head.inference.policies.svip import SvipPolicy
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accept_head.inference.batch_table import checked_table
+from accept_head.inference.costs.batch_table import checked_table
 from accept_head.inference.policy import RowPolicy
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
-from accept_head.inference.estimator import AcceptanceEstimator
+from accept_head.inference.policies.online.estimator import AcceptanceEstimator
 from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, Verifier, VerifyOutcome
 
 STRIDE = 8  # captured graphs have 1, 2, 4, 8, 16, 24, … tokens

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
-from accept_head.inference.divergence import LONG, variance_ratio, weighted_variance
 from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policies.divergence import LONG, variance_ratio, weighted_variance
 from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
 
 

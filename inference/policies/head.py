@@ -12,7 +12,7 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig, Score
 from accept_head.head_use import HeadOrigin
-from accept_head.inference.fused_head import fused_scorer
+from accept_head.inference.kernels.head import fused_scorer
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal, constant_budget
 

@@ -21,8 +21,8 @@ from accept_head.head import AcceptanceHead
 from accept_head.head_folder import head_folder
 from accept_head.head_use import Checkpoint, HeadOrigin
 from accept_head.hub import load_head
-from accept_head.inference.batch_table import read_batch_table
-from accept_head.inference.cost_file import forward_costs, pair_costs
+from accept_head.inference.costs.batch_table import read_batch_table
+from accept_head.inference.costs.files import forward_costs, pair_costs
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.bandit import BanditPolicy
@@ -41,9 +41,9 @@ from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
-from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
-from accept_head.inference.policies.online_signals import OnlineSignalsPolicy
-from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.signals import OnlineSignalsPolicy
 from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size, input_embeddings

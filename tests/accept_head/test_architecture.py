@@ -60,12 +60,12 @@ def test_imports_only_point_down(folder, package, forbidden):
     "source",
     [
         "import accept_head.training",
-        "import accept_head.training.run as run",
+        "import accept_head.training.learn.run as run",
         "from accept_head import training",
         "from accept_head.training import run",
         "from . import training",
         "from .training.run import train",
-        "def late():\n    from accept_head.training.run import train",
+        "def late():\n    from accept_head.training.learn.run import train",
         "if TYPE_CHECKING:\n    import accept_head.training",
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 
 from accept_head import cli
 from accept_head.cli import gather_lists, main
-from accept_head.inference.generate_file import generate_file
-from accept_head.inference.tune import tune
-from accept_head.training.run import train
+from accept_head.inference.verbs.generate import generate_file
+from accept_head.inference.verbs.tune import tune
+from accept_head.training.learn.run import train
 
 
 def verb(

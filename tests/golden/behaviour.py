@@ -171,7 +171,6 @@ def flow(work: Path) -> dict[str, object]:
 
 def enumerated(work: Path) -> dict[str, object]:
     for name in (
-        "accept_head.inference.lossless",
         "accept_head.inference.replay.lossless",
         "accept_head.inference.decode.lossless",
     ):

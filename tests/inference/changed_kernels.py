@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import accept_head.inference
-from accept_head.inference import fused_signals
+from accept_head.inference.kernels import signals as fused_signals
 
 
 def use_kernels(monkeypatch, folder, module, change=None):

@@ -28,14 +28,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
-from accept_head.inference import DraftPolicy, DraftStep, decode, verify
-from accept_head.inference.decode import Decoder
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference import DraftPolicy, DraftStep
+from accept_head.inference.decode import loop as decode
+from accept_head.inference.decode import verify
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.round import Round
+from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import Verifier
-from accept_head.inference.processing import Processing
-from accept_head.inference.round import Round
-from accept_head.inference.stopping import Stopping
 from accept_head.signals import SIGNALS
 from tests.inference.toy import TOKENS, llama
 

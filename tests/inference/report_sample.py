@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, speedup, throughput
-from accept_head.inference.report_data import (
+from accept_head.inference.report.data import (
     CalibrationCurve,
     DomainResult,
     PolicyResult,

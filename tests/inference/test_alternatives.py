@@ -10,12 +10,12 @@ from scipy.stats import chisquare
 from accept_head import InputError, Sampling
 from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference import generate
-from accept_head.inference.decode import ALTERNATIVES
-from accept_head.inference.online_training import OnlineTraining
+from accept_head.inference.decode.loop import ALTERNATIVES
 from accept_head.inference.policies import FixedPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.online.training import OnlineTraining
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay_alternatives import alternatives_of
-from accept_head.inference.replay_host import replay
+from accept_head.inference.replay.alternatives import alternatives_of
+from accept_head.inference.replay.asking import replay
 from accept_head.prompts import load_prompts
 from accept_head.randomness import uniforms
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401

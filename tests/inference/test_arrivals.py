@@ -11,10 +11,10 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.inference import make_policy
-from accept_head.inference.bench_arrivals import Arrival, Paced, match_prompts, read_trace
-from accept_head.inference.generation import make_decoder, make_requests
-from accept_head.inference.processing import Processing
-from accept_head.inference.stopping import Stopping
+from accept_head.inference.bench.arrivals import Arrival, Paced, match_prompts, read_trace
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.stopping import Stopping
 from tests.inference.toy import TOKENS, ragged_prompts, toy_pair
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"

@@ -26,11 +26,14 @@ from transformers import (
 )
 
 from accept_head import InputError
-from accept_head.inference import attention_backends, cache, generate, support
-from accept_head.inference.attention_backends import FLASH, VARLEN, choose
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.memory import plan_memory
-from accept_head.inference.support import check_served
+from accept_head.inference import generate
+from accept_head.inference.engine import backends as attention_backends
+from accept_head.inference.engine import cache
+from accept_head.inference.engine import proof as support
+from accept_head.inference.engine.backends import FLASH, VARLEN, choose
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.memory import plan_memory
+from accept_head.inference.engine.proof import check_served
 from tests.inference import attention_contracts
 from tests.inference.replayed import ReplayedGraphs
 from tests.inference.test_cache import assert_close, at, random_ids

@@ -13,8 +13,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from accept_head.inference.attention_backends import BACKENDS, choose, refusal
-from accept_head.inference.support import check_served
+from accept_head.inference.engine.backends import BACKENDS, choose, refusal
+from accept_head.inference.engine.proof import check_served
 from tests.inference.test_attention_backends import WINDOW, ragged_logits
 from tests.inference.toy import tiny
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError
 from accept_head.inference import generate
-from accept_head.inference.batch_table import (
+from accept_head.inference.costs.batch_table import (
     FIELD,
     best_table,
     checked_table,
@@ -26,7 +26,7 @@ from accept_head.inference.batch_table import (
     vllm_option,
 )
 from accept_head.inference.policies.batch_map import BatchMapPolicy
-from accept_head.inference.round_grid import count_accepted
+from accept_head.inference.profile.rounds import count_accepted
 from tests.inference.toy import ragged_prompts, two
 
 TABLE = [(1, 1, 4), (2, 3, 2), (4, 5, 0), (6, 9, 1)]

@@ -19,7 +19,6 @@ from accept_head import InputError, Sampling
 from accept_head.cli import main
 from accept_head.cost import BatchForwardCost, ForwardCosts, PairCosts
 from accept_head.inference import generate, make_policy
-from accept_head.inference.lossless import PROVED, Shape, enumerate_rounds
 from accept_head.inference.policies import (
     POLICIES,
     AdaEdlPolicy,
@@ -34,8 +33,9 @@ from accept_head.inference.policies import (
 from accept_head.inference.policies.batch_stop import OURS, VLLM, Host
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, VerifyOutcome
-from accept_head.inference.replay_host import replay
-from accept_head.inference.tune_rules import checked_rules
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.lossless import PROVED, Shape, enumerate_rounds
+from accept_head.inference.tune.rules import checked_rules
 from accept_head.prompts import load_prompts
 from tests.inference.enumeration import emitted_distribution, target_distribution, total_variation, uncertain_pair
 from tests.inference.test_replay_equals_decoding import GREEDY, K_MAX, PERIOD, ROWS, Held, head

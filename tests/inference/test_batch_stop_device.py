@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from accept_head import Sampling
-from accept_head.inference import cache, make_policy
+from accept_head.inference import make_policy
+from accept_head.inference.decode.steps import read_by_steps
+from accept_head.inference.engine import cache
 from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy, MaxProbPolicy
 from accept_head.inference.policies.batch_stop import OURS, VLLM
 from accept_head.inference.policies.batch_stop_device import DeviceBatchStopPolicy, batch_stop, is_of_tensors
 from accept_head.inference.policy import DraftStep
-from accept_head.inference.steps import read_by_steps
 from tests.inference.replayed import standing_in
 from tests.inference.test_batch_stop import CPU, Foretelling, Told, begin, one_round, outcome_of, pair_costs
 from tests.inference.test_decoder_reuse import GREEDY, LLAMA, SAMPLED, new_decoder, run

@@ -11,10 +11,10 @@ import torch
 
 from accept_head import Sampling
 from accept_head.cost import ForwardCosts
-from accept_head.inference import cache, make_policy
-from accept_head.inference.bench_arrivals import Arrival
-from accept_head.inference.bench_cells import _maker, resolved
-from accept_head.inference.bench_figures import (
+from accept_head.inference import make_policy
+from accept_head.inference.bench.arrivals import Arrival
+from accept_head.inference.bench.cells import _maker, resolved
+from accept_head.inference.bench.figures import (
     SLO_SCALES,
     TWIN,
     Cell,
@@ -26,8 +26,8 @@ from accept_head.inference.bench_figures import (
     static_by_domain,
     times_per_token,
 )
-from accept_head.inference.bench_measure import Chunk, Stage, Timed, count_oracle, make_chunks, side_by_side, warm_up
-from accept_head.inference.bench_replay import (
+from accept_head.inference.bench.measure import Chunk, Stage, Timed, count_oracle, make_chunks, side_by_side, warm_up
+from accept_head.inference.bench.replay import (
     Replay,
     Step,
     latency_noise,
@@ -36,11 +36,12 @@ from accept_head.inference.bench_replay import (
     timeline,
     trace_requests,
 )
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.rows import DecodeStats, Finished
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine import cache
 from accept_head.inference.policies import FixedPolicy, specs
 from accept_head.inference.policies.batch_stop_device import batch_stop
-from accept_head.inference.rows import DecodeStats, Finished
-from accept_head.inference.stopping import Stopping
 from tests.inference.replayed import standing_in
 from tests.inference.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from accept_head.inference.bootstrap import RESAMPLES, draws, interval
+from accept_head.inference.replay.bootstrap import RESAMPLES, draws, interval
 
 
 def test_each_resample_draws_as_many_prompts_as_there_are():

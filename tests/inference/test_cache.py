@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
-from accept_head.inference import cache
-from accept_head.inference.cache import CachedModel
+from accept_head.inference.engine import cache
+from accept_head.inference.engine.cache import CachedModel
 from tests.inference.toy import GROUPED, VOCAB, architectures, tiny
 
 LENGTH = 20

@@ -13,12 +13,13 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.inference import RowPolicy, chunks, generate, make_policy
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.chunks import RECONSIDERED, Chunks, asks, best_chunk, chunk_cost, measured_seconds
-from accept_head.inference.decode import Decoder
-from accept_head.inference.drafted import Drafted, Going
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference import RowPolicy, generate, make_policy
+from accept_head.inference.decode import chunks
+from accept_head.inference.decode.chunks import RECONSIDERED, Chunks, asks, best_chunk, chunk_cost, measured_seconds
+from accept_head.inference.decode.drafted import Drafted, Going
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.policies import (
     POLICIES,
     AdaSpecPolicy,

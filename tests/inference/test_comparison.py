@@ -9,7 +9,7 @@ import pytest
 
 from accept_head import InputError
 from accept_head.cost import DecodeCounts, ForwardCosts
-from accept_head.inference.comparison import Measured, compare, throughputs
+from accept_head.inference.replay.comparison import Measured, compare, throughputs
 
 COSTS = ForwardCosts(t_draft=0.02, t_target=0.1)
 

@@ -13,7 +13,7 @@ import torch._inductor
 from accept_head import head as head_module
 from accept_head.inference.adapters.vllm import reader as reader_module
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
-from accept_head.inference.compiled import Compiled, compiled
+from accept_head.inference.engine.compiled import Compiled, compiled
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.signals import draft_signals

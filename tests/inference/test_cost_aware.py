@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts
 from accept_head.hub import load_head
-from accept_head.inference import cost_aware as module
-from accept_head.inference.comparison import throughputs
-from accept_head.inference.cost_aware import cost_aware, dinkelbach
 from accept_head.inference.policies import ConfidencePolicy, CumulativeConfidencePolicy, HeadPolicy
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay import (
+from accept_head.inference.replay import cost_aware as module
+from accept_head.inference.replay.arrays import (
     Setting,
     replay_fixed,
     replay_thresholds,
@@ -27,6 +25,8 @@ from accept_head.inference.replay import (
     score_tokens,
     threshold_lengths,
 )
+from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.replay.cost_aware import cost_aware, dinkelbach
 from accept_head.pair import input_embeddings
 from accept_head.prompts import load_prompts
 from tests.inference.test_coupled import HIDDEN, folder, make_sample, samples  # noqa: F401

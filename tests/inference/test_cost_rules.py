@@ -19,7 +19,7 @@ from accept_head.inference import generate
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.budget import BudgetPolicy, Ranked, graph_size
 from accept_head.inference.policies.goodput import GoodputPolicy
-from accept_head.inference.policies.online_logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
 from accept_head.inference.policy import BOTH, DraftStep, VerifyOutcome
 from tests.inference.toy import ragged_prompts, two
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from accept_head import Sampling
-from accept_head.inference.coupled import CoupledTraces, couple
+from accept_head.inference.replay.coupled import CoupledTraces, couple
 from accept_head.trace import TraceConfig, trace_features
 
 HIDDEN, VOCAB, END = 6, 8, 7

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from accept_head import InputError, Sampling
-from accept_head.inference import cache, make_policy, steps
-from accept_head.inference.generation import make_decoder, make_requests
-from accept_head.inference.graphs import Graphs
+from accept_head.inference import make_policy
+from accept_head.inference.decode import steps
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Rows
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine import cache
+from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policies import FixedPolicy, HeadPolicy, RecalibratedHeadPolicy
-from accept_head.inference.processing import Processing
-from accept_head.inference.rows import Rows
-from accept_head.inference.stopping import Stopping
 from tests.inference.replayed import standing_in
 from tests.inference.test_memory import Live
 from tests.inference.toy import VOCAB, architectures, one_layer_pair, ragged_prompts, random_head
@@ -40,7 +42,7 @@ POLICIES = {
 def short(monkeypatch):
     """So that short texts pass through several extents, and few rounds are learnt from."""
     monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
-    monkeypatch.setattr("accept_head.inference.recalibration.OnlineRecalibration.INTERVAL", 5)
+    monkeypatch.setattr("accept_head.inference.policies.online.recalibration.OnlineRecalibration.INTERVAL", 5)
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ import torch
 from scipy.stats import chi2_contingency, chisquare
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
-from accept_head.inference import decode, generate
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.decode import Decoder
+from accept_head.inference import generate
+from accept_head.inference.decode import loop as decode
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
 from accept_head.pair import Forward
 from accept_head.signals import SIGNALS

@@ -15,9 +15,12 @@ from scipy.stats import chisquare
 
 from accept_head import Sampling
 from accept_head.acceptance import residual
-from accept_head.inference import decode, generate, verify
-from accept_head.inference.attention import AttentionKinds
-from accept_head.inference.decode import Decoder
+from accept_head.inference import generate
+from accept_head.inference.decode import loop as decode
+from accept_head.inference.decode import verify
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.verify import Verified
+from accept_head.inference.engine.attention import AttentionKinds
 from accept_head.inference.policies import (
     AdaEdlPolicy,
     ConfidencePolicy,
@@ -27,7 +30,6 @@ from accept_head.inference.policies import (
     MeanMaxProbPolicy,
     SvipPolicy,
 )
-from accept_head.inference.verify import Verified
 from tests.inference.enumeration import (
     PROVED,
     emitted_distribution,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from accept_head.inference.estimator import AcceptanceEstimator
+from accept_head.inference.policies.online.estimator import AcceptanceEstimator
 from accept_head.inference.policy import DraftStep, VerifyOutcome
 
 CPU = torch.device("cpu")

@@ -17,11 +17,13 @@ import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.base import places_of
-from accept_head.inference import fused_head, fused_signals, generate
-from accept_head.inference.fused_head import FusedHead, bytes_to_pack, fused_scorer
-from accept_head.inference.fused_signals import Plain, signals_at_once, signals_of_q_at_once
+from accept_head.inference import generate
+from accept_head.inference.kernels import head as fused_head
+from accept_head.inference.kernels import signals as fused_signals
+from accept_head.inference.kernels.head import FusedHead, bytes_to_pack, fused_scorer
+from accept_head.inference.kernels.signals import Plain, signals_at_once, signals_of_q_at_once
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.policies.recalibrated import unit_state
+from accept_head.inference.policies.online.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from accept_head import Sampling
-from accept_head.inference import fused_loop, fused_signals, generate, make_policy
+from accept_head.inference import generate, make_policy
+from accept_head.inference.kernels import rows as fused_loop
+from accept_head.inference.kernels import signals as fused_signals
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair

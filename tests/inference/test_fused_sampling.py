@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from accept_head import Sampling, sampling
-from accept_head.inference import fused_sampling, fused_signals, generate, make_policy
+from accept_head.inference import generate, make_policy
+from accept_head.inference.kernels import sampling as fused_sampling
+from accept_head.inference.kernels import signals as fused_signals
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import OutOfBounds, checked_memory
 from tests.inference.toy import toy_pair

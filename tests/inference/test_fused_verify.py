@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from accept_head import Sampling
-from accept_head.inference import fused_signals, fused_verify, generate, make_policy
-from accept_head.inference.verify import verify, verify_greedy, verify_in_torch
+from accept_head.inference import generate, make_policy
+from accept_head.inference.decode.verify import verify, verify_greedy, verify_in_torch
+from accept_head.inference.kernels import signals as fused_signals
+from accept_head.inference.kernels import verify as fused_verify
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair

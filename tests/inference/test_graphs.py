@@ -12,10 +12,14 @@ import torch
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import DepthCalibration
-from accept_head.inference import cache, generate, make_policy
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.generation import make_decoder, make_requests
-from accept_head.inference.graphs import Graphs
+from accept_head.inference import generate, make_policy
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Rows
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine import cache
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policies import (
     AdaSpecPolicy,
     BanditPolicy,
@@ -29,9 +33,6 @@ from accept_head.inference.policies import (
     RecalibratedHeadPolicy,
 )
 from accept_head.inference.policies.batch_stop_device import DeviceBatchStopPolicy
-from accept_head.inference.processing import Processing
-from accept_head.inference.rows import Rows
-from accept_head.inference.stopping import Stopping
 from accept_head.pair import input_embeddings
 from tests.inference.replayed import ReplayedGraphs, standing_in
 from tests.inference.test_cache import MODELS

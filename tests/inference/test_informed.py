@@ -21,10 +21,11 @@ from accept_head.acceptance import acceptance_probability, overlap
 from accept_head.checksum import save_tensors
 from accept_head.cost import ForwardCosts
 from accept_head.inference import RowPolicy, generate
-from accept_head.inference import informed as module
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.coupled import load_coupled
-from accept_head.inference.informed import (
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.replay import informed as module
+from accept_head.inference.replay.arrays import replay_fixed, replay_oracle, replayed_of, walk_rounds
+from accept_head.inference.replay.coupled import load_coupled
+from accept_head.inference.replay.informed import (
     CONFIG_NAME,
     InformedTables,
     ask_records,
@@ -32,8 +33,7 @@ from accept_head.inference.informed import (
     informed_tables,
     replay_informed,
 )
-from accept_head.inference.replay import replay_fixed, replay_oracle, replayed_of, walk_rounds
-from accept_head.inference.rollouts import read_rollouts
+from accept_head.inference.replay.rollouts import read_rollouts
 from accept_head.prompts import load_prompts
 from accept_head.trace import read_traces
 from tests.inference.test_coupled import folder, make_sample, samples, walk  # noqa: F401

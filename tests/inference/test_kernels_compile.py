@@ -15,8 +15,12 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
-from accept_head.inference import fused_head, fused_loop, fused_sampling, fused_signals, fused_verify
-from accept_head.inference.fused_head import FusedHead
+from accept_head.inference.kernels import head as fused_head
+from accept_head.inference.kernels import rows as fused_loop
+from accept_head.inference.kernels import sampling as fused_sampling
+from accept_head.inference.kernels import signals as fused_signals
+from accept_head.inference.kernels import verify as fused_verify
+from accept_head.inference.kernels.head import FusedHead
 from accept_head.signals import SIGNALS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -59,7 +63,10 @@ def compile_for(architecture, kernel, arguments, options):
 @pytest.fixture
 def launched(monkeypatch):
     """[(name, compiled)] of what would have been launched: nothing is run."""
-    from accept_head.inference import fused_kernels, loop_kernels, sampling_kernels, verify_kernels
+    from accept_head.inference.kernels.triton import rows as loop_kernels
+    from accept_head.inference.kernels.triton import sampling as sampling_kernels
+    from accept_head.inference.kernels.triton import signals as fused_kernels
+    from accept_head.inference.kernels.triton import verify as verify_kernels
 
     made = []
 

@@ -11,10 +11,12 @@ import torch
 from scipy.stats import chisquare
 
 from accept_head import Sampling
-from accept_head.inference import decode, generate, rows
-from accept_head.inference.decode import Decoder
+from accept_head.inference import generate
+from accept_head.inference.decode import loop as decode
+from accept_head.inference.decode import rows
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.verify import verify
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
-from accept_head.inference.verify import verify
 from tests.inference.enumeration import random_head_policy, uncertain_pair
 from tests.inference.toy import TOKENS, exact_distribution
 

@@ -8,9 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accept_head.inference.lossless import PROVED, Shape, Tables, emit, enumerate_rounds, ratio_test, sampler_match
 from accept_head.inference.policies import POLICIES as SPECS
 from accept_head.inference.policy import BOTH
+from accept_head.inference.replay.lossless import (
+    PROVED,
+    Shape,
+    Tables,
+    emit,
+    enumerate_rounds,
+    ratio_test,
+    sampler_match,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from lossless import BIASED, LOSSY, POLICIES

@@ -12,10 +12,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from accept_head import InputError, Sampling
-from accept_head.inference import generate, generation, memory
-from accept_head.inference.decode import Decoder
+from accept_head.inference import generate
+from accept_head.inference.decode import generate as generation
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.engine import memory
+from accept_head.inference.engine.proof import check_served
 from accept_head.inference.policies import FixedPolicy
-from accept_head.inference.support import check_served
 from accept_head.prompts import load_prompts
 from tests.inference.toy import GROUPED, architectures, ragged_prompts, tiny
 

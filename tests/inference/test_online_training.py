@@ -14,11 +14,11 @@ from accept_head.depth_calibration import DepthCalibration
 from accept_head.head import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
-from accept_head.inference.online_training import Judged, OnlineTraining
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.online.recalibration import OnlineRecalibration
+from accept_head.inference.policies.online.training import Judged, OnlineTraining
 from accept_head.inference.policy import Signal, VerifyOutcome
-from accept_head.inference.recalibration import OnlineRecalibration
-from accept_head.inference.replay_host import replay
+from accept_head.inference.replay.asking import replay
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
 from tests.inference.test_replay import head_of
 from tests.inference.test_vllm_host import Engine

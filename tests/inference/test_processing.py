@@ -16,8 +16,8 @@ from transformers import (
 
 from accept_head import InputError, Sampling
 from accept_head.inference import generate
-from accept_head.inference.processing import Processing
-from accept_head.inference.rows import Request, Rows
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Request, Rows
 from tests.inference.toy import VOCAB, architectures, ragged_prompts, transformers_greedy
 
 NEW_TOKENS = 16

@@ -20,16 +20,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError, Sampling
 from accept_head.cli import main
-from accept_head.inference import cache
-from accept_head.inference import profile as module
-from accept_head.inference import round_grid as grid_module
-from accept_head.inference.batch_table import FIELD, best_table, read_batch_table
-from accept_head.inference.cache import CachedModel
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.costs.batch_table import FIELD, best_table, read_batch_table
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.engine import cache
+from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.policies import FixedPolicy
-from accept_head.inference.processing import Processing
-from accept_head.inference.profile import fit_batch_cost, measure_forwards, regress_rounds
-from accept_head.inference.round_grid import fit_round_costs, measure_rounds
+from accept_head.inference.profile import rounds as grid_module
+from accept_head.inference.profile.rounds import fit_round_costs, measure_rounds
+from accept_head.inference.verbs import profile as module
+from accept_head.inference.verbs.profile import fit_batch_cost, measure_forwards, regress_rounds
 from tests.inference.replayed import standing_in
 from tests.inference.toy import pair_of, two
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from accept_head import InputError
 from accept_head.cost import ForwardCosts, total_time
 from accept_head.inference import RowPolicy
-from accept_head.inference import replay as module
 from accept_head.inference.policies import (
     ConfidencePolicy,
     CumulativeConfidencePolicy,
@@ -24,14 +23,15 @@ from accept_head.inference.policies import (
     SvipPolicy,
 )
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay import (
+from accept_head.inference.replay import arrays as module
+from accept_head.inference.replay.arrays import (
     Setting,
     replay_fixed,
     replay_oracle,
     replay_thresholds,
     score_tokens,
 )
-from accept_head.inference.replay_host import replay
+from accept_head.inference.replay.asking import replay
 from tests.inference.test_coupled import HIDDEN, MADE_UP, folder, make_sample, samples, walk  # noqa: F401
 from tests.inference.toy import random_head
 

@@ -18,8 +18,6 @@ import torch
 from accept_head import Sampling
 from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.inference import RowPolicy, generate
-from accept_head.inference import replay as module
-from accept_head.inference.coupled import load_coupled
 from accept_head.inference.policies import (
     AdaEdlPolicy,
     AdaSpecPolicy,
@@ -41,8 +39,10 @@ from accept_head.inference.policies import (
     RecalibratedHeadPolicy,
 )
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.replay import Setting, replay_fixed, replay_thresholds
-from accept_head.inference.replay_host import replay
+from accept_head.inference.replay import arrays as module
+from accept_head.inference.replay.arrays import Setting, replay_fixed, replay_thresholds
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.coupled import load_coupled
 from accept_head.prompts import load_prompts
 from tests.inference.test_rollouts import collected
 from tests.inference.toy import random_head

@@ -13,11 +13,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from accept_head.inference.report_data import CalibrationCurve, ViewedResponse, ViewedRound, ViewedToken, printable
-from accept_head.inference.report_page import headline, render_page, write_report
-from accept_head.inference.report_plots import draw_plots
-from accept_head.inference.report_svg import PALETTE
-from accept_head.inference.report_tables import domain_tables, interval, per_cent
+from accept_head.inference.report.data import CalibrationCurve, ViewedResponse, ViewedRound, ViewedToken, printable
+from accept_head.inference.report.page import headline, render_page, write_report
+from accept_head.inference.report.plots import draw_plots
+from accept_head.inference.report.svg import PALETTE
+from accept_head.inference.report.tables import domain_tables, interval, per_cent
 from tests.inference.report_sample import sample_report
 
 NASTY = (

@@ -19,13 +19,13 @@ from scipy.stats import chisquare
 
 from accept_head import InputError, Pair, Sampling
 from accept_head.files import atomic_path
-from accept_head.inference import rollouts as module
-from accept_head.inference.coupled import load_coupled
-from accept_head.inference.rollouts import CONFIG_NAME, SIGNALS, read_rollouts, roll_out_records
+from accept_head.inference.replay import rollouts as module
+from accept_head.inference.replay.coupled import load_coupled
+from accept_head.inference.replay.rollouts import CONFIG_NAME, SIGNALS, read_rollouts, roll_out_records
 from accept_head.pair import forward_with_hidden, output_size
 from accept_head.prompts import Prompt
 from accept_head.trace import read_traces, write_shard
-from accept_head.training.collector import make_records
+from accept_head.training.collect.collector import make_records
 from tests.inference.test_coupled import config_of
 from tests.inference.toy import GROUPED, VOCAB, architectures, exact_distribution, llama, ragged_prompts, tiny
 from tests.training.test_score import processed, uniform_number

@@ -13,7 +13,7 @@ from accept_head.cli import main
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.transformers import generate as custom_generate
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
-from accept_head.inference.generation import make_requests
+from accept_head.inference.decode.generate import make_requests
 from accept_head.prompts import load_prompts
 from tests.inference.test_vllm_host import Engine
 from tests.inference.toy import labels_by_tenant, random_head, toy_pair

@@ -14,15 +14,15 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
-from accept_head.inference.cost_aware import cost_aware
-from accept_head.inference.cost_file import read_costs
-from accept_head.inference.informed import InformedTables, replay_informed
+from accept_head.inference.costs.files import read_costs
 from accept_head.inference.policies import (
     CumulativeConfidencePolicy,
     HeadPolicy,
     SvipPolicy,
 )
-from accept_head.inference.tune import Grid, decoding, load_heads, search_all
+from accept_head.inference.replay.cost_aware import cost_aware
+from accept_head.inference.replay.informed import InformedTables, replay_informed
+from accept_head.inference.verbs.tune import Grid, decoding, load_heads, search_all
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
 from tests.inference.toy import llama, random_head

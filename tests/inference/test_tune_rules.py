@@ -9,11 +9,11 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
-from accept_head.inference.comparison import throughputs
-from accept_head.inference.cost_file import pair_costs
-from accept_head.inference.replay_host import replay
-from accept_head.inference.tune import Grid, search_all
-from accept_head.inference.tune_rules import EVERY, LEARNERS, RULES, ask, checked_rules, spec_of
+from accept_head.inference.costs.files import pair_costs
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.tune.rules import EVERY, LEARNERS, RULES, ask, checked_rules, spec_of
+from accept_head.inference.verbs.tune import Grid, search_all
 from tests.inference.test_coupled import make_sample
 from tests.inference.toy import llama
 

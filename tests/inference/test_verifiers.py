@@ -10,11 +10,11 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.inference import RowPolicy, generate
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
 from accept_head.inference.policy import Signal
-from accept_head.inference.processing import Processing
-from accept_head.inference.stopping import Stopping
 from tests.inference.enumeration import PROVED, uncertain_pair
 from tests.inference.test_enumeration import (
     ALL_TOKENS,

@@ -16,7 +16,7 @@ import yaml
 
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.cli import main
-from accept_head.inference.batch_table import FIELD
+from accept_head.inference.costs.batch_table import FIELD
 from accept_head.pair import checkpoint_fingerprint
 
 DECODING = {"threshold": 0.6, "k_min": 1, "k_max": 7, "lag": 1}

@@ -11,12 +11,12 @@ import pytest
 
 from accept_head.cost import PairCosts
 from accept_head.inference import make_policy
-from accept_head.inference.batch_table import best_table, tokens_per_round
-from accept_head.inference.bench_figures import Cell
-from accept_head.inference.bench_measure import Chunk, Timed
-from accept_head.inference.cost_file import pair_costs
+from accept_head.inference.bench.figures import Cell
+from accept_head.inference.bench.measure import Chunk, Timed
+from accept_head.inference.costs.batch_table import best_table, tokens_per_round
+from accept_head.inference.costs.files import pair_costs
+from accept_head.inference.decode.rows import DecodeStats, Finished, Request
 from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
-from accept_head.inference.rows import DecodeStats, Finished, Request
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import vllm_side_by_side as bench

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from accept_head import AcceptanceHead, HeadConfig, Pair, Sampling
-from accept_head.inference.policies.online_signals import DEVIATION, MEAN
+from accept_head.inference.policies.online.signals import DEVIATION, MEAN
 from accept_head.signals import SIGNALS
 
 TOKENS = 5

@@ -12,10 +12,10 @@ import torch
 
 from accept_head import cli
 from accept_head.cli import main
-from accept_head.inference import bench as bench_module
-from accept_head.inference.bench import command_line
-from accept_head.inference.bench_cells import Job
-from accept_head.inference.bench_figures import TWIN
+from accept_head.inference.bench.cells import Job
+from accept_head.inference.bench.figures import TWIN
+from accept_head.inference.verbs import bench as bench_module
+from accept_head.inference.verbs.bench import command_line
 
 PROMPTS, NEW_TOKENS, REPEATS = 12, 8, 2
 REFERENCE = ["none", "fixed:1", "fixed:3"]
@@ -31,7 +31,7 @@ class Interrupted(Exception):
 
 @pytest.fixture(autouse=True)
 def verb(monkeypatch):
-    monkeypatch.setitem(cli.VERBS, "bench", ("accept_head.inference.bench", "bench", "policies side by side"))
+    monkeypatch.setitem(cli.VERBS, "bench", ("accept_head.inference.verbs.bench", "bench", "policies side by side"))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def run(made):
 def measured(made, run, tmp_path_factory):
     """Two batch sizes, greedy and sampled, with everything on."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cli.VERBS, "bench", ("accept_head.inference.bench", "bench", ""))
+        patch.setitem(cli.VERBS, "bench", ("accept_head.inference.verbs.bench", "bench", ""))
         done = run(
             tmp_path_factory.mktemp("measured"), *SMALL, "--policy", *RULES, "--batch_size", 1, 3,
             "--temperature", 0, 1, "--repeats", REPEATS, "--costs", made / "costs.json", "--slo", "true",

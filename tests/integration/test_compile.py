@@ -15,11 +15,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accept_head.inference import generate
-from accept_head.inference.cache import WIDTHS, CachedModel
-from accept_head.inference.generation import make_decoder, make_requests
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine.cache import WIDTHS, CachedModel
 from accept_head.inference.policies import FixedPolicy, HeadPolicy
-from accept_head.inference.processing import Processing
-from accept_head.inference.stopping import Stopping
 from accept_head.sampling import Sampling
 from tests.inference.toy import VOCAB, ragged_prompts, random_head, tiny, transformers_greedy
 

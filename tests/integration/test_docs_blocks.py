@@ -130,7 +130,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         "AcceptanceHead.from_pretrained": Run(before=MODELS + "from accept_head import AcceptanceHead\n"),
     },
     "docs/lossless.md": {
-        "from accept_head.inference.lossless": Run(before=MY_POLICY, replace=(("pairs=200", "pairs=2"),)),
+        "from accept_head.inference.replay.lossless": Run(before=MY_POLICY, replace=(("pairs=200", "pairs=2"),)),
     },
     "docs/policies.md": {
         "--policy head:head,costs=costs.json": NotRun("options, and what they mean; their parser reads them"),

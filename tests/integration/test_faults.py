@@ -415,7 +415,7 @@ BAD_DATA = """
 import os, sys
 from accept_head import cli
 from accept_head.errors import InputError
-from accept_head.training import collector
+from accept_head.training.collect import collector
 def refuse(*_):
     raise InputError("shard 1 has bad data")
 if os.environ.get("LOCAL_RANK") == "1":

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-from accept_head.inference.generate_file import generate_file
-from accept_head.inference.terminal import Terminal
+from accept_head.inference.verbs.generate import generate_file
+from accept_head.inference.verbs.terminal import Terminal
 
 NEW_TOKENS = 12
 SAMPLED = {"temperature": 1, "top_k": 0}

@@ -47,8 +47,8 @@ def recorded(
     """(record, coupled traces, responses that are in it, head policy) of random traces and an untrained head, which
     reads real states and signals of the random draft."""
     from accept_head import Sampling
-    from accept_head.inference.coupled import load_coupled
     from accept_head.inference.policies import HeadPolicy
+    from accept_head.inference.replay.coupled import load_coupled
     from accept_head.pair import checkpoint_fingerprint
     from accept_head.trace import TraceConfig, write_shard
 
@@ -79,8 +79,8 @@ def decoded(
 ) -> list[Any]:
     """Statistics of each response of the record, decoded by the recorded loop with models of another seed."""
     from accept_head import Sampling
-    from accept_head.inference.processing import Processing
-    from accept_head.inference.stopping import Stopping
+    from accept_head.inference.decode.processing import Processing
+    from accept_head.inference.decode.stopping import Stopping
 
     overhead, loop = script("overhead"), script("recorded_loop")
     scene = overhead.Scene(pair, loop.random_head(pair.draft, seed=3), record, Sampling(temperature=0), 7, True)
@@ -127,7 +127,7 @@ def counts_of(stats: list[Any]) -> np.ndarray:
 def test_the_recorded_loop_has_the_lengths_of_replay(
     script: Callable[[str], ModuleType], recorded: Any, other_pair: Any, name: str
 ) -> None:
-    from accept_head.inference.replay import Setting, replay_fixed, replay_thresholds
+    from accept_head.inference.replay.arrays import Setting, replay_fixed, replay_thresholds
 
     record, traces, chosen, policy = recorded
     assert record.responses == len(chosen) >= 5
@@ -219,7 +219,7 @@ def test_in_bf16_texts_part_where_two_tokens_are_nearly_as_good(
     """Which texts part depends on the processor, whether they may does not: never in float32, and in bf16 only where
     rounding decides. With AVX512-bf16 they do at each of these prompts, at margins of 0.03 and 0."""
     from accept_head import load_pair
-    from accept_head.inference.generation import make_requests
+    from accept_head.inference.decode.generate import make_requests
     from accept_head.prompts import load_prompts
 
     greedy = script("greedy_divergence")

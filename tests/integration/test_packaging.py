@@ -46,7 +46,7 @@ def wheel(repository, tmp_path_factory):
 def test_the_wheel_holds_one_package_with_every_module_once(wheel, repository):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"accept_head"}
-    expected = {"accept_head/py.typed", "accept_head/inference/report_page.html"}
+    expected = {"accept_head/py.typed", "accept_head/inference/report/page.html"}
     for folder, place in (("accept_head", ""), ("training", "training/"), ("inference", "inference/")):
         for path in (repository / folder).rglob("*.py"):
             relative = path.relative_to(repository / folder)
@@ -60,7 +60,8 @@ def test_the_installed_wheel_imports_away_from_the_checkout(wheel, tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
     code = (
-        "import accept_head, accept_head.training.collect, accept_head.inference; print(accept_head.__file__, end=' ');"
+        "import accept_head, accept_head.training.collect.verb, accept_head.inference;"
+        "print(accept_head.__file__, end=' ');"
         "print(accept_head.training.__file__, accept_head.inference.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}

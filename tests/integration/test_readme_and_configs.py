@@ -59,7 +59,7 @@ def _function(verb):
 
 
 def test_the_specdecpp_config_is_the_recipe_of_that_name(repository):
-    from accept_head.training.recipe import RECIPES
+    from accept_head.training.learn.recipe import RECIPES
 
     values = yaml.safe_load((repository / "configs" / "specdecpp.yaml").read_text())
     assert values.pop("recipe") == "specdecpp"

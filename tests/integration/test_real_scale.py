@@ -14,8 +14,8 @@ from accept_head.base import base_functions
 from accept_head.pair import base_model, checkpoint_fingerprint, load_model
 from accept_head.signals import SIGNALS
 from accept_head.trace import TraceConfig, write_shard
-from accept_head.training import run
-from accept_head.training.recipe import RECIPES, Recipe
+from accept_head.training.learn import run
+from accept_head.training.learn.recipe import RECIPES, Recipe
 
 VOCAB, HIDDEN = 151_936, 448
 TRACES, LENGTH = 48, 40

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from accept_head.inference.report_data import ViewedResponse, ViewedRound, ViewedToken
-from accept_head.inference.report_page import write_report
+from accept_head.inference.report.data import ViewedResponse, ViewedRound, ViewedToken
+from accept_head.inference.report.page import write_report
 from tests.inference.report_sample import sample_report
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"

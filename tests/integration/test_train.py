@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from accept_head.base import base_functions
 from accept_head.trace import TraceConfig, write_shard
-from accept_head.training.recipe import DECAYS, RECIPES
+from accept_head.training.learn.recipe import DECAYS, RECIPES
 
 TRACES = 24  # of which split_dev keeps some for evaluation
 

@@ -13,8 +13,8 @@ import yaml
 from accept_head import Sampling, load_pair
 from accept_head.cli import main
 from accept_head.inference import generate, make_policy
-from accept_head.inference import rollouts as rollouts_module
-from accept_head.inference.tune_rules import EVERY, RULES
+from accept_head.inference.replay import rollouts as rollouts_module
+from accept_head.inference.tune.rules import EVERY, RULES
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.trace import read_traces
 from tests.inference.test_rollouts import collected

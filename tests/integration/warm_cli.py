@@ -24,9 +24,9 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
     "accept_head.cli",
-    "accept_head.inference.generate_file",
-    "accept_head.training.collect",
-    "accept_head.training.run",
+    "accept_head.inference.verbs.generate",
+    "accept_head.training.collect.verb",
+    "accept_head.training.learn.run",
 )
 
 

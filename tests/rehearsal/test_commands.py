@@ -11,7 +11,9 @@ import pytest
 
 from accept_head.cli import main
 from accept_head.files import read_json
-from accept_head.inference import cache, profile, round_grid
+from accept_head.inference.engine import cache
+from accept_head.inference.profile import rounds as round_grid
+from accept_head.inference.verbs import profile
 
 REPOSITORY = Path(__file__).parents[2]
 TINY, SCRIPTS = REPOSITORY / "checkpoints" / "tiny", REPOSITORY / "benchmarks" / "gpu"

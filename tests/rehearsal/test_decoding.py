@@ -12,9 +12,12 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.inference import cache, generate, make_policy
-from accept_head.inference.generation import make_decoder, make_requests
-from accept_head.inference.graphs import Graphs
+from accept_head.inference import generate, make_policy
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine import cache
+from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policies import (
     AdaSpecPolicy,
     BatchMapPolicy,
@@ -23,8 +26,6 @@ from accept_head.inference.policies import (
     HeadPolicy,
     RecalibratedHeadPolicy,
 )
-from accept_head.inference.processing import Processing
-from accept_head.inference.stopping import Stopping
 from accept_head.pair import input_embeddings
 from tests.inference.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
 from tests.rehearsal.pretend_cuda import pretend_cuda
@@ -144,9 +145,9 @@ def test_other_ways_to_decode(options, waits):
 
 # --- when the host waits ----------------------------------------------------------------------------------------------
 
-ROUND_END = "inference/rows.py"  # where the rows are, once a round
-QUESTION = "inference/chunks.py"  # whether any row goes on
-BUDGET = "inference/decode.py"  # how much may be drafted, where a policy chooses it
+ROUND_END = "inference/decode/rows.py"  # where the rows are, once a round
+QUESTION = "inference/decode/chunks.py"  # whether any row goes on
+BUDGET = "inference/decode/loop.py"  # how much may be drafted, where a policy chooses it
 
 
 def waits_of_rounds(name, waits, *, chunk, compile="none", sampling=SAMPLED):

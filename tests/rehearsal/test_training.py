@@ -15,7 +15,7 @@ from accept_head.cli import main
 from accept_head.files import read_json
 from accept_head.head import AcceptanceHead
 from accept_head.trace import read_traces
-from accept_head.training.module import HeadTraining
+from accept_head.training.learn.module import HeadTraining
 from tests.rehearsal.pretend_cuda import pretend_cuda
 
 TINY = Path(__file__).parents[2] / "checkpoints" / "tiny"
@@ -110,8 +110,8 @@ def test_a_micro_batch_waits_once_for_its_loss(kind, train, tmp_path, monkeypatc
     monkeypatch.setattr(HeadTraining, "training_step", counting)
     train(tmp_path / "head", *KINDS[kind])
     assert len(seen) > 3
-    assert seen[0] - seen[1] == {"training/module.py": 1}  # its sums come to the device
-    assert all(each == {"training/module.py": 1} for each in seen[1:])
-    inputs = sum(count for (_, place), count in waits.items() if place.startswith("training/batches.py"))
+    assert seen[0] - seen[1] == {"training/learn/module.py": 1}  # its sums come to the device
+    assert all(each == {"training/learn/module.py": 1} for each in seen[1:])
+    inputs = sum(count for (_, place), count in waits.items() if place.startswith("training/learn/batches.py"))
     assert len(reads) > len(seen)  # of dev traces, too
     assert inputs == 3 * len(reads)

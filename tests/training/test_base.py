@@ -11,9 +11,9 @@ from scipy.optimize import minimize
 from accept_head.base import base_functions
 from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
-from accept_head.training import base as module
-from accept_head.training.base import Labelled, divergence, fit_base, qualities, train_quality
-from accept_head.training.data import PackedTraces
+from accept_head.training.learn import base as module
+from accept_head.training.learn.base import Labelled, divergence, fit_base, qualities, train_quality
+from accept_head.training.learn.data import PackedTraces
 
 COUNT = 4000
 TRUTH = torch.tensor([0.4, -0.3, 0.0, 0.0, 0.5, 0.3, -0.4, 0.0, 0.2], dtype=torch.float64)

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from accept_head import InputError
 from accept_head.trace import trace_features
-from accept_head.training.data import PackedTraces, StepSampler, TraceData, split_dev
+from accept_head.training.learn.data import PackedTraces, StepSampler, TraceData, split_dev
 
 OPTIONS = {"epochs": 3, "batch_size": 8, "seed": 4}
 

@@ -9,8 +9,8 @@ import pytest
 
 from accept_head import InputError, Sampling, load_pair
 from accept_head.pair import load_model
-from accept_head.training.respond import respond
-from accept_head.training.score import score
+from accept_head.training.collect.score import score
+from accept_head.training.respond.transformers import respond
 
 TEXTS = ["Once upon a time", "<|user|>What are three ways to build a pillow fort?<|assistant|>", "The"]
 

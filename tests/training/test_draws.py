@@ -10,9 +10,9 @@ from datasets import Dataset
 
 from accept_head.signals import SIGNALS
 from accept_head.trace import trace_features
-from accept_head.training.batches import LABELS, collate
-from accept_head.training.draws import draws
-from accept_head.training.mixing import pack_prefix
+from accept_head.training.learn.batches import LABELS, collate
+from accept_head.training.learn.draws import draws
+from accept_head.training.learn.mixing import pack_prefix
 
 LENGTHS = [(5, 7), (3, 11), (9, 4), (1, 1)]
 AXES = [LABELS.index("token"), LABELS.index("after")]

@@ -11,8 +11,8 @@ import yaml
 
 from accept_head.cli import main
 from accept_head.trace import read_traces
-from accept_head.training.estimate import DEVICES, CollectCost, TrainCost
-from accept_head.training.model_shape import ModelShape
+from accept_head.training.plan.estimate import DEVICES, CollectCost, TrainCost
+from accept_head.training.plan.model_shape import ModelShape
 
 PARAMETERS = {  # as the Hub counts them in the published weights
     "meta-llama/Llama-2-7b-chat-hf": 6_738_415_616,

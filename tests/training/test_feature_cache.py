@@ -17,11 +17,11 @@ from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.signals import SIGNALS
 from accept_head.trace import write_shard
-from accept_head.training.batches import StateBatch
-from accept_head.training.data import TraceData
-from accept_head.training.feature_cache import FeatureCache
-from accept_head.training.module import Candidate, HeadTraining
-from accept_head.training.splits import read_splits
+from accept_head.training.learn.batches import StateBatch
+from accept_head.training.learn.data import TraceData
+from accept_head.training.learn.feature_cache import FeatureCache
+from accept_head.training.learn.module import Candidate, HeadTraining
+from accept_head.training.learn.splits import read_splits
 from tests.training.test_splits import CONFIG
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3), (4, 4), (1, 7)]  # 3 shards of 4, 4 and 2

@@ -8,8 +8,8 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.objective import binary_kl, weighted_bce
 from accept_head.signals import SIGNALS
-from accept_head.training.gradient import KnownGradients, Positions, head_loss
-from accept_head.training.shared_rows import SharedRows
+from accept_head.training.learn.gradient import KnownGradients, Positions, head_loss
+from accept_head.training.learn.shared_rows import SharedRows
 
 COUNT, HIDDEN, VOCAB = 37, 16, 11
 W_ACC, W_REJ = 2.0, 6.0

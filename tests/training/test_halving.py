@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from accept_head import InputError, Pair, Sampling
-from accept_head.training import respond as respond_module
+from accept_head.training.collect.score import score
 from accept_head.training.halving import Halving
-from accept_head.training.respond import respond
-from accept_head.training.score import score
+from accept_head.training.respond import transformers as respond_module
+from accept_head.training.respond.transformers import respond
 
 PROMPTS = [[1, 40, 41], [1, 100, 7, 8, 9, 60, 61, 62], [1], [1, 200, 201, 30, 31], [1, 9], [1, 77, 78], [1, 5, 6]]
 SAMPLED, GREEDY = Sampling(), Sampling(temperature=0)

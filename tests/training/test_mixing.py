@@ -11,9 +11,9 @@ from datasets import Dataset
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.signals import SIGNALS
 from accept_head.trace import trace_features
-from accept_head.training.batches import collate
-from accept_head.training.data import PackedTraces, StepSampler
-from accept_head.training.mixing import mix_tokens, pack_exact, pack_mixed, pack_prefix
+from accept_head.training.learn.batches import collate
+from accept_head.training.learn.data import PackedTraces, StepSampler
+from accept_head.training.learn.mixing import mix_tokens, pack_exact, pack_mixed, pack_prefix
 
 LENGTHS = [(5, 7), (3, 11), (9, 4), (1, 1)]  # prompt and response tokens: unequal, so that a batch has padding
 

@@ -19,10 +19,10 @@ from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.calibration import Quality
 from accept_head.signals import SIGNALS
 from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
-from accept_head.training import module as module_module
-from accept_head.training.batches import collate
-from accept_head.training.data import TraceData
-from accept_head.training.module import Base, Candidate, HeadTraining
+from accept_head.training.learn import module as module_module
+from accept_head.training.learn.batches import collate
+from accept_head.training.learn.data import TraceData
+from accept_head.training.learn.module import Base, Candidate, HeadTraining
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3)]  # 8 traces: one step
 W_ACC, W_REJ = 1.0, 6.0

@@ -7,8 +7,8 @@ import inspect
 import pytest
 
 from accept_head import HeadConfig, InputError
-from accept_head.training.recipe import RECIPES, Recipe, variants
-from accept_head.training.run import train
+from accept_head.training.learn.recipe import RECIPES, Recipe, variants
+from accept_head.training.learn.run import train
 
 
 def test_specdecpp_has_the_papers_settings():

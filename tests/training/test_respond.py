@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from accept_head import Sampling
 from accept_head.pair import end_ids
-from accept_head.training.respond import respond, respond_with_logits
+from accept_head.training.respond.transformers import respond, respond_with_logits
 
 GREEDY = Sampling(temperature=0)
 PROMPTS = [[1, 40, 41], [1, 100, 7, 8, 9, 60, 61, 62], [1], [1, 200, 201, 30, 31]]

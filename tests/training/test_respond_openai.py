@@ -14,10 +14,10 @@ from accept_head import InputError, Sampling
 from accept_head.cli import main
 from accept_head.prompts import Prompt
 from accept_head.trace import TraceConfig
-from accept_head.training.engine_request import EngineRequest, request_seed
-from accept_head.training.respond import respond
-from accept_head.training.respond_openai import ServerResponder, check_endpoint, delay, retry_after
-from accept_head.training.respond_vllm import is_installed
+from accept_head.training.respond.openai import ServerResponder, check_endpoint, delay, retry_after
+from accept_head.training.respond.request import EngineRequest, request_seed
+from accept_head.training.respond.transformers import respond
+from accept_head.training.respond.vllm import is_installed
 from tests.training.completions_server import serving
 
 KEY = "sk-loopback-1234567890"

@@ -14,8 +14,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from accept_head import Pair, Sampling
 from accept_head.prompts import Prompt
 from accept_head.trace import ALTERNATIVE_COLUMNS, read_traces
-from accept_head.training.collector import make_records
-from accept_head.training.score import score
+from accept_head.training.collect.collector import make_records
+from accept_head.training.collect.score import score
 
 SAMPLINGS = [
     Sampling(temperature=0.8, top_k=20),
@@ -295,7 +295,7 @@ def test_batch_composition_does_not_change_what_is_drafted(random_pair, sequence
 def test_chunks_of_positions_do_not_change_the_scores(random_pair, sequences, monkeypatch):
     prompts, responses = sequences
     whole = score(random_pair, prompts, responses, Sampling(), seed=9, indices=[0, 1, 2, 3])
-    monkeypatch.setattr("accept_head.training.score.CHUNK_ELEMENTS", 261 * 4)
+    monkeypatch.setattr("accept_head.training.collect.score.CHUNK_ELEMENTS", 261 * 4)
     assert score(random_pair, prompts, responses, Sampling(), seed=9, indices=[0, 1, 2, 3]) == whole
 
 

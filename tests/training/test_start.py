@@ -7,7 +7,7 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.base import places_of
 from accept_head.signals import SIGNALS
-from accept_head.training.start import StateMoments, standardise, start_heads
+from accept_head.training.learn.start import StateMoments, standardise, start_heads
 
 CHANNELS = 12
 

@@ -9,8 +9,8 @@ import torch
 from accept_head import InputError, Pair, Sampling
 from accept_head.acceptance import couple_with_target
 from accept_head.trace import read_traces
-from accept_head.training.score import score
-from accept_head.training.stored import StoredResponses
+from accept_head.training.collect.score import score
+from accept_head.training.respond.stored import StoredResponses
 from tests.training.test_score import (
     Z_LIMIT,
     _FixedLogits,

@@ -20,10 +20,10 @@ from accept_head.inference.adapters.vllm.settings import (
     installed_version,
     is_the_tested,
 )
-from accept_head.inference.compiled import compiled
+from accept_head.inference.engine.compiled import compiled
 from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.specs import DraftShape, make_policy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.signals import SIGNALS

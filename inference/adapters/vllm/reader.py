@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accept_head.inference.compiled import Function, compiled
+from accept_head.inference.engine.compiled import Function, compiled
 from accept_head.inference.policy import OF_Q, Signal
 from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob, signals_of_logits, signals_of_q
 

@@ -10,8 +10,8 @@ import torch
 
 from accept_head import AcceptanceHead, Pair
 from accept_head.inference import generate
-from accept_head.inference.policies.online_signals import prior_base
-from accept_head.inference.round import Round
+from accept_head.inference.decode.round import Round
+from accept_head.inference.policies.online.signals import prior_base
 
 
 def worker_of(llm: Any) -> Any:

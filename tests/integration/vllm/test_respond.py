@@ -19,9 +19,9 @@ from accept_head import InputError, Sampling
 from accept_head.pair import end_ids
 from accept_head.prompts import load_prompts
 from accept_head.trace import TraceConfig, read_traces
-from accept_head.training.respond import respond
-from accept_head.training.respond_openai import ServerResponder
-from accept_head.training.respond_vllm import VllmResponder, engine_environment
+from accept_head.training.respond.openai import ServerResponder
+from accept_head.training.respond.transformers import respond
+from accept_head.training.respond.vllm import VllmResponder, engine_environment
 from tests.integration.vllm.zstat import p_value, z_statistics
 
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.0, top_k=50)
@@ -112,7 +112,7 @@ def test_ids_beyond_the_shared_vocabulary_are_not_said(engine, loaded):
 
 
 def test_an_engine_of_a_launched_process_sees_no_launcher_and_its_own_gpus(monkeypatch):
-    monkeypatch.setattr("accept_head.training.respond_vllm.use_cpu_only", lambda: False)
+    monkeypatch.setattr("accept_head.training.respond.vllm.use_cpu_only", lambda: False)
     before = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     for name, value in before.items():
         monkeypatch.setenv(name, value)

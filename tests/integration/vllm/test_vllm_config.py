@@ -18,9 +18,9 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.cli import main
 from accept_head.inference.adapters.vllm.settings import Settings
-from accept_head.inference.batch_table import FIELD
+from accept_head.inference.costs.batch_table import FIELD
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
-from accept_head.inference.vllm_config import _check_adaptive
+from accept_head.inference.verbs.vllm_config import _check_adaptive
 
 TABLE = {FIELD: [[1, 4, 5], [9, 16, 3], [17, 64, 0]]}
 

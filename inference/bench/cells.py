@@ -1,0 +1,195 @@
+"""One cell of a bench: all policies at one batch size and temperature, on chunks of prompts or a trace's arrivals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from rich.progress import track
+
+from accept_head.cost import ForwardCosts
+from accept_head.inference.bench.arrivals import Arrival
+from accept_head.inference.bench.figures import (
+    TWIN,
+    Cell,
+    Clock,
+    noise_floor,
+    priced,
+    rows,
+    slo_base,
+    slo_limits,
+    static_by_domain,
+)
+from accept_head.inference.bench.measure import (
+    LONGEST,
+    Arms,
+    Stage,
+    count_oracle,
+    make_chunks,
+    pilot,
+    side_by_side,
+    warm_up,
+)
+from accept_head.inference.bench.replay import latency_noise, replay_all, replay_rows, time_scale_for, trace_requests
+from accept_head.inference.decode.chunks import Chunk
+from accept_head.inference.decode.generate import check_tenants, make_decoder, make_requests
+from accept_head.inference.decode.rows import Request
+from accept_head.inference.engine.backends import Attention
+from accept_head.inference.engine.cache import Compile
+from accept_head.inference.policies import FixedPolicy, make_policy
+from accept_head.inference.policy import DraftPolicy, Verifier
+from accept_head.pair import Pair
+from accept_head.prompts import Prompt
+from accept_head.sampling import Sampling
+
+P90 = "slo_ms=p90"
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What all cells share. names: of the arms, the target alone first; a name is a SPEC, in which `slo_ms=p90` stands
+    for the milliseconds a token that --slo is about, of this cell. by_domain: whether a chunk is of one domain. costs:
+    of one row's forwards."""
+
+    pair: Pair
+    prompts: Sequence[Prompt]
+    names: Sequence[str]
+    max_new_tokens: int
+    repeats: int
+    chunk_prompts: int | None
+    by_domain: bool
+    costs: ForwardCosts | None
+    slo: bool
+    clock: Clock
+    time_scale: float | None
+    load: float
+    seed: int
+    verifier: Verifier
+    allow_lossy: bool
+    compile: Compile
+    attention: Attention
+    chunk: Chunk
+
+    @property
+    def statics(self) -> list[str]:
+        return [name for name in self.names if name.startswith("fixed:")]
+
+    def measure(self, batch: int, sampling: Sampling) -> dict[str, Any]:
+        """One cell of prompts in chunks."""
+        tenants = [prompt.tenant for prompt in self.prompts]
+        requests = make_requests([prompt.ids for prompt in self.prompts], self.max_new_tokens, tenants=tenants)
+        stage, arms, twin = self._prepare(batch, sampling, requests)
+        domains = [prompt.domain if self.by_domain else None for prompt in self.prompts]
+        chunks = make_chunks(requests, domains, batch=batch, prompts=self.chunk_prompts, seed=self.seed)
+        runs = _shown(
+            side_by_side(stage, arms, chunks, repeats=self.repeats, seed=self.seed),
+            f"batch {batch}, temperature {sampling.temperature:g}",
+            self.repeats * len(chunks) * len(arms),
+        )
+        cell = Cell(runs, chunks, list(arms), self.statics, twin, self.clock)
+        limits = slo_limits([done.stats for done in cell.finished["none"]]) if self.slo else None
+        table = rows(cell, same_tokens=self._same_tokens(sampling), limits=limits, seed=self.seed)
+        oracle = count_oracle(stage, requests, self.seed) if self.costs else {}
+        prices = priced(cell, oracle, self.costs, self.seed) if self.costs else {}
+        return {
+            "best_static": cell.best_static(),
+            "best_static_by_domain": static_by_domain(cell),
+            "noise": noise_floor(cell, self.seed),
+            "cpu_share": cell.cpu_share,
+            "slo_limits": limits,
+            "oracle": prices.get("oracle"),
+            "chunks": {"prompts": [len(chunk.requests) for chunk in chunks], "domains": [c.domain for c in chunks]},
+            "order": [[cell.place(name) for name in names] for names in cell.order],
+            "policies": [{**row, "priced": prices.get(row["name"])} for row in table],
+        }
+
+    def replay(self, arrivals: Sequence[Arrival], batch: int, sampling: Sampling) -> dict[str, Any]:
+        """One cell of a trace."""
+        order = np.random.default_rng(self.seed).permutation(len(self.prompts))  # files tend to be sorted by domain
+        prompts = [self.prompts[index] for index in order]
+        requests, by = trace_requests(
+            arrivals, [p.ids for p in prompts], self.max_new_tokens, [p.tenant for p in prompts]
+        )
+        stage, arms, twin = self._prepare(batch, sampling, requests)
+        busy, _, _, _ = stage.time(requests, make_policy("none", self.pair), self.seed)
+        span = arrivals[-1].seconds
+        scale = self.time_scale or time_scale_for(self.load, busy, span)
+        seconds = [scale * arrival.seconds for arrival in arrivals]
+        replays = _shown(
+            replay_all(stage, arms, requests, seconds, repeats=self.repeats, seed=self.seed),
+            f"batch {batch}, temperature {sampling.temperature:g}",
+            self.repeats * len(arms),
+        )
+        table, limits = replay_rows(replays, list(arms), seconds, same_tokens=self._same_tokens(sampling))
+        return {
+            "requests": len(requests),
+            "prompts_by": by,
+            "trace_seconds": span,
+            "time_scale": scale,
+            "load": busy / (scale * span) if span else None,
+            "slo_limits": limits,
+            "noise": latency_noise(replays, seconds, twin),
+            "order": [replay.arm for replay in replays],
+            "policies": table,
+        }
+
+    def _same_tokens(self, sampling: Sampling) -> bool:
+        """Whether a prompt's tokens should not depend on the policy."""
+        return sampling.greedy or self.verifier == "match"
+
+    def _prepare(self, batch: int, sampling: Sampling, requests: Sequence[Request]) -> tuple[Stage, Arms, str]:
+        """The stage, warmed up; all arms; and the static K that runs twice, which is the fastest of the warm-up."""
+        arms = {name: _maker(name, self.pair) for name in self.names}
+        policies = [make() for make in arms.values()]
+        for policy in policies:
+            check_tenants(policy, (request.tenant for request in requests))
+        decoder = make_decoder(
+            self.pair.target,
+            self.pair.draft,
+            requests,
+            FixedPolicy(LONGEST if self.costs else 0),
+            others=policies,
+            batch_size=batch,
+            greedy=sampling.greedy,
+            compile=self.compile,
+            attention=self.attention,
+            chunk=self.chunk,
+        )
+        stage = Stage(decoder, self.pair, sampling, verifier=self.verifier, lossy=self.allow_lossy)
+        speeds = warm_up(stage, arms, requests)
+        if any(P90 in name for name in self.names):
+            limit = slo_base(pilot(stage, requests, self.seed))
+            arms = {name: _maker(name, self.pair, limit) for name in self.names}
+        twin = max(self.statics, key=speeds.__getitem__)
+        return stage, {**arms, twin + TWIN: arms[twin]}, twin
+
+
+def _maker(name: str, pair: Pair, limit: float = 1.0) -> Callable[[], DraftPolicy]:
+    """Makes a policy that has learnt nothing. One whose steps can be captured is made once, and forgets, so that what
+    was captured for it serves all its runs."""
+    made: list[DraftPolicy] = []
+
+    def make() -> DraftPolicy:
+        policy = made[0] if made else make_policy(resolved(name, limit), pair)
+        made[:] = [policy] if policy.carries is not None else []
+        if made:
+            policy.forget()
+        return policy
+
+    return make
+
+
+def resolved(name: str, limit: float) -> str:
+    """The SPEC with the limit, in seconds a token, in its place."""
+    return name.replace(P90, f"slo_ms={1e3 * limit:.4f}")
+
+
+def _shown(items: Iterator[Item], what: str, total: int) -> list[Item]:
+    """All items; how far they are is shown on a terminal."""
+    shown: Iterable[Item] = track(items, what, total, transient=True, disable=not sys.stdout.isatty())
+    return list(shown)

@@ -1,0 +1,167 @@
+"""Side by side: on each chunk of prompts every policy runs in turn; a slow moment of the machine touches all alike."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from accept_head.cost import DecodeCounts, oracle_counts
+from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.round import Round
+from accept_head.inference.decode.rows import DecodeStats, Finished, Request
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policy import DraftPolicy, Verifier
+from accept_head.pair import Pair, end_ids
+from accept_head.sampling import Sampling
+
+LEAST_PROMPTS = 4  # of a chunk: with fewer the clock's own jitter shows
+WARM_UP_TOKENS = 16
+PILOT_PROMPTS = 16  # at least
+LONGEST = 20  # tokens that the oracle's pass drafts: what is drawn next is nearly always rejected before
+
+Arms = Mapping[str, Callable[[], DraftPolicy]]  # by name; each call makes a policy that has learnt nothing
+
+
+class Chunk(NamedTuple):
+    """Prompts that are decoded in one run of the loop. domain: theirs, or None when they are of several."""
+
+    domain: str | None
+    requests: list[Request]
+
+
+class Timed(NamedTuple):
+    """One arm on one chunk. wall, cpu: seconds of the run, on the wall and of this process, prompts and draining
+    included. rounds: of the loop."""
+
+    repeat: int
+    chunk: int
+    arm: str
+    wall: float
+    cpu: float
+    rounds: int
+    finished: list[Finished]
+
+
+class Stage:
+    """What all arms of a cell share: the decoder, and how tokens are drawn and tested."""
+
+    def __init__(
+        self, decoder: Decoder, pair: Pair, sampling: Sampling, *, verifier: Verifier = "ratio", lossy: bool = False
+    ):
+        self.decoder, self.sampling, self.verifier, self.lossy = decoder, sampling, verifier, lossy
+        self.processing = Processing(sampling, pair.vocab_size)
+        self.stopping = Stopping(end_ids(pair.target, pair.tokenizer), [], pair.target.device)
+
+    def run(
+        self,
+        requests: Iterable[Request | None],
+        policy: DraftPolicy,
+        seed: int,
+        watch: Callable[[Round], None] | None = None,
+    ) -> Iterator[Finished]:
+        return self.decoder.run(
+            requests,
+            policy=policy,
+            processing=self.processing,
+            stopping=self.stopping,
+            seed=seed,
+            verifier=self.verifier,
+            allow_lossy=self.lossy,
+            watch=watch,
+        )
+
+    def time(
+        self, requests: Sequence[Request], policy: DraftPolicy, seed: int
+    ) -> tuple[float, float, int, list[Finished]]:
+        """Seconds by the clock on the wall and of this process, rounds of the loop, and the responses."""
+        rounds = 0
+
+        def count(_: Round) -> None:
+            nonlocal rounds
+            rounds += 1
+
+        wall, cpu = time.perf_counter(), time.process_time()
+        finished = list(self.run(requests, policy, seed, count))
+        return time.perf_counter() - wall, time.process_time() - cpu, rounds, finished
+
+
+def make_chunks(
+    requests: Sequence[Request], domains: Sequence[str | None], *, batch: int, prompts: int | None = None, seed: int = 0
+) -> list[Chunk]:
+    """Chunks of one domain each, in random order. domains: of each request; None for all mixes them.
+
+    prompts: of a chunk, about; twice the batch when left out, so that rows are refilled at least once, as far as the
+    domain has so many.
+    """
+    random = np.random.default_rng(seed)
+    chunks = []
+    for domain in sorted(set(domains), key=str):
+        mine = random.permutation([index for index, name in enumerate(domains) if name == domain])
+        size = min(prompts or max(2 * batch, LEAST_PROMPTS), len(mine))
+        chunks += [
+            Chunk(domain, [requests[index] for index in part]) for part in np.array_split(mine, len(mine) // size)
+        ]
+    return [chunks[index] for index in random.permutation(len(chunks))]
+
+
+def side_by_side(stage: Stage, arms: Arms, chunks: Sequence[Chunk], *, repeats: int, seed: int) -> Iterator[Timed]:
+    """Run every arm on every chunk, in an order that is drawn for each chunk; in each repeat with new random numbers,
+    and with a new policy, which then goes on learning from chunk to chunk."""
+    names = list(arms)
+    for repeat in range(repeats):
+        policies = {name: arms[name]() for name in names}
+        for number, chunk in enumerate(chunks):
+            for index in np.random.default_rng([seed, repeat, number]).permutation(len(names)):
+                timed = stage.time(chunk.requests, policies[names[index]], seed + repeat)
+                yield Timed(repeat, number, names[index], *timed)
+
+
+def warm_up(stage: Stage, arms: Arms, requests: Sequence[Request]) -> dict[str, float]:
+    """Run every arm once on a batch of short responses → tokens a CPU second of each, a first guess. Where steps are
+    captured, responses are as long as they come: what is captured now is not when it is timed."""
+    most = WARM_UP_TOKENS if stage.decoder.backend is None else sys.maxsize
+    short = [
+        replace(request, max_new_tokens=min(request.max_new_tokens, most))
+        for request in requests[: stage.decoder.batch]
+    ]
+    speeds = {}
+    for name, make in arms.items():
+        _, cpu, _, finished = stage.time(short, make(), 0)
+        speeds[name] = sum(done.stats.generated for done in finished) / cpu
+    return speeds
+
+
+def pilot(stage: Stage, requests: Sequence[Request], seed: int) -> list[DecodeStats]:
+    """The target alone on some of the requests, before anything is measured."""
+    some = requests[: max(PILOT_PROMPTS, 2 * stage.decoder.batch)]
+    return [done.stats for done in stage.run(some, FixedPolicy(0), seed)]
+
+
+def count_oracle(stage: Stage, requests: Sequence[Request], seed: int) -> dict[int, DecodeCounts]:
+    """What the oracle would need for each request, by index (theorem 4.1): an untimed pass that drafts LONGEST tokens
+    a round shows where proposals are rejected. A token that comes after LONGEST accepted ones was not proposed, and
+    counts as accepted."""
+    unseen = dict.fromkeys((request.index for request in requests), 0)
+
+    def watch(round_: Round) -> None:
+        outcome = round_.outcome
+        full = outcome.live & round_.rows.live & (outcome.accepted == outcome.submitted)
+        for row in torch.nonzero(full)[:, 0].tolist():
+            request = round_.rows.requests[row]
+            assert request is not None
+            unseen[request.index] += 1
+
+    counts = {}
+    for done in stage.run(requests, FixedPolicy(LONGEST), seed, watch):
+        # A response's last round ends with its last token, which the oracle's count leaves out.
+        rejections = done.stats.rounds - 1 - unseen[done.request.index]
+        counts[done.request.index] = oracle_counts(generated=done.stats.generated, rejections=rejections)
+    return counts

@@ -1,0 +1,356 @@
+"""A key/value cache in which every row has its own length, and forgetting tokens is arithmetic.
+
+Keys and values are written at each row's own positions, and the attention mask lets a query at position i see the slots
+0..i. A slot beyond a row's length holds nothing or a rejected token, and is overwritten before anyone may look at it.
+Rolling back is therefore: start the next write earlier. Feeding a token again at its own position changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+
+from accept_head.inference.engine.attention import AttentionKinds, check_rotary
+from accept_head.inference.engine.backends import Attended, Attention, choose
+from accept_head.inference.engine.graphs import GraphBackend, Graphs, check_one_device, graph_backend
+from accept_head.pair import Forward, base_model, context_tokens
+
+Compile = Literal["none", "default", "max-autotune", "graphs"]
+
+# Most tokens of one forward that only fills the cache: bounds the memory of long prompts, and is wide enough.
+FILL_TOKENS = 2048
+# Widths that a compiled forward is made for: 0, 1, 2, 4, … drafts and the token before them.
+WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
+# Its caches come in multiples of so many tokens: decoders for prompts of other lengths then share the graphs.
+CAPACITY_STEP = 64
+MOST_COMPILED = 1024  # of one process
+# A captured forward looks at the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times so many.
+LEAST_EXTENT = 128
+
+
+@dataclass
+class Place:
+    """Where the next forward writes; one for all layers of a model.
+
+    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use. whole:
+    does attention get all there is, of all rows, because its kernel picks what it may see?
+    """
+
+    slots: Tensor
+    rows: Tensor | None = None
+    extent: int = 0
+    whole: bool = False
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer's keys and values, (batch, heads, capacity, head_dim), written at `place`."""
+
+    is_compileable = True
+
+    def __init__(self, batch: int, capacity: int, place: Place):
+        super().__init__()
+        self.batch, self.capacity, self.place = batch, capacity, place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        _, heads, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(self.batch, heads, self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(self.batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`, or `whole`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        slots = self.place.slots.to(key_states.device)  # with a device map, layers live on several
+        if self.place.rows is None:
+            index = slots[:, None, :, None]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand(value_states.shape), value_states)
+            extent = self.capacity if self.place.whole else self.place.extent
+            return self.keys[:, :, :extent], self.values[:, :, :extent]
+        rows = self.place.rows.to(key_states.device)
+        self.keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
+        self.values[rows[:, None], :, slots] = value_states.transpose(1, 2)
+        if self.place.whole:
+            return self.keys, self.values
+        return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was; the batch may shrink."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))
+        self.batch = len(rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.place.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.place.extent
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class CachedModel:
+    """A model with a ragged cache for a batch of rows. Positions are the caller's business; there is no hidden state.
+
+    compile: `none`: each forward has the width it needs and looks at the slots in use. Otherwise shapes are static,
+    with widths from a short list. `graphs`: the model's own kernels, captured as a CUDA graph for each width and extent
+    when it is first met (see `graphs.py`); the cache stays where it is. `default`, `max-autotune`: torch.compile, over
+    all slots; the latter also tunes kernels (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
+    graphs: what captures, CUDA when left out.
+
+    Raises InputError through `AttentionKinds` for a model whose layers this cache cannot serve.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batch: int,
+        max_length: int,
+        *,
+        with_hidden: bool = False,
+        compile: Compile = "none",
+        attention: Attention = "sdpa",
+        graphs: GraphBackend | None = None,
+    ):
+        """max_length: longest row, in tokens. with_hidden: also return the last hidden state. attention: see
+        attention_backends; `check_served` proves that what it chooses is right."""
+        self.model = model
+        self.static = compile != "none"
+        self.graphs = Graphs(graphs or graph_backend(model.device)) if compile == "graphs" else None
+        if self.graphs is not None:
+            check_one_device(model)
+        compiles = self.static and self.graphs is None
+        if compiles:
+            max_length = min(-(-max_length // CAPACITY_STEP) * CAPACITY_STEP, context_tokens(model))
+        self.max_length = max_length
+        self.kinds = AttentionKinds.of(model)
+        check_rotary(model, max_length)
+        self.place = place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
+        # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
+        self.slots = max_length + 1
+        backend = choose(model, attention, traced=compile in ("default", "max-autotune"))
+        self.attended = Attended(model, backend) if backend else None
+        if backend:  # graphs of static widths must not depend on how near a row is to its end
+            self.slots = backend.slots(self.slots + (WIDTHS[-1] if self.static else 0))
+        self.layers = [RaggedLayer(batch, self.slots, self.place) for _ in range(self.kinds.layers)]
+        self.cache = Cache(layers=list(self.layers))
+        self._call = _Call(model, self.cache, max_length, _hidden_of(model) if with_hidden else None)
+        self._run = _compiled(self._call.__call__, compile, model.device) if compiles else self._call
+        self._base: Callable[..., Any] = base_model(model)
+        if self.attended:
+            whole = partial(getattr, place, "whole")
+            self._run, self._base = (self.attended.around(run, whole) for run in (self._run, self._base))
+
+    def padded(self, width: int) -> int:
+        """The width of the forward that so many tokens take."""
+        return next((w for w in WIDTHS if w >= width), width) if self.static else width
+
+    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int, *, lend: bool = False) -> Forward:
+        """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
+
+        longest_start: the largest of `starts`, which the caller knows: no host sync is needed to look at no more slots
+        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. lend: with
+        graphs, they may be the graph's own, which the next forward of this width writes over.
+        """
+        width = input_ids.shape[1]
+        if (padded := self.padded(width)) > width:
+            input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
+        reach = (self.max_length if self.static else longest_start) + padded
+        given = input_ids, starts, self._extent(longest_start + width), reach
+        if self.graphs is None or not self.layers[0].is_initialized:  # memory of the cache is no part of a graph
+            logits, hidden = self._forward(*given)
+        else:
+            logits, hidden = self.graphs("forward", self._forward, *given, copy=True)
+            if not lend:
+                logits, hidden = logits.clone(), hidden.clone()
+        return Forward(logits[:, :width], hidden[:, :width])
+
+    def _forward(self, input_ids: Tensor, starts: Tensor, extent: int, reach: int) -> tuple[Tensor, Tensor]:
+        positions = self._write_at(starts, input_ids.shape[1], extent, reach)
+        return self._run(input_ids, positions, self._masks(positions))
+
+    def _extent(self, slots: int) -> int:
+        """How many slots a forward looks at that needs the first so many."""
+        if self.graphs is None or self.attended:
+            return self.max_length if self.static else min(slots, self.max_length)
+        extent = LEAST_EXTENT
+        while extent < slots:
+            extent = extent * 3 // 2 if extent * 3 // 2 >= slots else 2 * extent
+        return min(extent, self.max_length)
+
+    def feed(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Tensor:
+        """As `forward`, without the logits → hidden states (batch, new, hidden)."""
+        reach = (self.max_length if self.static else longest_start) + input_ids.shape[1]
+        extent = self._extent(longest_start + input_ids.shape[1])
+        positions = self._write_at(starts, input_ids.shape[1], extent, reach)
+        return self._base(**self._call.inputs(input_ids, positions, self._masks(positions)))[0]
+
+    def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
+
+        All but `tokens` are numbers that the host knows. At most FILL_TOKENS tokens, or one row, go in one forward.
+        """
+        todo = sorted(zip(rows, starts, ends, strict=True), key=lambda item: item[1] - item[2])  # longest first
+        todo = [item for item in todo if item[2] > item[1]]
+        while todo:
+            width = min(todo[0][2] - todo[0][1], FILL_TOKENS)
+            group = todo[: max(1, FILL_TOKENS // width)]
+            self._fill(tokens, torch.tensor(group, device=tokens.device), width, max(start for _, start, _ in group))
+            rest = [(row, start + width, end) for row, start, end in group if start + width < end]
+            todo = rest + todo[len(group) :]
+
+    def _fill(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> None:
+        """group: (rows, 3), row, start and end of each."""
+        rows, starts = group[:, 0], group[:, 1]
+        reach = longest_start + width
+        positions = self._write_at(starts, width, min(reach, self.max_length), reach, rows)
+        ids = tokens[rows].gather(1, positions.clamp(max=tokens.shape[1] - 1))
+        self._base(**self._call.inputs(ids, positions, self._masks(positions)))
+
+    def _write_at(self, starts: Tensor, width: int, extent: int, reach: int, rows: Tensor | None = None) -> Tensor:
+        """Point the cache at the next tokens; returns their positions (rows, width). reach: slots that they may take
+        up, padding included."""
+        positions = starts[:, None] + torch.arange(width, device=starts.device)
+        self.place.extent = extent
+        self.place.slots = positions.clamp(max=self.max_length)
+        self.place.rows = rows
+        # A kernel that is told a row's keys has to find as many: not so for the padding of a forward near the end.
+        self.place.whole = self.attended is not None and reach <= self.slots
+        return positions
+
+    def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """What the model takes as its attention mask."""
+        if self.attended is None or not self.place.whole:
+            return self.kinds.masks(positions, self.place.extent)
+        plan = self.attended.plan(positions, self.place.rows, self.slots)
+        return self.kinds.named(plan, plan)
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was; the batch may shrink."""
+        for layer in self.layers:
+            layer.select(rows)
+        self._moved()
+
+    def copy(self, rows: Tensor) -> CachedModel:
+        """Another cache of the same model, in which row i is a copy of row rows[i]: each row may stand many times."""
+        other = CachedModel(self.model, len(rows), self.max_length, with_hidden=True)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            assert mine.keys is not None and mine.values is not None
+            theirs.keys, theirs.values = (t.index_select(0, rows.to(t.device)) for t in (mine.keys, mine.values))
+            theirs.is_initialized = True
+        return other
+
+    def restore(self, batch: int) -> None:
+        """Make room for `batch` rows again, if there is less. What rows hold is of no interest any more."""
+        if any(layer.batch != batch for layer in self.layers):
+            self._drop(batch)
+            self._moved()
+
+    def free(self) -> None:
+        """Give back the memory of keys and values and of graphs, with what graphs returned. The next forward takes it
+        again."""
+        self._drop(self.layers[0].batch)
+        if self.graphs is not None:
+            self.graphs.free()
+
+    def _drop(self, batch: int) -> None:
+        """All of the old keys and values go before any of the new ones are made: never are there two caches."""
+        for layer in self.layers:
+            layer.batch, layer.is_initialized, layer.keys, layer.values = batch, False, None, None
+
+    def _moved(self) -> None:
+        """Keys and values are elsewhere now."""
+        if self.graphs is not None:
+            self.graphs.forget()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of keys and values."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class _Call:
+    """A model's forward on a cache, apart from the `CachedModel` it is of: what refers to itself is not freed when the
+    last one who uses it is gone, and a cache is large."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: _Hidden | None):
+        self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(input_ids, positions, masks)
+        if self.hidden is None:
+            logits = self.model(**inputs).logits
+            return logits, logits[..., :0]
+        self.hidden.wanted = True
+        logits = self.model(**inputs).logits
+        self.hidden.wanted = False
+        last = self.hidden.last
+        del self.hidden.last
+        return logits, last
+
+    def inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
+        return {
+            "input_ids": input_ids,
+            "position_ids": positions.clamp(max=self.max_length - 1),
+            "attention_mask": masks,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+
+class _Hidden:
+    """A model's last hidden state after the final norm: what its base model returned in the forward that wants it."""
+
+    wanted = False
+    last: Tensor
+
+
+_hidden: WeakKeyDictionary[PreTrainedModel, _Hidden] = WeakKeyDictionary()
+
+
+def _hidden_of(model: PreTrainedModel) -> _Hidden:
+    """One hook for the life of a model, idle unless wanted: hooks that come and go would be compiled anew each time."""
+    if model not in _hidden:
+        hidden = _hidden[model] = _Hidden()
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            if hidden.wanted:
+                hidden.last = output[0]
+
+        base_model(model).register_forward_hook(keep)
+    return _hidden[model]
+
+
+def _compiled(call: Any, mode: Compile, device: torch.device) -> Any:
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    # All decoders compile the same function: once for each model, batch, capacity and width.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_COMPILED)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_COMPILED)
+    tuned = mode == "max-autotune"
+    if not tuned or device.type != "cpu":
+        return torch.compile(call, dynamic=False, fullgraph=True, mode=mode if tuned else None)
+    compiled = torch.compile(call, dynamic=False, fullgraph=True)
+    # Freezing packs copies of the weights as small matrix products on a CPU want them: 2.5 x on the embedded target.
+    # Not an option of torch.compile, because the tracer has to know of it too.
+    settings = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+
+    def run(*arguments: Any) -> Any:
+        with inductor.patch(settings):
+            return compiled(*arguments)
+
+    return run

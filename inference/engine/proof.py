@@ -1,0 +1,69 @@
+"""Proof, once a model, that the ragged cache serves it: a few ragged forwards with a rollback against a plain one.
+
+`AttentionKinds` refuses what transformers declares. This catches what is not declared (say, position biases built from
+a padding mask), and measures what a token costs in cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from accept_head.errors import InputError
+from accept_head.inference.engine.backends import Attention, choose, decline
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.pair import output_size
+
+# Share of the logits' spread by which the two may differ: far above rounding in bfloat16, far below a wrong mask.
+TOLERANCE = 0.1
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the proof measured. bytes_per_token: of keys and values, over all layers."""
+
+    bytes_per_token: int
+
+
+_served: WeakKeyDictionary[PreTrainedModel, dict[Attention, Served]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def check_served(model: PreTrainedModel, attention: Attention = "sdpa") -> Served:
+    """Raises InputError naming the model when its ragged forwards are not those of a plain forward. Of the attention
+    `auto`, what fails is never chosen again for this model, and a warning says so."""
+    proofs = _served.setdefault(model, {})
+    while (chosen := backend.name if (backend := choose(model, attention)) else "sdpa") not in proofs:
+        try:
+            proofs[chosen] = _prove(model, chosen)
+        except InputError as error:
+            if attention != "auto" or backend is None:
+                raise
+            decline(backend, model, str(error))
+            logging.getLogger(__name__).warning("accept-head: not attention=%s: %s", backend.name, error)
+    return proofs[chosen]
+
+
+def _prove(model: PreTrainedModel, attention: Attention) -> Served:
+    rows, length = 2, 8
+    ids = torch.arange(rows * length, device=model.device).view(rows, length) * 7919 % output_size(model)
+    cached = CachedModel(model, rows, length, attention=attention)
+    starts = torch.tensor([2, 5], device=model.device)
+    name = f"{type(model).__name__} ({model.config.model_type})"
+    try:
+        plain = model(ids).logits.float()
+        cached.fill(ids, [0, 1], [0, 0], [2, 5])
+        cached.forward(ids[:, :2].flip(0), starts, 5)  # a rejected draft, written over below
+        index = starts[:, None] + torch.arange(3, device=starts.device)
+        ragged = cached.forward(ids.gather(1, index), starts, 5).logits.float()
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise InputError(f"{name} cannot be run with a ragged cache ({type(error).__name__}: {reason})") from error
+    expected = plain.gather(1, index[..., None].expand(-1, -1, plain.shape[-1]))
+    if not (ragged - expected).abs().max() <= TOLERANCE * plain.std():
+        raise InputError(f"{name} gives other logits with a ragged cache than without; it is not supported")
+    return Served(cached.bytes // (rows * cached.slots))

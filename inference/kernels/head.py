@@ -1,0 +1,273 @@
+"""A head as depth + 1 kernels for the few rows of a decoding step, where Triton and a GPU are.
+
+At those sizes each of torch's operations, 17 of them for the default head, costs more to start than to do, and what is
+left is reading the weights once: in bfloat16 where the model's own are in half precision. What is the same for all
+tokens is folded into the weights, as in `AcceptanceHead.scorer`: the mean and deviation of signals, that of embeddings,
+and, where it is small enough, the projection of every token's embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accept_head.base import BASE_FUNCTIONS
+from accept_head.head import TABLE_BYTES, AcceptanceHead, Predicts, Score
+from accept_head.inference.kernels.signals import counters, holds, launch, power_of_two, start_late, usable
+from accept_head.signals import SIGNALS
+
+# More rows than these are better served by products of matrices.
+MOST_ROWS = 64
+ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # of a program
+DOT_ROWS, DOT_BLOCK, DOT_STAGES = 16, 256, 4  # the same with tensor cores
+FEW_CHANNELS = 512
+HALF = (torch.bfloat16, torch.float16)
+TABLE_ROWS = 1 << 14  # that are worked out at once
+
+
+def fused_scorer(
+    head: AcceptanceHead, prediction: Predicts = "token", beside: Callable[[Tensor], Tensor] | None = None
+) -> Score:
+    """`head.scorer(prediction, beside)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others. What
+    stands `beside` is torch's own work, on the state that the kernels leave."""
+    plain = head.scorer(prediction, beside)  # refuses what the head does not predict
+    embeddings = head.embeddings if head.config.reads_embedding else None
+    together = embeddings is None or embeddings.device == head.device
+    if not (usable(next(head.parameters())) and head.dtype is torch.float32 and together):
+        return plain
+    return FusedHead(head, prediction, plain, beside)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), of
+    signals as they come, or (9, channels), of a base's functions of them, or None. shift: (channels,) or None. table:
+    (vocab, channels) if there is no `embedding` to multiply by, else (vocab, hidden_size). weights: (channels,
+    channels), and biases, a block. output: (predictions, channels); of a base alone with 0 channels. base: (9,
+    predictions), of its functions as they come, or None. bias: (predictions,), the base's too."""
+
+    state: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    table: Tensor | None
+    embedding: Tensor | None
+    weights: list[Tensor]
+    biases: list[Tensor]
+    output: Tensor
+    base: Tensor | None
+    bias: Tensor
+
+
+class FusedHead:
+    """See `fused_scorer`."""
+
+    def __init__(
+        self,
+        head: AcceptanceHead,
+        prediction: Predicts,
+        plain: Score,
+        beside: Callable[[Tensor], Tensor] | None = None,
+    ):
+        self.head, self.plain, self.beside, self.config = head, plain, beside, head.config
+        self.places = [0, 1] if prediction == "both" else [head.index_of(prediction)]
+        self.packed: dict[torch.dtype, Packed] = {}
+        self.tried: dict[tuple[torch.dtype, bool], bool] = {}
+
+    def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
+        """hidden: (..., hidden_size), which a base alone does not look at; signals: (..., 3); token_ids: (...) → (...),
+        or (..., 2) of both; with m numbers beside them (..., 1 + m) or (..., 2 + m)."""
+        read = hidden if self.config.residual else signals
+        given = (signals is not None or not self.config.signals) and (
+            token_ids is not None or not self.config.reads_embedding
+        )
+        if read is None or not given or not self._takes(read):
+            return self.plain(hidden, signals, token_ids)
+        return self._scored(read, signals, token_ids)
+
+    def _takes(self, read: Tensor) -> bool:
+        rows = read.numel() // read.shape[-1]
+        if not 0 < rows <= MOST_ROWS or not usable(read) or read.dtype is torch.float64:
+            return False
+        return self._proven(packed_dtype(read.dtype), rows > 1)
+
+    def _proven(self, dtype: torch.dtype, several: bool) -> bool:
+        """Tried once for each way to multiply: kernels that this GPU cannot run, or gets wrong, are not used."""
+        if (dtype, several) not in self.tried:
+            device = self.head.device
+
+            def agrees() -> bool:
+                return holds(lambda: self._agree(dtype, several), "the head", device)
+
+            self.tried[dtype, several] = agrees() or (start_late(device) and agrees())
+        return self.tried[dtype, several]
+
+    def _agree(self, dtype: torch.dtype, several: bool) -> None:
+        """Raises AssertionError where the kernels say anything else than torch does."""
+        device, rows = self.head.device, 1 + several
+        hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
+        signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
+        ids = torch.zeros(rows, dtype=torch.long, device=device)
+        expected, read = self.plain(hidden, signals, ids), hidden if self.config.residual else signals
+        torch.testing.assert_close(self._scored(read, signals, ids), expected, rtol=1e-2, atol=1e-2)
+
+    def _scored(self, read: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
+        """By the kernels. read: states, or signals of a base alone."""
+        dtype = packed_dtype(read.dtype)
+        if dtype not in self.packed:
+            self.packed[dtype] = pack(self.head, self.places, dtype)
+        inputs = self.packed[dtype], read.reshape(-1, read.shape[-1]), signals, token_ids
+        if self.beside is not None:
+            scores, state = _run(*inputs, with_state=True)
+            scores = torch.cat([scores, self.beside(state.to(self.head.dtype))], dim=-1)
+            return scores.view(*read.shape[:-1], -1)
+        scores, _ = _run(*inputs)
+        return scores.view((*read.shape[:-1], *([2] if len(self.places) > 1 else [])))
+
+
+def packed_dtype(of_states: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if of_states in HALF else torch.float32
+
+
+def table_bytes(head: AcceptanceHead, dtype: torch.dtype) -> int:
+    """Of the projected embeddings of all tokens."""
+    return len(head._embeddings()) * head.config.channels * dtype.itemsize
+
+
+def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
+    """What a scorer takes when it first scores such states: 0 if it has done so, or is not a `FusedHead`."""
+    dtype = packed_dtype(of_states)
+    if not isinstance(score, FusedHead) or dtype in score.packed:
+        return 0
+    head, config = score.head, score.config
+    numbers = len(BASE_FUNCTIONS) if config.base else len(SIGNALS)  # that a token's signals go in as
+    base = numbers * len(score.places) * torch.float32.itemsize if config.base else 0
+    if not config.residual:
+        return base
+    inputs = [config.width is not None]
+    table = 0
+    if config.reads_embedding:
+        table = table_bytes(head, dtype)
+        inputs += [table > TABLE_BYTES]
+        table = table if table <= TABLE_BYTES else 0
+    weights = config.channels * (config.depth * config.channels + sum(inputs) * config.hidden_size + len(score.places))
+    signals = (numbers + 1) * config.channels * torch.float32.itemsize if config.signals else 0
+    return table + weights * dtype.itemsize + signals + base
+
+
+@torch.no_grad()
+def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
+    """The weights as they are now, where the head is."""
+    config = head.config
+    base, bias = None, torch.zeros(len(places), device=head.device)
+    if config.base:
+        base, bias = head._as_they_come(head.base.weight[places])
+        bias = bias + head.base.bias[places]
+    if not config.residual:
+        nothing = torch.empty(len(places), 0, device=head.device)
+        return Packed(None, None, None, None, None, [], [], nothing, base, bias)
+    state = head.state_input.weight.to(dtype).contiguous() if config.width is not None else None
+    scale = table = embedding = None
+    shift = head.state_input.bias.detach() if config.standardised else None
+    if config.signals:
+        scale, offset = head._as_they_come(head.signal_input.weight)
+        shift = offset if shift is None else shift + offset
+    if config.reads_embedding:
+        embeddings = head._embeddings()
+        folded = head.embedding_input.weight / (config.embedding_std or 1.0)
+        if table_bytes(head, dtype) <= TABLE_BYTES:
+            table = torch.empty(len(embeddings), len(folded), dtype=dtype, device=folded.device)
+            for rows, part in zip(table.split(TABLE_ROWS), embeddings.split(TABLE_ROWS), strict=True):
+                rows.copy_(part.to(folded.dtype) @ folded.t())
+        else:
+            table, embedding = embeddings, folded.to(dtype).contiguous()
+    return Packed(
+        state,
+        scale,
+        shift,
+        table,
+        embedding,
+        [block.linear.weight.to(dtype).contiguous() for block in head._blocks()],
+        [block.linear.bias.detach() for block in head._blocks()],
+        head.output.weight[places].to(dtype).contiguous(),
+        base,
+        head.output.bias[places] + bias,
+    )
+
+
+def _run(
+    packed: Packed, read: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
+) -> tuple[Tensor, Tensor]:
+    """read: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
+    layer read, (rows, channels) float32, which is nothing of use unless it is asked for: it then takes a kernel more.
+    """
+    from accept_head.inference.kernels.triton import signals as kernels
+
+    read = read if read.stride(-1) == 1 else read.contiguous()
+    (rows, size), (outputs, channels) = read.shape, packed.output.shape
+    signals = signals.reshape(rows, -1).contiguous() if signals is not None else None
+    x, y = torch.empty(2, rows, channels, dtype=torch.float32, device=read.device)
+    scores = torch.empty(rows, outputs, dtype=torch.float32, device=read.device)
+    shape, how = _shape(rows, channels, packed.output.dtype), launch(read.device)
+    grid = (-(-channels // shape["CHANNELS"]), -(-rows // shape["ROWS"]))
+
+    def pointer(tensor: Tensor | None, wanted: object = True) -> Tensor:
+        return read if tensor is None or wanted is None else tensor  # one is needed where nothing is read
+
+    base = pointer(signals, packed.base), pointer(packed.base)
+    with torch.cuda.device_of(read):
+        if channels:
+            kernels.head_input[grid](
+                read,
+                pointer(packed.state),
+                pointer(signals, packed.scale),
+                pointer(packed.scale),
+                pointer(packed.shift),
+                pointer(token_ids.reshape(-1).contiguous() if token_ids is not None else None, packed.table),
+                pointer(packed.table),
+                pointer(packed.embedding),
+                x,
+                rows,
+                size,
+                channels,
+                read.stride(0),
+                packed.table.stride(0) if packed.table is not None else 0,
+                STATE=packed.state is not None,
+                SHIFT=packed.shift is not None,
+                SIGNALS=len(packed.scale) if packed.scale is not None else 0,
+                TABLE=packed.table is not None and packed.embedding is None,
+                EMBEDDING=packed.embedding is not None,
+                **shape,
+                **how,
+            )
+        shape["BLOCK"] = min(shape["BLOCK"], power_of_two(channels))
+        blocks = list(zip(packed.weights, packed.biases, strict=True))
+        last = blocks.pop() if blocks and not with_state else None
+        for weight, bias in blocks:
+            kernels.head_block[grid](x, weight, bias, y, rows, channels, **shape, **how)
+            x, y = y, x
+        end: dict[str, Any] = {"OUTPUTS": outputs, "BASE": packed.base is not None}
+        if last is None:
+            kernels.head_output[(rows,)](
+                x, packed.output, packed.bias, *base, scores, rows, channels,
+                **end, BLOCK=power_of_two(channels), **how,
+            )  # fmt: skip
+        else:
+            parts = torch.empty(outputs, rows, grid[0], dtype=torch.float32, device=read.device)
+            kernels.head_last[grid](
+                x, *last, packed.output, packed.bias, *base, parts, counters(read.device, grid[1]), scores, rows,
+                channels, **end, TILES=power_of_two(grid[0]), **shape, **how,
+            )  # fmt: skip
+    return scores, x
+
+
+def _shape(rows: int, channels: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What one program works out: enough of them to fill a GPU, and each what fits in its registers."""
+    if rows > 1 and dtype in HALF:
+        return {"ROWS": DOT_ROWS, "CHANNELS": 8, "BLOCK": DOT_BLOCK, "DOT": True, "num_stages": DOT_STAGES}
+    at_once, columns = min(power_of_two(rows), ROWS_AT_ONCE), 4 if channels <= FEW_CHANNELS else 8
+    products = PRODUCTS_AT_ONCE if dtype in HALF else PRODUCTS_AT_ONCE // 2
+    return {"ROWS": at_once, "CHANNELS": columns, "BLOCK": products // (at_once * columns), "DOT": False}

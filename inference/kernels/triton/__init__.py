@@ -1,0 +1,4 @@
+"""The kernels themselves. Imported only where Triton is.
+
+Read first: signals.py.
+"""

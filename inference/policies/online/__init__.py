@@ -1,0 +1,4 @@
+"""Policies that learn from verification while they serve.
+
+Read first: recalibration.py.
+"""

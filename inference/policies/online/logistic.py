@@ -1,0 +1,61 @@
+"""Stop where the chance that all tokens so far are accepted, by a fit to what was accepted lately, gets small."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policies.online.estimator import AcceptanceEstimator
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome, constant_budget
+
+
+class OnlineLogisticPolicy(RowPolicy):
+    """Stop after Y_k ⇔ Π_{i≤k} p_i < threshold; never before k_min, always at k_max. p_i are those of vLLM's online
+    estimator, which trims by them; here they end the drafting.
+
+    p_k is known before Y_k is drawn, yet Y_k is drawn and kept: the forward that its distribution came from is paid
+    for, so that to refuse it would save nothing but its place in the verification.
+
+    Global by design: the estimator is fitted to all rows together and outlives `start`, as vLLM's lives as long as its
+    engine. Rows have no state.
+    """
+
+    in_chunks = True
+    carries = ("survival", "predicted", "estimator.features")
+    inputs = ("estimator.slope", "estimator.intercepts")
+    needs = frozenset({Signal.MAX_PROB})
+    scores: Literal["prefix", "proposal"] = "prefix"
+    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+
+    def __init__(self, threshold: float = 0.5, *, k_min: int = 1, k_max: int = 20):
+        if not 0 <= threshold <= 1:
+            raise InputError(f"online-logistic threshold is {threshold}, expected a probability from 0 to 1")
+        check_bounds("online-logistic", k_min, k_max)
+        self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
+        self.estimator = AcceptanceEstimator(k_max)
+        self.survival = torch.empty(0)  # of this round, (batch,)
+
+    def forget(self) -> None:
+        self.estimator.forget()
+
+    def start(self, batch: int, device: torch.device) -> None:
+        self.estimator.start(device)
+
+    @constant_budget
+    def start_round(self, live: Tensor) -> Tensor:
+        self.estimator.start_round()
+        self.survival = torch.ones(live.shape, device=live.device)
+        self.predicted = []
+        return super().start_round(live)
+
+    def keep_drafting(self, step: DraftStep) -> Tensor:
+        self.predicted.append(self.estimator.predict(step))
+        self.survival = self.survival * self.predicted[-1]
+        return step.active if step.depth < self.k_min else step.active & (self.survival >= self.threshold)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        self.estimator.observe(outcome)

@@ -1,0 +1,344 @@
+"""Online recalibration: keeps a head's acceptance probabilities right while serving, by what verification says.
+
+    logit P̂'(Y_d) = s·z + u·x + v·h + b_d    z: the logit of the head's P̂(Y_d accepted | those before it were), d: its
+                                             depth; x: the draft signals of Y_d, normalised as in the head, if it
+                                             reads any; h: the head's own last state of Y_d, scaled to length 1
+
+v corrects the head's last layer: it says which tokens are accepted now that were not before, or the other way round.
+s = 1, u = v = 0, b = 0 is the head itself: what the prior says, and what is fallen back to where nothing is seen any
+more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accept_head.depth_calibration import DepthCalibration
+from accept_head.errors import InputError
+from accept_head.inference.policies.online.newton_sums import NewtonSums
+from accept_head.inference.policy import VerifyOutcome
+
+# What is learnt from; float32 has no probability between this one's and 1.
+MOST_SIGNAL, MOST_LOG_ODDS = 6.0, 16.0
+ANONYMOUS = 0  # the tenant of rows that nobody named
+
+
+class Token(NamedTuple):
+    """Of one depth z, (batch,), signals, (batch, signals), and state, (batch, state)."""
+
+    z: Tensor
+    signals: Tensor | None
+    state: Tensor | None
+
+
+class Round(NamedTuple):
+    """depths: how many were judged. tokens: of all of them, (depths, batch, …) each. tenants, judged: (batch,) int.
+    labels: (batch, depths)."""
+
+    depths: int
+    tokens: Token
+    tenants: Tensor
+    judged: Tensor
+    labels: Tensor
+
+
+class OnlineRecalibration:
+    """s, u, v, b of one head, and of each tenant's own rows. θ = (log s, u, v, b_1, …, b_k_max); 0 is the head itself.
+
+    A tenant's θ_t. Every INTERVAL rounds one damped Newton (IRLS) step on the log-likelihood of the tokens of its rows
+    that were judged: accepted ones are labelled 1, the first rejected one 0 (or each with a(Y), by a host that tells
+    it); what was drafted after it, or was not submitted, is censored. Each round's log-likelihood is kept as its
+    second-order expansion at the θ_t of that round, which is sums over tokens, so that the step is at the optimum of
+    all of them together:
+
+        (Σ_r g_r·XᵀWX + prior·1)·(s − 1, u, v, b) = Σ_r g_r·(XᵀWX·(s − 1, u, v, b)_r + Xᵀ(label − p))
+
+    with W = p·(1 − p) and g_r = 2^(−age of round r / half_life). No step is longer than STEP in any coordinate, or, of
+    v, than FOLLOWS of the way; and θ_t stays where |log s| ≤ MOST_SLOPE, |u| ≤ MOST_WEIGHT in each coordinate, |b| ≤
+    MOST_INTERCEPT and v is no longer than MOST_STATE.
+
+    Pooled θ, for the rows of all tenants. With n_t the labels of tenant t (each counts g_r) and w_t = min(n_t, VOTES),
+
+        θ  follows  Σ_t w_t·θ_t / max(Σ_t w_t, VOTES / tenant_share),   again in such steps.
+
+    **What one tenant can do.** Let θ° be the pooled θ if tenant a's rows had not been counted, all else equal. Then in
+    every round, whatever a drafts and whatever its verdicts are,
+
+        |log s − log s°| ≤ 2·tenant_share·MOST_SLOPE,  |u − u°| ≤ 2·tenant_share·MOST_WEIGHT,
+        |b_d − b°_d| ≤ 2·tenant_share·MOST_INTERCEPT,    ‖v − v°‖ ≤ 2·tenant_share·MOST_STATE,
+
+    the last of which bounds what v does to any logit, as ‖h‖ = 1.
+
+    Proof, for a coordinate whose box is ±B; in the same words for v, with lengths in place of absolute values. No θ_t
+    is a function of other tenants' rows: its weights and residuals are taken at θ_t itself, not at the pooled θ, and
+    ages are counted in rounds, not in rows. Let c = Σ_{t≠a} w_t·θ_t, w = Σ_{t≠a} w_t, m = VOTES / tenant_share, and
+    D° = max(w, m) ≤ D = max(w + w_a, m). Then |c| ≤ w·B ≤ D°·B, D − D° ≤ w_a ≤ VOTES ≤ tenant_share·D, and
+
+        |(c + w_a·θ_a)/D − c/D°| ≤ |c|·(D − D°)/(D·D°) + w_a·|θ_a|/D ≤ B·w_a/D + B·w_a/D ≤ 2·tenant_share·B.
+
+    Following in bounded steps, θ ← max(θ − STEP, min(θ + STEP, target)), is monotone in θ and in the target, and shifts
+    with them: if both differ by at most ε, so does the result; and so it does of v ← v + FOLLOWS·(target − v). By
+    induction over the rounds the bound holds for θ. ∎
+    (All else equal: what the others' rows draft, and so learn, depends on θ, too; their θ_t stay in their boxes. And
+    one tenant is one key: who can have many keys has many shares, and beyond TENANTS displaces others.)
+    With per_tenant, rows are corrected by their own tenant's θ_t, and no tenant has any influence on another.
+
+    Never absorbing with k_min ≥ 1: Y_1 is drafted and judged in every round; Y_{d+1} is drafted whenever θ says that
+    Y_1..Y_d are likely enough, which is learnt from depths up to d alone; and b_d of a depth that is not reached any
+    more falls back to 0 as its labels fade.
+
+    signals: means and deviations of those that x has. state: channels of h; 0, no v. half_life: of what is remembered,
+    in rounds of the batch. prior: Fisher information of θ_t = 0, in each coordinate; a label at depth d tells
+    p·(1 − p) ≤ 1/4 of b_d, and as much of all coordinates of v together. tenant_share: in (0, 1]; the share that one
+    tenant can have in the pooled θ. 1, the default, trusts whoever is served: the only sense where rows have no
+    tenants. State is on the device and nothing here waits for it. What was learnt outlives `start`. learning: set False
+    to freeze it.
+
+    Raises InputError naming the field when one is out of range.
+    """
+
+    INTERVAL, STEP = 20, 0.25
+    FOLLOWS = 0.25
+    MOST_SLOPE, MOST_WEIGHT, MOST_STATE, MOST_INTERCEPT = math.log(4), 3.0, 8.0, 3.0
+    VOTES = 200.0
+    TENANTS = 64  # remembered at once; one more takes the place of the one that was named longest ago
+
+    def __init__(
+        self,
+        k_max: int,
+        *,
+        signals: tuple[Sequence[float], Sequence[float]] = ((), ()),
+        state: int = 0,
+        half_life: float = 1000.0,
+        prior: float = 4.0,
+        tenant_share: float = 1.0,
+        per_tenant: bool = False,
+    ):
+        if not half_life > 0:
+            raise InputError(f"online recalibration half_life is {half_life}, expected a positive number of rounds")
+        if not prior >= 0:
+            raise InputError(f"online recalibration prior is {prior}, expected a number that is not negative")
+        if not 0 < tenant_share <= 1:
+            raise InputError(
+                f"online recalibration tenant_share is {tenant_share}, expected a share above 0, at most 1"
+            )
+        self.half_life, self.prior, self.tenant_share, self.per_tenant = half_life, prior, tenant_share, per_tenant
+        self.learning = True
+        self.normal = torch.tensor(signals, dtype=torch.float64)  # (2, signals) mean and deviation
+        self.state, self.signals = (
+            state,
+            1 + self.normal.shape[1],
+        )  # up to here θ has log s and u, up to `shared` what all depths share
+        self.shared = self.signals + state
+        box = [self.MOST_SLOPE] + [self.MOST_WEIGHT] * (self.signals - 1)
+        box += [self.MOST_STATE] * state + [self.MOST_INTERCEPT] * k_max
+        self.box = torch.tensor(box, dtype=torch.float64)
+        self.served = torch.empty(0)  # what `judge` goes by, as `_prepare` puts it together
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as if new; `start` comes next."""
+        size, self.rounds = len(self.box), 0
+        self.own = torch.zeros(1, size, dtype=torch.float64)  # θ_t of the tenants that there are
+        self.pooled = torch.zeros(size, dtype=torch.float64)  # θ
+        # Since the last step; and all that is remembered, with the right side of the equation above.
+        self.fresh, self.sums = (NewtonSums.zeros(1, size - self.shared, self.shared, self.own) for _ in range(2))
+        self.places: dict[str, int] = {}  # of tenants, the one named longest ago first
+        self.tenants = torch.zeros(0, dtype=torch.long)  # (batch,) places
+        self.tokens: list[Token] = []  # of this round, a depth
+        self.pending: list[Round] = []  # not in `fresh` yet: single rounds are too small to be worth the operations
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def start(self, batch: int, device: torch.device) -> None:
+        """Rows begin, of no named tenant. What was learnt stays."""
+        self._sum_up()
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        for name in ("box", "own", "pooled", "fresh", "sums", "normal"):
+            setattr(self, name, getattr(self, name).to(device, dtype))
+        self.tenants = torch.full((batch,), ANONYMOUS, device=device)
+        self.tokens = []
+        self._prepare()
+
+    def admit(self, rows: Tensor) -> None:
+        """These rows, (n,) int, hold new sequences, of no named tenant."""
+        self.tenants = self.tenants.index_fill(0, rows, ANONYMOUS)
+
+    def select(self, rows: Tensor) -> None:
+        """From now on row i is what row rows[i], (m,) int, was."""
+        self.tenants = self.tenants[rows]
+        self.tokens = [
+            Token(z[rows], *[None if each is None else each[rows] for each in others]) for z, *others in self.tokens
+        ]
+
+    def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
+        """These rows, (n,) int, are of these tenants from now on; to be called after `admit`, which forgets them."""
+        places = torch.tensor([self._place(key) for key in keys], device=self.tenants.device)
+        self.tenants = self.tenants.index_copy(0, rows, places)
+
+    def _place(self, key: str) -> int:
+        place = self.places.pop(key, None)
+        if place is None:
+            self._sum_up()
+            if len(self.places) < self.TENANTS - 1:
+                place = len(self.own)
+                self.own = torch.cat([self.own, torch.zeros_like(self.own[:1])])
+                self.fresh, self.sums = self.fresh.with_one_more(), self.sums.with_one_more()
+            else:
+                place = self.places.pop(next(iter(self.places)))
+                self.own[place] = 0
+                self.fresh.forget(place)
+                self.sums.forget(place)
+        self.places[key] = place
+        return place
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def start_round(self) -> None:
+        self.tokens = []
+        if self.per_tenant:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """What `judge` needs, in one tensor, () or (batch,) of each: s; the weights of signals as they come; v; b a
+        depth with them, and without signals."""
+        theta = (self.own[self.tenants] if self.per_tenant else self.pooled).float()
+        mean, deviation = self.normal.float()
+        weights, plain = theta[..., 1 : self.signals] / deviation, theta[..., self.shared :]
+        intercepts = plain - (weights * mean).sum(-1, keepdim=True)
+        last_layer = theta[..., self.signals : self.shared]
+        self.served = torch.cat([theta[..., :1].exp(), weights, last_layer, intercepts, plain], dim=-1)
+
+    def judge(self, probability: Tensor, signals: Tensor | None = None, state: Tensor | None = None) -> Tensor:
+        """P̂ → P̂' of the next depth's tokens, (batch,) each. Once a depth, in order. signals: (batch, signals), not
+        normalised. state: (batch, state), of length 1."""
+        z, served = torch.logit(probability.float()), self.served
+        corrected = torch.addcmul(served[..., self.shared + len(self.tokens)], served[..., 0], z)
+        for values, first, last in ((signals, 1, self.signals), (state, self.signals, self.shared)):
+            if first < last:
+                weights = served[..., first:last]
+                assert values is not None
+                corrected = corrected + self._weighed(values.float(), weights)
+        self.tokens.append(Token(z, signals, state))
+        return torch.sigmoid(corrected)
+
+    def _weighed(self, values: Tensor, weights: Tensor) -> Tensor:
+        return (values * weights).sum(-1) if self.per_tenant else values @ weights
+
+    def look_ahead(self, probability: Tensor) -> Tensor:
+        """β̂ → β̂' of the tokens after those judged last, (batch,) each: by s and b alone, as their signals are not
+        known, and not learnt from."""
+        depths = len(self.box) - self.shared
+        plain = self.shared + depths + min(len(self.tokens), depths - 1)
+        logit = torch.logit(probability.float())
+        return torch.sigmoid(torch.addcmul(self.served[..., plain], self.served[..., 0], logit))
+
+    def corrected(self, logit: Tensor, depth: Tensor, signals: Tensor | None = None) -> Tensor:
+        """Logits, (n,), of tokens at depths (n,) int, by s, u and b of the pooled θ, and differentiable in `logit`; v
+        is left out. signals: (n, signals), not normalised."""
+        theta = self.pooled.to(torch.float32, copy=True)  # a copy: not one of inference mode
+        moved = torch.addcmul(theta[self.shared :][depth], theta[0].exp(), logit)
+        if self.signals > 1:
+            assert signals is not None
+            mean, deviation = self.normal.float()
+            moved = moved + ((signals - mean) / deviation) @ theta[1 : self.signals]
+        return moved
+
+    # --- what is learnt of it ----------------------------------------------------------------------------------------
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        """Learn from the round whose tokens were judged last."""
+        tokens, self.tokens = self.tokens, []
+        if not self.learning:
+            return
+        if tokens:  # copies: the host may write its next round into the same memory
+            judged = torch.where(outcome.live, outcome.judged, 0)
+            z, signals, state = (
+                None if parts[0] is None else torch.stack(parts)  # of all, or of none
+                for parts in zip(*tokens, strict=True)
+            )
+            assert z is not None
+            told = Token(z, signals, state), self.tenants, judged, outcome.labels(len(tokens))
+            self.pending.append(Round(len(tokens), *told))
+        self.rounds += 1
+        if self.rounds % self.INTERVAL == 0:
+            self._step()
+
+    def _sum_up(self) -> None:
+        """Add the pending rounds' tokens to `fresh`."""
+        rounds, self.pending = self.pending, []
+        if not rounds:
+            return
+        dtype, k_max = self.own.dtype, len(self.box) - self.shared
+        tokens = [each.tokens for each in rounds]
+        # Of every token, (n,): its row's tenant, how many of the row's were judged, its label, and its own depth.
+        tenant, judged = (
+            torch.cat([values for each in rounds for values in [getattr(each, name)] * each.depths])
+            for name in ("tenants", "judged")
+        )
+        label = torch.cat([each.labels.t().reshape(-1) for each in rounds]).to(dtype)
+        places = torch.arange(k_max, device=tenant.device)
+        depth = torch.cat([places[: len(z), None].expand_as(z).reshape(-1) for z, *_ in tokens])
+        x = torch.cat([z.reshape(-1) for z, *_ in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
+        if self.signals > 1:
+            signals = torch.cat([s.flatten(0, 1) for _, s, _ in tokens if s is not None]).to(dtype)
+            normal = ((signals - self.normal[0]) / self.normal[1]).clamp(-MOST_SIGNAL, MOST_SIGNAL)
+            x = torch.cat([x, normal], dim=-1)
+        if self.state:
+            states = torch.cat([state.flatten(0, 1) for *_, state in tokens if state is not None]).to(dtype)
+            x = torch.cat([x, states], dim=-1)
+        counts = depth < judged
+        x, label = torch.where(counts[:, None], x, 0.0), torch.where(counts, label, 0.0)  # idle rows may hold NaN
+        own = self.own[tenant]
+        intercept = own.gather(1, self.shared + depth[:, None])[:, 0]
+        p = torch.sigmoid(x[:, 0] + (x * self._moved(own)).sum(-1) + intercept)
+        self.fresh.add(x, p, label, counts, tenant, depth)
+
+    def _step(self) -> None:
+        self._sum_up()
+        remembered = 2 ** (-self.INTERVAL / self.half_life)
+        self.sums.remember(remembered, self.fresh, self._moved(self.own), self.own[:, self.shared :])
+        self.fresh = NewtonSums.zeros(len(self.own), len(self.box) - self.shared, self.shared, self.own)
+        self.own = self._towards(self.own, self._optimum())
+        votes = self.sums.labels.clamp(max=self.VOTES)
+        share = votes / votes.sum().clamp(min=self.VOTES / self.tenant_share)
+        self.pooled = self._towards(self.pooled, share @ self.own)
+        self._prepare()
+
+    def _optimum(self) -> Tensor:
+        """(tenants, …) the θ_t that the sums ask for."""
+        slopes, intercepts = self.sums.optimum(self.prior)
+        log_slope = (1 + slopes[:, :1]).clamp(min=math.exp(-self.MOST_SLOPE)).log()
+        return torch.cat([log_slope, slopes[:, 1:], intercepts], dim=-1)
+
+    def _moved(self, theta: Tensor) -> Tensor:
+        """(…, shared) s − 1, u and v."""
+        return torch.cat([theta[..., :1].exp() - 1, theta[..., 1 : self.shared]], dim=-1)
+
+    def _towards(self, theta: Tensor, target: Tensor) -> Tensor:
+        moved = theta + (target - theta).clamp(-self.STEP, self.STEP).nan_to_num()
+        moved = moved.clamp(-self.box, self.box)
+        if self.state:
+            v, wanted = (each[..., self.signals : self.shared] for each in (theta, target))
+            wanted = wanted * (self.MOST_STATE / wanted.norm(dim=-1, keepdim=True)).clamp(max=1)
+            moved[..., self.signals : self.shared] = v + self.FOLLOWS * (wanted - v).nan_to_num()
+        return moved
+
+    # --- to keep it --------------------------------------------------------------------------------------------------
+
+    def learnt(self) -> DepthCalibration:
+        """The pooled correction, as numbers that can be saved beside the head. Waits for the device. Raises InputError
+        when it is one of signals or of the head's state, too."""
+        if self.shared > 1:
+            raise InputError(
+                "what was learnt of draft signals or of the head's state is not a calibration by depth: expected "
+                "signals=false and state=false"
+            )
+        log_slope, *intercepts = self.pooled.tolist()
+        slopes = [math.exp(log_slope)] * len(intercepts)
+        return DepthCalibration(method="affine", slopes=tuple(slopes), intercepts=tuple(intercepts))

@@ -1,0 +1,216 @@
+"""Online training: a head goes on learning while it serves, from what verification says of the tokens that it judged.
+
+Beside OnlineRecalibration, which brings slope, signals and intercepts of the head's logit up to date within some
+hundred rounds, this moves the head's own weights: under a shift they are most of what retraining regains
+(docs/log.md), and they take some hundred responses.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accept_head.alternatives import DRAWS, Alternatives
+from accept_head.errors import InputError
+from accept_head.head import AcceptanceHead, Score
+from accept_head.inference.policies.online.recalibration import OnlineRecalibration
+from accept_head.inference.policy import VerifyOutcome
+from accept_head.signals import SIGNALS
+
+LOGPROB = SIGNALS.index("draft_logprob")
+
+
+class Judged(NamedTuple):
+    """Tokens that the head was asked about, (n, …): what it read, and what came of them.
+
+    weight: 1 of those that verification told of, 0 of the others. label: a(Y) where it is known, else 0 or 1.
+    """
+
+    hidden: Tensor
+    signals: Tensor
+    token_ids: Tensor
+    depth: Tensor
+    label: Tensor
+    weight: Tensor
+
+
+class Memory(NamedTuple):
+    """The last `slots` positions that the head was asked about: hidden (slots, hidden_size), signals (slots, 3) and
+    depth (slots,), and of each some draws, (slots, draws): the token that was drafted, then its alternatives."""
+
+    hidden: Tensor
+    signals: Tensor
+    depth: Tensor
+    token_ids: Tensor
+    logprob: Tensor
+    label: Tensor
+    weight: Tensor
+
+    @classmethod
+    def empty(cls, slots: int, draws: int, hidden: Tensor) -> Memory:
+        """On the device of `hidden`, (n, hidden_size), and in its dtype."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return hidden.new_zeros(*shape, dtype=dtype)
+
+        states, signals = hidden.new_zeros(slots, hidden.shape[-1]), zeros(slots, 3)
+        depth, ids = zeros(slots, dtype=torch.long), zeros(slots, draws, dtype=torch.long)
+        return cls(states, signals, depth, ids, *[zeros(slots, draws) for _ in range(3)])
+
+    def judged(self, places: Tensor) -> Judged:
+        """(n,) of all draws, one position after the other, as the head reads them."""
+        slots, draws = places // self.weight.shape[1], places % self.weight.shape[1]
+        signals = self.signals[slots]
+        signals[:, LOGPROB] = self.logprob[slots, draws]  # the only one of them that is of the token
+        token_ids, label, weight = (part[slots, draws] for part in (self.token_ids, self.label, self.weight))
+        return Judged(self.hidden[slots], signals, token_ids, self.depth[slots], label, weight)
+
+
+class OnlineTraining:
+    """Gradient steps on a head's weights while it decodes. The head that it is given stays as it is.
+
+    Every INTERVAL rounds STEPS of Adam go down the cross-entropy of tokens drawn from the last SLOTS that were judged
+    (accepted tokens and the first rejected one, as in OnlineRecalibration), of the *corrected* logit: what slope and
+    intercepts say already is not learnt twice. Labels are a(Y) where the host tells it, which is what a head is trained
+    on; the outcome of the test, which is a(Y) on average, where it does not. A host that tells a(Y) tells it of some
+    alternatives to each token, too, and these are learnt from alike (not by a head that reads the state *at* a token:
+    the state at another one is not known). Decisions are made by a running average of the weights, over about 1/AVERAGE
+    steps.
+
+    lr: of Adam; 0.064 / hidden_size when left out, a sixth of that of `accept-head train`. All judged tokens count
+    alike, whoever they are of: there is no bound on what one tenant can teach it, so it is for traffic that is trusted.
+
+    Takes SLOTS·hidden_size numbers in the dtype of the draft's states, and five times the head's weights. The host
+    waits for nothing. What was learnt outlives `start`; `served` is the head as it is now, which can be saved.
+
+    Raises InputError when lr is out of range, or when the head predicts more than a(Y).
+    """
+
+    INTERVAL, STEPS, SIZE, MOST = 20, 2, 256, 2048
+    SLOTS, FEWEST = 16384, 256
+    AVERAGE = 0.05
+
+    def __init__(self, head: AcceptanceHead, lr: float | None = None):
+        if lr is not None and not lr > 0:
+            raise InputError(f"online training lr is {lr}, expected a positive number")
+        if head.config.predictions != ("token",):
+            raise InputError(f"online training is for a head that predicts 'token', this one '{head.config.predicts}'")
+        with torch.inference_mode(False):  # vLLM builds and asks policies within it, where no gradient is known
+            self.learner, self.served = (_copy(head) for _ in range(2))
+        self.served.requires_grad_(False)
+        parameters = [parameter.requires_grad_(True) for parameter in self.learner.parameters()]
+        self.optimizer = torch.optim.Adam(parameters, lr=lr or 0.064 / head.config.hidden_size, betas=(0.9, 0.99))
+        self.random = torch.Generator(parameters[0].device).manual_seed(0)
+        self.judges_alternatives = head.config.reads == "before"
+        self.memory: Memory | None = None
+        self.place = self.noted = self.rounds = 0
+        self.learning = True
+        self.round: list[tuple[int, int]] = []  # first slot and rows of each depth that was judged
+        self.scorer: Score = self.served.scorer(table=False)
+
+    # --- a round -----------------------------------------------------------------------------------------------------
+
+    def start_round(self, learning: bool = True) -> None:
+        """learning: whether what is judged from here on is to be remembered."""
+        self.round, self.learning = [], learning
+
+    def score(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
+        """P̂ of the next depth's tokens, (batch,), as HeadPolicy asks for it."""
+        if self.learning:
+            self._note(hidden, signals, token_ids)
+        return self.scorer(hidden, signals, token_ids)
+
+    def _note(self, hidden: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> None:
+        rows = len(hidden)
+        if self.memory is None:
+            draws = 1 + DRAWS * self.judges_alternatives
+            self.memory = Memory.empty(max(self.SLOTS, rows), draws, hidden)
+        memory = self.memory
+        if self.place + rows > len(memory.weight):
+            self.place = 0
+        here = slice(self.place, self.place + rows)
+        memory.weight[here] = 0.0
+        # A copy: what the host shows may be written over by its next forward. One state that is no number, of a model
+        # in half precision, say, would stay in Adam's averages for ever.
+        memory.hidden[here] = hidden.nan_to_num(0.0, 0.0, 0.0)
+        if signals is not None:
+            memory.signals[here] = signals.float().nan_to_num(0.0, 0.0, 0.0)
+            memory.logprob[here, 0] = memory.signals[here, LOGPROB]
+        if token_ids is not None:
+            memory.token_ids[here, 0] = token_ids
+        memory.depth[here] = len(self.round)
+        self.round.append((self.place, rows))
+        self.place += rows
+        self.noted = max(self.noted, self.place)
+
+    def forget_round(self) -> None:
+        """Rows have changed: what was judged last is of none of them any more."""
+        self.round = []
+
+    def observe(self, outcome: VerifyOutcome, correction: OnlineRecalibration) -> None:
+        """Learn from the round whose tokens were judged last."""
+        tokens, self.round = self.round, []
+        if self.memory is not None:
+            labels, told = outcome.labels(len(tokens)), torch.where(outcome.live, outcome.judged, 0)
+            for depth, (place, rows) in enumerate(tokens):
+                here, counts = slice(place, place + rows), (depth < told) & labels[:, depth].isfinite()
+                self.memory.label[here, 0] = torch.where(counts, labels[:, depth], 0.0)
+                self.memory.weight[here, 0] = counts.float()
+                self._note_alternatives(outcome.alternatives, depth, here, counts)
+        self.rounds += 1
+        if self.rounds % self.INTERVAL == 0 and self.noted >= self.FEWEST:
+            self._train(len(outcome.live), correction)
+
+    def _note_alternatives(self, told: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
+        """The alternatives at a depth of the rows that count, (rows,) bool, where the host tells of any."""
+        if not self.judges_alternatives or told is None or depth >= told.token_ids.shape[1]:
+            return
+        assert self.memory is not None
+        known = counts[:, None] & told.acceptance[:, depth].isfinite()
+        self.memory.token_ids[here, 1:] = told.token_ids[:, depth]
+        self.memory.logprob[here, 1:] = torch.where(known, told.logprob[:, depth].float(), 0.0)
+        self.memory.label[here, 1:] = torch.where(known, told.acceptance[:, depth].float(), 0.0)
+        self.memory.weight[here, 1:] = known.float()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _train(self, rows: int, correction: OnlineRecalibration) -> None:
+        # As many tokens a step as rows bring: steps cost the same, and each token is drawn as often.
+        size = min(self.SIZE * rows, self.MOST)
+        with torch.inference_mode(False), torch.enable_grad():
+            for _ in range(self.STEPS):
+                loss = self._loss(self._sample(size), correction)
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                with torch.no_grad():
+                    for own, learnt in zip(self.served.parameters(), self.learner.parameters(), strict=True):
+                        own.lerp_(learnt, self.AVERAGE)
+            self.scorer = self.served.scorer(table=False)
+
+    def _sample(self, size: int) -> Judged:
+        """(size, …) draws that verification told of, each as likely as any other."""
+        assert self.memory is not None
+        upto = self.memory.weight[: self.noted].flatten().double().cumsum(0)
+        drawn = torch.rand(size, generator=self.random, device=upto.device, dtype=torch.float64) * upto[-1]
+        return self.memory.judged(torch.searchsorted(upto, drawn, right=True).clamp(max=len(upto) - 1))
+
+    def _loss(self, tokens: Judged, correction: OnlineRecalibration) -> Tensor:
+        config = self.learner.config
+        logits = self.learner(
+            tokens.hidden,
+            tokens.signals if config.signals else None,
+            tokens.token_ids if config.reads_embedding else None,
+        )[..., 0]
+        read = self.learner.told(tokens.signals) if config.signals else None
+        corrected = correction.corrected(logits.float(), tokens.depth, read)
+        # Where nothing is known yet the sample has the weight 0.
+        return nn.functional.binary_cross_entropy_with_logits(corrected, tokens.label, weight=tokens.weight)
+
+
+def _copy(head: AcceptanceHead) -> AcceptanceHead:
+    """With weights of its own, and the same embedding matrix."""
+    return copy.deepcopy(head, {id(head.embeddings): head.embeddings})

@@ -1,0 +1,216 @@
+"""Replay of any policy: the object that decodes is asked the same questions, in the same order, with no model around.
+
+Slower than replay's fast paths (a call a drafted token), but for every policy, whatever it remembers, and for rules
+that look at the batch: responses go through so many rows as when they are decoded, and one that is done makes room.
+The traces are coupled for the ratio test, and it is that test which is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accept_head.alternatives import Alternatives
+from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.errors import InputError
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
+from accept_head.inference.replay.arrays import HIDDEN, Replayed, Walked, check_k_max, draft_step, replayed_of
+from accept_head.inference.replay.coupled import CoupledTraces
+
+
+@torch.no_grad()
+def replay(
+    traces: CoupledTraces,
+    policy: DraftPolicy,
+    name: str,
+    params: dict[str, Any] | None = None,
+    *,
+    batch: int | None = None,
+    costs: ForwardCosts | PairCosts | None = None,
+    alternatives: Alternatives | None = None,
+) -> Replayed:
+    """What `policy` would have cost. batch: rows decoded together; all responses when left out. costs: what a round
+    takes, for policies that learn from its seconds: draft steps as many as the row that drafts longest, and one
+    verification; for PairCosts of as many tokens as the decode loop gives the models. alternatives: by
+    `alternatives_of`, for policies that learn from them; without, they are told none.
+
+    Raises InputError when the policy drafts more than the rollouts hold, asks for seconds and there are no costs, or is
+    not lossless under the ratio test: its text would be another one than the traces'.
+    """
+    check_k_max(name, policy.max_draft_tokens, traces)
+    check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
+    if Signal.SECONDS in policy.needs and costs is None:
+        raise InputError(f"{name} learns from the seconds of a round: its replay needs the forward costs")
+    host = _Host(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives)
+    while host.live.any():
+        host.round()
+    walked = Walked(host.counts[:, None].double().numpy(), *host.histograms[:, None].numpy())
+    return replayed_of(walked, 0, name, params or {})
+
+
+class _Host:
+    """Rows that each go through one response after the other. All tensors of the host's own are on the CPU."""
+
+    def __init__(
+        self,
+        traces: CoupledTraces,
+        policy: DraftPolicy,
+        batch: int,
+        costs: ForwardCosts | PairCosts | None,
+        alternatives: Alternatives | None,
+    ):
+        self.traces, self.policy, self.costs = traces, policy, costs
+        self.table = HiddenTable(traces, policy.needs)
+        self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
+        self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
+        soft = Signal.ACCEPTANCE in policy.needs and not traces.config.sampling.greedy
+        self.acceptance = self.known("acceptance") if soft else None
+        self.alternatives = alternatives if Signal.ALTERNATIVES in policy.needs else None
+        self.counts = torch.zeros(len(traces.lengths), 4, dtype=torch.long)
+        self.counts[:, 0] = traces.lengths
+        self.histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
+        self.waiting: Iterator[int] = iter(range(len(traces.lengths)))
+        self.response, self.place, self.end = (torch.zeros(batch, dtype=torch.long) for _ in range(3))
+        policy.start(batch, self.table.device)
+        self.admit()
+
+    def known(self, column: str) -> Tensor:
+        """(P,) what the traces say of each position."""
+        return torch.from_numpy(np.concatenate(self.traces.traces.with_format("numpy")[column][:]))
+
+    @property
+    def live(self) -> Tensor:
+        return self.place < self.end
+
+    def admit(self) -> None:
+        """Give rows that are done to waiting responses."""
+        rows = []
+        for row in torch.where(~self.live)[0].tolist():
+            response = next(self.waiting, None)
+            if response is not None:
+                rows.append(row)
+                self.response[row] = response
+                self.place[row] = self.traces.starts[response]
+                self.end[row] = self.traces.starts[response] + self.traces.lengths[response]
+        if rows:
+            lengths = self.prompts[self.response[rows]]
+            self.policy.admit(torch.tensor(rows, device=self.table.device), lengths.to(self.table.device))
+
+    def round(self) -> None:
+        policy, traces, device, live = self.policy, self.traces, self.table.device, self.live
+        here = self.place.clamp(max=traces.positions - 1)
+        budget = checked(policy, "start_round", policy.start_round(live.to(device)), len(live)).cpu()
+        budget = torch.minimum(budget, traces.drafts[here]).clamp(min=0) * live
+        drafted, in_vain = self.draft(here, budget)
+        submitted = drafted
+        if policy.trims and budget.any():
+            kept = checked(policy, "trim", policy.trim(drafted.to(device)), len(live)).cpu()
+            submitted = torch.minimum(kept, drafted).clamp(min=0)
+        accepted = torch.minimum(submitted, traces.leading[here])
+        spent = torch.stack([drafted - accepted, torch.ones_like(drafted), drafted + in_vain], dim=-1)
+        self.counts[:, 1:].index_add_(0, self.response[live], spent[live])
+        judged = torch.minimum(submitted, accepted + 1)
+        for histogram, value in zip(self.histograms, (drafted, judged, accepted), strict=True):
+            histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
+        self.place = torch.where(live, torch.minimum(self.place + accepted + 1, self.end), self.place)
+        self.observe(here, live, drafted, submitted, accepted, int((drafted + in_vain).max()))
+        self.admit()
+
+    def observe(
+        self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: int
+    ) -> None:
+        device = self.table.device
+        slots = (here[:, None] + torch.arange(int(submitted.max()))).clamp(max=self.traces.positions - 1)
+        divergence, acceptance = (
+            None if known is None else known[slots].to(device) for known in (self.divergence, self.acceptance)
+        )
+        lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
+        outcome = VerifyOutcome(
+            drafted=drafted.to(device),
+            submitted=submitted.to(device),
+            accepted=accepted.to(device),
+            live=live.to(device),
+            lengths=lengths.to(device),
+            divergence=divergence,
+            acceptance=acceptance,
+            alternatives=self.alternatives and Alternatives(*[part.to(device) for part in self.alternatives.at(slots)]),
+            seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
+        )
+        self.policy.observe(outcome)
+
+    def seconds(self, forwards: int, verified: int, context_tokens: int, rows: int) -> float | None:
+        """Of a round with so many draft forwards, and so many tokens of each row to verify besides its last."""
+        if isinstance(self.costs, PairCosts):
+            drafting = forwards * self.costs.draft_seconds(rows, context_tokens)
+            return float(drafting + self.costs.verify_seconds(rows * (verified + 1), context_tokens))
+        if self.costs is not None:
+            verification = self.costs.t_target if verified else self.costs.t_autoregressive
+            return forwards * self.costs.t_draft + verification
+        return None
+
+    def draft(self, here: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
+        """One round of every row, as Decoder._draft: tokens drafted, and forwards beyond them, (rows,) each."""
+        policy = self.policy
+        if not policy.stops_early:
+            return budget, torch.zeros_like(budget)
+        drafted, in_vain, active = torch.zeros_like(budget), torch.zeros_like(budget), budget > 0
+        most = int(budget.max())
+        for depth in range(1, most + 1):
+            tokens = self.traces.path[here, depth - 1].clamp(max=len(self.traces.ids) - 1)
+            if policy.peeks:
+                declined = active & ~self.ask("draw_next", depth, tokens, active, peek=True)
+                active, in_vain = active & ~declined, in_vain + declined
+            drafted += active
+            drew = active = active & (drafted < budget)
+            active = active & self.ask("keep_drafting", depth, tokens, active, last=depth == most)
+            if Signal.DRAWN_HIDDEN in policy.needs and depth < most:
+                in_vain += drew & ~active
+            if not active.any():
+                break
+        return drafted, in_vain
+
+    def ask(
+        self, method: str, depth: int, tokens: Tensor, active: Tensor, *, peek: bool = False, last: bool = False
+    ) -> Tensor:
+        """The policy's answer, (rows,) bool. It is shown what the decode loop would show: what it asked for, and before
+        a token is drawn nothing of the token; at the last token that the round can have, no state at it."""
+        policy, needs = self.policy, self.policy.needs
+        fed, drawn = self.table.states(tokens)
+        full = draft_step(self.traces, tokens, self.table.device)
+        step = DraftStep(
+            depth=depth,
+            token_ids=None if peek or full.token_ids is None else full.token_ids.long(),
+            active=active.to(self.table.device),
+            fed_hidden=fed,
+            drawn_hidden=None if peek or last else drawn,
+            logprob=full.logprob if Signal.LOGPROB in needs and not peek else None,
+            entropy=full.entropy if Signal.ENTROPY in needs else None,
+            max_prob=full.max_prob if Signal.MAX_PROB in needs else None,
+        )
+        answer = getattr(policy, method)(step)
+        return checked(policy, method, answer, len(active)).cpu()
+
+
+class HiddenTable:
+    """Hidden states of all tokens, for policies that ask for them: all of them are in memory."""
+
+    def __init__(self, traces: CoupledTraces, needs: frozenset[Signal]):
+        self.needs, self.device = needs, torch.device("cpu")
+        if not needs & HIDDEN:
+            return
+        parts = [(fed, hidden) for _, _, fed, hidden in traces.hidden()]
+        fed, hidden = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        steps = traces.k_max - 1
+        self.fed = torch.cat([fed, hidden.reshape(-1, fed.shape[-1])])
+        # The state at a token stands with the next token of its response or rollout, or with its own rollout's first.
+        self.next = torch.arange(1, len(self.fed) + 1).clamp(max=len(self.fed) - 1)
+        self.next[traces.rejected] = traces.positions + torch.arange(len(traces.rejected)) * steps
+
+    def states(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """(fed, drawn) of (rows,) tokens, (rows, hidden) each, as far as they are asked for."""
+        fed = self.fed[tokens] if Signal.FED_HIDDEN in self.needs else None
+        return fed, self.fed[self.next[tokens]] if Signal.DRAWN_HIDDEN in self.needs else None

@@ -1,0 +1,182 @@
+"""Coupled traces with their rollouts, as flat tables: every token that any round could draft, and every round's path.
+
+A round that starts at position s drafts Y_s, Y_{s+1}, … as far as they are accepted, the first rejected one, and then
+the rollout from there. So the tokens of all rounds are the P positions of all responses and the tokens of the R
+rollouts, and a round is a path through them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from accept_head.errors import InputError
+from accept_head.inference.replay.rollouts import read_rollouts, roll_out
+from accept_head.pair import context_tokens
+from accept_head.trace import ALTERNATIVE_COLUMNS, TraceConfig, check_coupled, check_made_by, read_traces
+from accept_head.trace_values import check_context
+
+SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoupledTraces:
+    """n responses with P positions in all, R rollouts, rounds of at most k_max, M = P + R·(k_max − 1) tokens.
+
+    Token i < P is Y at position i; the rest are the rollouts', one after the other. All tensors are on the CPU.
+
+    lengths, starts: (n,) tokens of each response, and its first position.
+    path: (P, k_max) the token that a round from this position drafts at each depth; M where there is none.
+    drafts: (P,) tokens that it can draft at most: as far as the response's budget, or to an end token.
+    leading: (P,) how many of them are accepted before the first that is not.
+    ids, logprob, entropy, max_prob: (M,) of each token. rejected: (R,) the position that each rollout follows.
+    rollout_lengths: (R,) tokens of each.
+    shards: files of hidden states, with the positions and rollouts of each that are in use.
+    """
+
+    config: TraceConfig
+    traces: Any  # the records, a data set of length n
+    k_max: int
+    lengths: Tensor
+    starts: Tensor
+    path: Tensor
+    drafts: Tensor
+    leading: Tensor
+    ids: Tensor
+    logprob: Tensor
+    entropy: Tensor
+    max_prob: Tensor
+    rejected: Tensor
+    rollout_lengths: Tensor
+    shards: tuple[tuple[Path, int, int], ...]
+
+    @property
+    def positions(self) -> int:
+        return len(self.drafts)
+
+    @property
+    def domains(self) -> list[str]:
+        """Each response's."""
+        return list(self.traces["domain"])
+
+    def hidden(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Shard by shard: (positions, rollouts, fed, hidden), fed (positions, hidden) the state that each position's
+        token was drawn from, hidden (rollouts, k_max − 1, hidden) the same of each rollout's tokens."""
+        position = rollout = 0
+        for path, positions, rollouts in self.shards:
+            tensors = read_rollouts(path, ("fed_hidden", "hidden"))
+            yield (
+                slice(position, position + positions),
+                slice(rollout, rollout + rollouts),
+                tensors["fed_hidden"][:positions],
+                tensors["hidden"][:rollouts, : self.k_max - 1],
+            )
+            position, rollout = position + positions, rollout + rollouts
+
+
+def load_coupled(
+    folder: Path, draft: PreTrainedModel, draft_fingerprint: str, *, k_max: int = 20, max_prompts: int | None = None
+) -> CoupledTraces:
+    """Read traces and their rollouts, making those that are missing. max_prompts: the first so many.
+
+    Raises InputError when the traces are damaged, of another draft, of scored text (`collect --responses`), or have no
+    response.
+    """
+    if k_max < 2:
+        raise InputError(f"k_max is {k_max}, expected at least 2")
+    config, traces = read_traces(folder)
+    check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
+    check_coupled(config, folder)
+    check_context(folder, traces, context_tokens(draft))
+    count = min(max_prompts or len(traces), len(traces))
+    paths = roll_out(draft, folder, config, traces, k_max=k_max, shards=-(-count // config.shard_size))
+    return couple(config, traces.select(range(count)), paths, k_max)
+
+
+def couple(config: TraceConfig, traces: Any, paths: list[Path], k_max: int) -> CoupledTraces:
+    """Tables of `traces`, the first records of a folder, from the rollouts of its first shards."""
+    read = [name for name in traces.column_names if name not in ALTERNATIVE_COLUMNS]  # which only training reads
+    records = traces.select_columns(read).with_format("numpy")[:]
+    lengths = np.array([len(ids) for ids in records["response_ids"]])
+    starts = np.cumsum([0, *lengths[:-1]])
+    flat = {name: np.concatenate(records[name]) for name in ("accepted", "draft_ids")}
+    flat |= {name: np.concatenate(records[f"draft_{name}"]) for name in ("logprob", "entropy", "max_prob")}
+    rollouts, shards = _read_shards(paths, config, lengths, k_max)
+    off = {name: rollouts[name].reshape(-1) for name in ("ids", "logprob", "entropy", "max_prob")}
+    path, drafts, leading = _paths(flat["accepted"], starts, lengths, rollouts, config.max_new_tokens, k_max)
+    return CoupledTraces(
+        config=config,
+        traces=traces,
+        k_max=k_max,
+        lengths=torch.from_numpy(lengths),
+        starts=torch.from_numpy(starts),
+        path=torch.from_numpy(path),
+        drafts=torch.from_numpy(drafts),
+        leading=torch.from_numpy(leading),
+        ids=torch.cat([torch.from_numpy(flat["draft_ids"]).int(), off["ids"]]),
+        logprob=torch.cat([torch.from_numpy(flat["logprob"]), off["logprob"]]),
+        entropy=torch.cat([torch.from_numpy(flat["entropy"]), off["entropy"]]),
+        max_prob=torch.cat([torch.from_numpy(flat["max_prob"]), off["max_prob"]]),
+        rejected=rollouts["position"],
+        rollout_lengths=rollouts["length"],
+        shards=shards,
+    )
+
+
+def _read_shards(
+    paths: list[Path], config: TraceConfig, lengths: np.ndarray, k_max: int
+) -> tuple[dict[str, Tensor], tuple[tuple[Path, int, int], ...]]:
+    """The small tables of all rollouts, `position` counted over all shards, and what of each shard is in use."""
+    parts, shards, first = [], [], 0
+    for number, path in enumerate(paths):
+        mine = lengths[number * config.shard_size : (number + 1) * config.shard_size]
+        positions = int(mine.sum())
+        part = read_rollouts(path, SMALL)
+        used = int((part["position"] < positions).sum())  # they are in order
+        part = {name: tensor[:used] for name, tensor in part.items()}
+        part |= {name: part[name][:, : k_max - 1] for name in ("ids", "logprob", "entropy", "max_prob")}
+        part["position"] = part["position"] + first
+        part["length"] = part["length"].clamp(max=k_max - 1)
+        parts.append(part)
+        shards.append((path, positions, used))
+        first += positions
+    return {name: torch.cat([part[name] for part in parts]) for name in SMALL}, tuple(shards)
+
+
+def _paths(
+    accepted: np.ndarray,
+    starts: np.ndarray,
+    lengths: np.ndarray,
+    rollouts: dict[str, Tensor],
+    max_new_tokens: int,
+    k_max: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(path, drafts, leading) as CoupledTraces has them."""
+    count = len(accepted)
+    here = np.arange(count)
+    # The last position a round can draft: the response's last, unless that is the budget's, which the target emits.
+    last = np.repeat(starts + np.minimum(lengths, max_new_tokens - 1) - 1, lengths)
+    rejected = np.where(accepted, count, here)
+    stop = np.minimum.accumulate(rejected[::-1])[::-1]  # the first rejected position from here on, of any response
+    rejects = stop <= last
+    leading = np.where(rejects, stop, last + 1) - here
+    rollout = np.zeros(count, dtype=np.int64)  # of each rejected position
+    position, length = rollouts["position"].numpy(), rollouts["length"].numpy()
+    rollout[position] = np.arange(len(position))
+    beyond = np.zeros(count, dtype=np.int64)
+    beyond[position] = length + 1  # the rejected token itself, and its rollout
+    inside = np.minimum(stop, count - 1)
+    drafts = np.minimum(leading + np.where(rejects, beyond[inside], 0), k_max)
+
+    depth = np.arange(k_max)
+    off = depth - leading[:, None] - 1  # place in the rollout
+    path = np.where(off < 0, here[:, None] + depth, count + rollout[inside][:, None] * (k_max - 1) + off)
+    tokens = count + len(position) * (k_max - 1)
+    return np.where(depth < drafts[:, None], path, tokens), drafts, leading

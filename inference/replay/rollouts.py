@@ -1,0 +1,200 @@
+"""Rollouts: what the draft would have gone on to draw after each rejection, computed once and stored beside the traces.
+
+A coupled trace says what a round drafts up to its first rejection. What it drafts after that is thrown away, but it
+takes time, and the policy's decision to stop depends on it; only the draft can say. From every rejected position it is
+rolled out to the longest round there may be. The hidden states of both parts are kept, so that any head can be priced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from accept_head.checksum import read_tensors, save_tensors
+from accept_head.files import atomic_path, read_json, writable_folder, write_json
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.proof import check_served
+from accept_head.pair import context_tokens, hidden_size
+from accept_head.randomness import uniforms
+from accept_head.sampling import Sampling, draw
+from accept_head.signals import SIGNALS, draft_signals
+from accept_head.trace import TraceConfig
+
+ROLLOUT_VERSION = 1
+FOLDER_NAME, CONFIG_NAME = "rollouts", "rollout_config.json"
+STREAM = 4  # counter of `uniforms`; collect and train use 0 to 3
+RESPONSES, ROLLOUTS = 16, 128  # fed together; as in collect, a rollout does not depend on what is fed beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How a folder of rollouts was made. traces: fingerprint of their config. k_max: tokens of the longest round."""
+
+    traces: str
+    draft_fingerprint: str
+    dtype: str
+    k_max: int
+    version: int = ROLLOUT_VERSION
+
+    @classmethod
+    def load(cls, path: Path) -> RolloutConfig | None:
+        """None if it is not there or of another version: the rollouts are then made anew."""
+        if not path.is_file():
+            return None
+        values = read_json(path)
+        known = {field.name for field in fields(cls)}
+        usable = set(values) == known and values["version"] == ROLLOUT_VERSION and type(values["k_max"]) is int
+        return cls(**values) if usable else None
+
+
+def roll_out(
+    draft: PreTrainedModel, folder: Path, config: TraceConfig, traces: Any, *, k_max: int, shards: int
+) -> list[Path]:
+    """Make what is missing of the rollouts of the first `shards` trace shards; returns their files, in order.
+
+    traces: what `read_traces` gave for `folder`. Rollouts that are there with at least this k_max are taken as they
+    are. Raises InputError when the folder cannot be written to, or when the decode loop cannot serve the draft.
+    """
+    check_served(draft)
+    place = folder / FOLDER_NAME
+    wanted = RolloutConfig(
+        traces=config.fingerprint(),
+        draft_fingerprint=config.draft_fingerprint,
+        dtype=str(draft.dtype).removeprefix("torch."),
+        k_max=k_max,
+    )
+    there = RolloutConfig.load(place / CONFIG_NAME)
+    usable = there is not None and replace(there, k_max=k_max) == wanted and there.k_max >= k_max
+    paths = [place / f"shard-{shard:05d}.safetensors" for shard in range(shards)]
+    missing = [shard for shard, path in enumerate(paths) if not usable or not path.is_file()]
+    if missing:
+        writable_folder(place, "--traces")
+    if not usable:
+        for old in place.glob("*.safetensors"):
+            old.unlink()
+        write_json(place / CONFIG_NAME, asdict(wanted))
+    longest = there.k_max if there is not None and usable else k_max
+    for shard in tqdm(missing, unit="shard", desc="rollouts", disable=not missing):
+        first = shard * config.shard_size
+        records = traces.with_format("numpy")[first : first + config.shard_rows(shard)]
+        with atomic_path(paths[shard]) as temporary:
+            save_tensors(roll_out_records(draft, records, config, longest), temporary)
+    return paths
+
+
+def read_rollouts(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """Some of one shard's tensors, as `roll_out_records` names them. Raises InputError naming a damaged file."""
+    return read_tensors(path, names)
+
+
+@torch.no_grad()
+def roll_out_records(
+    draft: PreTrainedModel, records: dict[str, Any], config: TraceConfig, k_max: int
+) -> dict[str, Tensor]:
+    """Rollouts of a table of traces, columns as in trace.py, on the CPU. With P positions in all and R rejected ones:
+
+    fed_hidden: (P, hidden), the state that Y_i was drawn from.
+    position: (R,), which of the P positions a rollout follows. length: (R,), its tokens, at most k_max - 1: fewer
+        where the response's budget ends, or after an end token.
+    ids, logprob, entropy, max_prob: (R, k_max - 1), its tokens and their signals.
+    hidden: (R, k_max - 1, hidden), the state that each of its tokens was drawn from.
+    """
+    count = len(records["prompt_ids"])
+    parts = [_roll_out_group(draft, group, config, k_max) for group in _groups(records, range(0, count, RESPONSES))]
+    starts = np.cumsum([0, *(len(part["fed_hidden"]) for part in parts)])
+    for part, start in zip(parts, starts[:-1], strict=True):
+        part["position"] += int(start)
+    return {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+
+
+def _groups(records: dict[str, Any], starts: range) -> Iterator[dict[str, Any]]:
+    for start in starts:
+        yield {name: values[start : start + RESPONSES] for name, values in records.items()}
+
+
+def _roll_out_group(
+    draft: PreTrainedModel, group: dict[str, Any], config: TraceConfig, k_max: int
+) -> dict[str, Tensor]:
+    """The prefixes are fed once, one row a response; each rollout then continues a copy of its row from where it was
+    rejected, which with a ragged cache is a matter of saying so."""
+    device = draft.device
+    ids = [
+        torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
+    ]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(device)
+    prompts = torch.tensor([len(prompt) for prompt in group["prompt_ids"]])
+    lengths = torch.tensor([len(response) for response in group["response_ids"]])
+    # Rows whose budget is spent are fed on beside the others: not beyond the last position that the draft knows.
+    trunk = CachedModel(draft, len(ids), min(padded.shape[1] + k_max, context_tokens(draft)))
+    states = trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=device), 0)
+    row = torch.repeat_interleave(torch.arange(len(ids)), lengths)
+    step = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    fed = states[row, prompts[row] - 1 + step]
+
+    # The target emits a response's last token itself: its budget leaves no draft for the position max_new_tokens - 1.
+    accepted = torch.from_numpy(np.concatenate(group["accepted"]))
+    position = torch.where(~accepted & (step < config.max_new_tokens - 1))[0]
+    row, step = row[position], step[position]
+    budget = (config.max_new_tokens - 2 - step).clamp(max=k_max - 1)
+    drawn = torch.from_numpy(np.concatenate(group["draft_ids"])).long()[position]
+    index = torch.from_numpy(np.asarray(group["index"]))[row]
+    parts = [
+        _continue(trunk.copy(r), i.to(device), p.to(device), b.to(device), n, s, config, k_max)
+        for r, i, p, b, n, s in zip(
+            *(t.split(ROLLOUTS) for t in (row, drawn, prompts[row] + step, budget, index, step)), strict=True
+        )
+    ]
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}  # one empty part, if none
+    return {"fed_hidden": fed.cpu(), "position": position, **joined}
+
+
+def _continue(
+    model: CachedModel,
+    token_ids: Tensor,
+    places: Tensor,
+    budget: Tensor,
+    index: Tensor,
+    step: Tensor,
+    config: TraceConfig,
+    k_max: int,
+) -> dict[str, Tensor]:
+    """Feed each row's rejected token (rows,) at its place and go on for `budget` tokens. index, step: prompt and
+    position of each, which name its random numbers."""
+    ends = torch.tensor(config.end_token_ids, dtype=torch.long, device=token_ids.device)
+    rows, slots = len(token_ids), k_max - 1
+    random = uniforms(config.seed, index[:, None], step[:, None], STREAM, torch.arange(slots)).to(token_ids.device)
+    draft = model.model
+    ids = torch.zeros(rows, slots, dtype=torch.int32, device=token_ids.device)
+    signals = torch.zeros(rows, slots, len(SIGNALS), device=token_ids.device)
+    hidden = torch.zeros(rows, slots, hidden_size(draft), dtype=draft.dtype, device=token_ids.device)
+    active, length = torch.ones_like(budget, dtype=torch.bool), torch.zeros_like(budget)
+    longest, most = (int(places.max()), int(budget.max())) if rows else (0, 0)
+    for slot in range(most):
+        active = active & (slot < budget) & ~torch.isin(token_ids, ends)
+        output = model.forward(token_ids[:, None], places + slot, longest + slot)
+        hidden[:, slot] = output.hidden[:, 0]
+        token_ids, signals[:, slot] = _draw(output.logits[:, 0, : config.vocab_size], random[:, slot], config.sampling)
+        ids[:, slot] = token_ids
+        length += active
+    logprob, entropy, max_prob = signals.unbind(-1)
+    tables = {"length": length, "ids": ids, "hidden": hidden}
+    tables |= {"logprob": logprob, "entropy": entropy, "max_prob": max_prob}
+    return {name: table.cpu() for name, table in tables.items()}
+
+
+def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Draw as the decode loop does → ids (rows,) and draft signals (rows, 3). logits: (rows, vocab)."""
+    if sampling.greedy:
+        ids = logits.argmax(-1)
+        return ids, draft_signals(logits.float().softmax(-1), ids)
+    q = sampling.probabilities(logits)
+    ids = draw(q, uniform)
+    return ids, draft_signals(q, ids)

@@ -1,0 +1,4 @@
+"""One HTML page, and PNGs, of what every policy costs and of single rounds.
+
+Read first: data.py, then page.py.
+"""

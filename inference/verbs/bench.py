@@ -1,0 +1,313 @@
+"""`accept-head bench`: policies side by side on the same prompts, or on the same arrivals of a trace, in wall clock.
+
+Always among them: the target alone, static draft lengths, and the best of these a second time: how far apart two runs
+of the same policy are is what any gain has to be compared with. A cell, one batch size and temperature, is kept in a
+hidden file beside the output when it is finished, so that an interrupted run goes on with the next one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+
+from accept_head.console import make_console
+from accept_head.errors import InputError
+from accept_head.files import atomic_path, sha256, writable_file, write_json
+from accept_head.inference.bench.arrivals import Arrival, read_trace
+from accept_head.inference.bench.cells import Job, resolved
+from accept_head.inference.bench.figures import Clock
+from accept_head.inference.bench.plots import draw_plots
+from accept_head.inference.bench.tables import cell_table, trace_table
+from accept_head.inference.costs.files import forward_costs
+from accept_head.inference.decode.chunks import Chunk
+from accept_head.inference.engine.backends import Attention
+from accept_head.inference.engine.cache import Compile
+from accept_head.inference.policies import make_policy
+from accept_head.inference.policies.content import content_hash
+from accept_head.inference.policy import Verifier, check_lossless
+from accept_head.inference.verbs.generate import Kept
+from accept_head.inference.verbs.options import explained
+from accept_head.inference.verbs.profile import device_name
+from accept_head.pair import checkpoint_fingerprint, context_tokens, load_pair
+from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
+from accept_head.sampling import Sampling
+
+BATCHES, TEMPERATURES, STATIC_K = (1, 2, 4, 8, 16, 32), (0.0, 1.0), (1, 2, 3, 4, 6, 8)
+TRACE_BATCHES = (8,)
+
+
+@explained
+def bench(
+    target: str,
+    draft: str,
+    prompts: str,
+    out: str,
+    policy: list[str] | None = None,
+    fixed: list[int] | None = None,
+    field: str = "prompt",
+    max_prompts: int | None = None,
+    batch_size: list[int] | None = None,
+    temperature: list[float] | None = None,
+    top_k: int = 50,
+    max_new_tokens: int = 64,
+    repeats: int = 2,
+    chunk_prompts: int | None = None,
+    costs: str | None = None,
+    slo: bool = False,
+    clock: Clock = "wall",
+    trace: list[str] | None = None,
+    trace_requests: int = 100,
+    trace_start: float = 0.0,
+    time_scale: float | None = None,
+    load: float = 0.8,
+    seed: int = 0,
+    verifier: Verifier = "ratio",
+    allow_lossy: bool = False,
+    dtype: str = "auto",
+    compile: Compile = "none",
+    attention: Attention = "auto",
+    chunk: Chunk = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Measure policies side by side: tokens a second, time per output token, rates, gain over the best static length.
+
+    Prompts go in chunks; on each chunk every policy runs in turn, in an order that is drawn anew. With --trace, one
+    policy after the other decodes requests that arrive as they did at a real service instead.
+
+    Args:
+        target: Target model: a folder or a name on the Hub.
+        draft: Draft model, with the target's tokenizer.
+        prompts: JSONL file, or a data set's name.
+        out: JSON file to write; plots are put beside it.
+        policy: Policies to measure; `accept-head --list-policies` prints what there is. In a SPEC, slo_ms=p90 stands
+            for the limit of --slo at the batch size at hand.
+        fixed: Static draft lengths, always measured as the reference; 1, 2, 3, 4, 6 and 8 when left out.
+        field: Field of a prompt record: text, or a list of chat messages.
+        max_prompts: Use the first so many prompts.
+        batch_size: Numbers of rows decoded together; 1, 2, 4, 8, 16 and 32 when left out, as far as there are prompts,
+            and 8 with --trace.
+        temperature: Sampling temperatures; 0 is greedy. 0 and 1 when left out.
+        top_k: Most likely tokens kept when sampling; 0 keeps all.
+        max_new_tokens: Longest response, in tokens.
+        repeats: How often everything is measured; each time with new random numbers and with policies that have learnt
+            nothing yet.
+        chunk_prompts: Prompts of a chunk, about; at least 4 and twice the batch size when left out.
+        costs: JSON file by `accept-head profile`: adds throughput by forward counts, the oracle's, and the gap closed.
+        slo: Add the share of responses within a limit of time per output token: 0.8 to 1.2 times the 90th percentile
+            of the target alone. Traces always have it.
+        clock: What throughput is measured by: wall, or cpu, the seconds in which this process had a processor, for a
+            machine that others use too. Time per output token and traces are always by the wall.
+        trace: Arrival traces to replay: CSV of Azure or BurstGPT, JSONL of Mooncake.
+        trace_requests: Use so many requests of a trace.
+        trace_start: Seconds of a trace to pass over.
+        time_scale: Seconds of replay for a second of the trace; made to fit `load` when left out.
+        load: Offered load, as a share of what the target alone sustains at this batch size.
+        seed: Seed of the random numbers, of the order and of the bootstrap.
+        verifier: How candidates are tested when sampling: ratio, or match, under which all policies emit the same.
+        allow_lossy: Let policies run whose sampled output is not distributed as the target's.
+        dtype: float32, bfloat16, float16, or auto.
+        compile: {compile}
+        attention: {attention}
+        chunk: {chunk}
+        trust_remote_code: Run model code that comes with the checkpoint.
+    """
+    given = dict(locals())
+    path = writable_file(Path(out))
+    statics = _numbers("fixed", fixed, STATIC_K, 1, 64)
+    batches = _numbers("batch_size", batch_size, TRACE_BATCHES if trace else BATCHES, 1, 4096)
+    samplings = [Sampling(temperature=value, top_k=top_k) for value in dict.fromkeys(temperature or TEMPERATURES)]
+    _check_positive(given)
+    names = _names(policy or [], statics)
+    priced_at = forward_costs(Path(costs)) if costs else None
+    traces = {file: read_trace(Path(file), trace_requests, trace_start) for file in trace or []}
+    pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
+    room = min(context_tokens(pair.target), context_tokens(pair.draft)) - max_new_tokens
+    loaded = load_prompts(prompts, pair.tokenizer, field=field, max_prompts=max_prompts, max_prompt_tokens=max(room, 0))
+    if batch_size is None:
+        batches = [batch for batch in batches if traces or batch <= len(loaded)]
+    elif not traces and max(batches) > len(loaded):
+        raise InputError(f"batch_size is {max(batches)}, but there are {len(loaded)} prompts; each row needs one")
+    job = Job(
+        pair=pair,
+        prompts=loaded,
+        names=names,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        chunk_prompts=chunk_prompts,
+        by_domain=_fill_alone(loaded, max(batches)),
+        costs=priced_at,
+        slo=slo,
+        clock=clock,
+        time_scale=time_scale,
+        load=load,
+        seed=seed,
+        verifier=verifier,
+        allow_lossy=allow_lossy,
+        compile=compile,
+        attention=attention,
+        chunk=chunk,
+    )
+    if clock == "cpu" and pair.target.device.type != "cpu":
+        raise InputError(f"clock is cpu, but the models are on {pair.target.device}: its work would not be counted")
+    _check_lossless(job, samplings)
+    header = _header(job, given, traces)
+    wanted = [Place(file, batch, sampling) for file in traces or [None] for batch in batches for sampling in samplings]
+    console = make_console(unseen_width=132)
+    kept = Kept(path, header["settings"])
+    cells = _measured(job, wanted, traces, kept, console)
+    result = {**header, "traces" if traces else "cells": cells}
+    write_json(path, result)
+    kept.hidden.unlink(missing_ok=True)
+    for written in [path, *_write_plots(path, result)]:
+        console.print(f"wrote {written}", highlight=False)
+
+
+class Place(NamedTuple):
+    """What a cell is of. trace: its file, if it is of a trace."""
+
+    trace: str | None
+    batch: int
+    sampling: Sampling
+
+    @property
+    def name(self) -> str:
+        where = f"{self.trace}, " if self.trace else ""
+        return f"{where}batch {self.batch}, temperature {self.sampling.temperature:g}"
+
+
+def _measured(
+    job: Job, wanted: Sequence[Place], traces: Mapping[str, Sequence[Arrival]], kept: Kept, console: Console
+) -> list[dict[str, Any]]:
+    """All cells, each shown when it is there. Those that an interrupted run has finished are not measured again."""
+    cells = {record["cell"]: record for record in kept.records.values()}
+    if cells:
+        console.print(f"going on: {len(cells)} cells are there", highlight=False)
+    with kept:
+        for place in wanted:
+            if place.name not in cells:
+                cell: dict[str, Any] = {"index": len(kept.records), "cell": place.name}
+                cell |= {"batch_size": place.batch, "temperature": place.sampling.temperature}
+                if place.trace:
+                    cell |= {"trace": place.trace} | job.replay(traces[place.trace], place.batch, place.sampling)
+                else:
+                    cell |= job.measure(place.batch, place.sampling)
+                kept.add(cell)
+                cells[place.name] = cell
+            console.print((trace_table if place.trace else cell_table)(cells[place.name]))
+    return [{name: value for name, value in cells[place.name].items() if name != "index"} for place in wanted]
+
+
+def _write_plots(path: Path, result: Mapping[str, Any]) -> list[Path]:
+    written = []
+    for plot in draw_plots(result):
+        written.append(path.with_name(f"{path.name.removesuffix('.json')}-{plot.name}.png"))
+        with atomic_path(written[-1]) as temporary:
+            temporary.write_bytes(plot.png)
+    return written
+
+
+def _numbers(name: str, given: Sequence[int] | None, default: Sequence[int], low: int, high: int) -> list[int]:
+    values = list(default if given is None else given)
+    if not values or not all(low <= value <= high for value in values):
+        raise InputError(f"{name} is {values}, expected integers from {low} to {high}")
+    return sorted(set(values))
+
+
+def _check_positive(given: Mapping[str, Any]) -> None:
+    for name in ("max_new_tokens", "repeats", "chunk_prompts", "max_prompts", "trace_requests"):
+        if given[name] is not None and given[name] < 1:
+            raise InputError(f"{name} is {given[name]}, expected a positive integer")
+    for name in ("load", "time_scale"):
+        if given[name] is not None and not 0 < given[name] < math.inf:
+            raise InputError(f"{name} is {given[name]}, expected a positive number")
+    if not 0 <= given["trace_start"] < math.inf:
+        raise InputError(f"trace_start is {given['trace_start']}, expected seconds, 0 or more")
+
+
+def _names(policies: Sequence[str], statics: Sequence[int]) -> list[str]:
+    """All arms. Raises InputError when a policy is given twice."""
+    reference = ["none", *(f"fixed:{k}" for k in statics)]
+    names = [*reference, *(spec for spec in policies if spec not in reference)]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise InputError(f"--policy {min(twice)}: given twice")
+    return names
+
+
+def _fill_alone(prompts: Sequence[Prompt], batch: int) -> bool:
+    """Does each domain fill a batch? Then chunks are of one domain each, and show which static K is best for it."""
+    domains = [prompt.domain for prompt in prompts]
+    return all(domains.count(domain) >= batch for domain in set(domains))
+
+
+def _check_lossless(job: Job, samplings: Sequence[Sampling]) -> None:
+    """Raises InputError when a policy's SPEC is wrong, or its output would not be the target's."""
+    for name in job.names:
+        policy = make_policy(resolved(name, 1.0), job.pair)
+        for sampling in samplings:
+            check_lossless(policy, job.verifier, greedy=sampling.greedy, allow_lossy=job.allow_lossy)
+
+
+def _header(job: Job, given: Mapping[str, Any], traces: Mapping[str, Sequence[Arrival]]) -> dict[str, Any]:
+    """How, where and when it was measured. settings: all that a cell's figures depend on, whatever other cells there
+    are."""
+    plain = (
+        *(
+            "max_new_tokens",
+            "top_k",
+            "repeats",
+            "chunk_prompts",
+            "slo",
+            "clock",
+            "seed",
+            "verifier",
+            "allow_lossy",
+            "compile",
+            "attention",
+            "chunk",
+        ),
+        *("trace_requests", "trace_start", "time_scale", "load"),
+    )
+    where = {"device": device_name(job.pair.target.device), "threads": torch.get_num_threads()}
+    versions = {name: version(name) for name in ("accept-head", "torch", "transformers")}
+    return {
+        "command": command_line(given),
+        "versions": versions,
+        **where,
+        "date": datetime.date.today().isoformat(),
+        "settings": {
+            **{name: given[name] for name in plain},
+            "policies": {name: content_hash(make_policy(resolved(name, 1.0), job.pair)) for name in job.names},
+            "chunks": "domain" if job.by_domain else "mixed",
+            "prompts": prompts_fingerprint(job.prompts),
+            "costs": asdict(job.costs) if job.costs else None,
+            "traces": {file: _digest(arrivals) for file, arrivals in traces.items()},
+            "target": checkpoint_fingerprint(given["target"]),
+            "draft": checkpoint_fingerprint(given["draft"]),
+            "dtype": str(job.pair.target.dtype).removeprefix("torch."),
+            "measured": {**where, "versions": versions},
+        },
+    }
+
+
+def _digest(arrivals: Sequence[Arrival]) -> str:
+    return sha256(repr([(a.seconds, a.prompt_tokens, a.output_tokens) for a in arrivals]))
+
+
+def command_line(given: Mapping[str, Any]) -> str:
+    """The command that gives these values: options that are not the usual ones."""
+    words = ["accept-head", "bench"]
+    for name, parameter in inspect.signature(bench).parameters.items():
+        if (value := given[name]) != parameter.default:
+            parts = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+            words += [f"--{name}", *map(str, parts)]
+    return shlex.join(words)

@@ -1,0 +1,148 @@
+"""`accept-head calibrate`: maps that make a head's probabilities right at each depth, fitted on coupled traces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from accept_head.calibration import quality
+from accept_head.console import make_console
+from accept_head.depth_calibration import (
+    CALIBRATION_NAME,
+    DepthCalibration,
+    Rounds,
+    fit_affine,
+    fit_isotonic,
+    fit_temperatures,
+)
+from accept_head.errors import InputError
+from accept_head.files import writable_file
+from accept_head.head_use import check_unseen
+from accept_head.hub import load_head
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.replay.arrays import round_starts, score_tokens
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.trace import finished_config
+
+Method = Literal["temperature", "isotonic", "affine"]
+LONGEST = 20
+FITS: dict[str, Callable[..., DepthCalibration]] = {
+    "temperature": fit_temperatures,
+    "isotonic": fit_isotonic,
+    "affine": fit_affine,
+}
+
+
+def calibrate(
+    traces: str,
+    draft: str,
+    head: str,
+    method: Method = "temperature",
+    depths: int = 8,
+    max_prompts: int | None = None,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> None:
+    """Fit a calibration by depth on traces that the head was not trained on, and write it beside the head.
+
+    It is used where the policy says so, head:PATH:0.5,calibration=true. Probabilities then mean something else, so that
+    the threshold has to be chosen anew.
+
+    Args:
+        traces: Folder made by `accept-head collect`, of prompts that the head was not trained on.
+        draft: The draft that the traces were made with.
+        head: Folder of the head; `calibration.json` is written there.
+        method: `temperature`, one a depth, in order, for the survival up to there (DSpark's sequential temperature
+            scaling); `isotonic`, any monotone map a depth; or `affine`, one slope and an intercept a depth.
+        depths: Longest round to fit for; deeper tokens have the map of the last depth.
+        max_prompts: Use the first so many traces.
+        dtype: float32, bfloat16, float16, or auto; of the draft.
+        trust_remote_code: Run model code that comes with the draft.
+    """
+    if not Path(head).is_dir():
+        raise InputError(f"--head {head}: expected a local folder, where {CALIBRATION_NAME} is written")
+    if depths < 1:
+        raise InputError(f"depths is {depths}, expected a positive integer")
+    writable_file(Path(head) / CALIBRATION_NAME, "--head")
+    model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
+    fingerprint = checkpoint_fingerprint(draft)
+    loaded = load_head(head, hidden_size=hidden_size(model), device=model.device, embeddings=input_embeddings(model))
+    # As long as `tune` rolls out. The state at the last token of a rollout is not kept, hence the one more.
+    longest = max(LONGEST, depths + 1)
+    check_unseen(head, Path(head), Path(traces), finished_config(Path(traces)))
+    coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
+    rounds = rounds_of(coupled, HeadPolicy(loaded, 0.5), depths)
+    used = {"traces": coupled.config.fingerprint(), "prompts": len(coupled.lengths), "rounds": len(rounds.predicted)}
+    fitted = FITS[method](rounds, used)
+    path = fitted.save(Path(head))
+    console = make_console(unseen_width=100)
+    console.print(quality_table({"head": rounds, method: calibrated(rounds, fitted)}))
+    print(f"wrote {path}; use it with --policy head:{head}:THRESHOLD,calibration=true")  # to be copied, so unbroken
+
+
+def rounds_of(traces: CoupledTraces, policy: HeadPolicy, depths: int | None = None) -> Rounds:
+    """Rounds that are as long as can be, one after the other through all responses, with what the head says of their
+    tokens: at any shorter ones the head itself would have chosen which tokens it is judged by. depths: the first so
+    many of each; as many as the traces were rolled out for, but for the last, when left out.
+    """
+    depths = depths or traces.k_max - 1
+    starts = round_starts(traces, traces.drafts)
+    scores = score_tokens(traces, policy)
+    scores = scores[..., 0] if policy.predicts_next else scores
+    tokens = traces.path[starts, :depths]  # (rounds, depths)
+    depth = torch.arange(tokens.shape[1])
+    drafted = depth < traces.drafts[starts, None]
+    at_risk = drafted & (depth <= traces.leading[starts, None])
+    truth = torch.from_numpy(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
+    places = (starts[:, None] + depth).clamp(max=traces.positions - 1)
+    return Rounds(
+        predicted=torch.cat([scores, scores.new_zeros(1)])[tokens].double().numpy(),
+        acceptance=torch.where(at_risk, truth[places].double(), 0.0).numpy(),
+        drafted=drafted.numpy(),
+        at_risk=at_risk.numpy(),
+    )
+
+
+def calibrated(rounds: Rounds, calibration: DepthCalibration) -> Rounds:
+    """The same rounds, with the probabilities that the calibration makes of them."""
+    predicted = torch.from_numpy(rounds.predicted).float()
+    columns = [calibration(depth + 1, predicted[:, depth]) for depth in range(predicted.shape[1])]
+    return Rounds(
+        predicted=torch.stack(columns, dim=1).double().numpy(),
+        acceptance=rounds.acceptance,
+        drafted=rounds.drafted,
+        at_risk=rounds.at_risk,
+    )
+
+
+def survival_quality(rounds: Rounds) -> list[dict[str, float]]:
+    """Of each depth: how well Π P̂ says whether a round's tokens up to there are all accepted (calibration.Quality)."""
+    survival = torch.from_numpy(rounds.predicted).cumprod(1)
+    truth, drafted = torch.from_numpy(rounds.survived), torch.from_numpy(rounds.drafted)
+    rows = []
+    for depth in range(survival.shape[1]):
+        mine = drafted[:, depth]
+        if mine.any():
+            rows.append(
+                {"depth": depth + 1, **quality(survival[mine, depth].logit(eps=1e-7), truth[mine, depth]).to_dict()}
+            )
+    return rows
+
+
+def quality_table(rounds: dict[str, Rounds]) -> Table:
+    """By depth, before and after."""
+    table = Table(title="chance that all tokens up to a depth are accepted, on the traces of the fit")
+    rows = {name: survival_quality(each) for name, each in rounds.items()}
+    columns: Sequence[str] = ("depth", "rounds", *(f"{what}\n{name}" for what in ("binary KL", "ECE") for name in rows))
+    for column in columns:
+        table.add_column(column, justify="right")
+    for each in zip(*rows.values(), strict=True):
+        values: list[Any] = [f"{row[what]:.4f}" for what in ("binary_kl", "ece") for row in each]
+        table.add_row(f"{each[0]['depth']:g}", f"{each[0]['count']:g}", *values)
+    return table

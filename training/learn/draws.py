@@ -1,0 +1,56 @@
+"""What was drawn at the places of a batch: at each its token and the alternatives, every different token once.
+
+Where a draft is sure of itself, its alternatives are one token again and again. For a head these are one position of
+which several labels are known; the loss is linear in the label, so their sum says all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from accept_head.signals import SIGNALS
+from accept_head.training.learn.batches import LABELS, StateBatch
+
+TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
+
+
+@dataclass
+class Draws:
+    """n different draws, with the host. place: (n,) ascending, where in the batch each was drawn; None: one at each.
+    ids: (n,). signals: (n, 3). accept, reject: (n, labels asked for), the sum of a and of 1 − a over the times that it
+    was drawn there; both 0 where that label does not count."""
+
+    place: Tensor | None
+    ids: Tensor
+    signals: Tensor
+    accept: Tensor
+    reject: Tensor
+
+
+def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
+    """Those of which one of LABELS[axes] is known. Of an alternative that is the token label alone."""
+    labels, mask = batch.labels[:, axes], batch.mask[:, axes]
+    accept, reject = torch.where(mask, labels, 0.0), torch.where(mask, 1 - labels, 0.0)
+    if not batch.alternative_ids.shape[1]:
+        return Draws(None, batch.drawn_ids, batch.signals, accept, reject)
+    logprob, of_alternatives = batch.alternatives.unbind(-1)
+    is_token = torch.tensor([axis == TOKEN for axis in axes])
+    counts = (mask & is_token).unsqueeze(1)  # (places, 1, labels)
+    of_alternatives = of_alternatives.unsqueeze(-1)
+    accept = torch.cat([accept.unsqueeze(1), torch.where(counts, of_alternatives, 0.0)], 1)
+    reject = torch.cat([reject.unsqueeze(1), torch.where(counts, 1 - of_alternatives, 0.0)], 1)
+
+    ids = torch.cat([batch.drawn_ids.unsqueeze(-1), batch.alternative_ids], -1)  # (places, draws)
+    into = (ids.unsqueeze(-1) == ids.unsqueeze(-2)).int().argmax(-1)  # the first draw of the same token
+    number = torch.arange(ids.shape[-1])
+    merging = (into.unsqueeze(-2) == number.unsqueeze(-1)).to(accept.dtype)  # (places, kept, draws)
+    accept, reject = merging @ accept, merging @ reject
+    kept = (into == number) & (accept + reject > 0).any(-1)
+
+    signals = batch.signals.unsqueeze(1).repeat(1, len(number), 1)
+    signals[:, 1:, LOGPROB] = logprob  # entropy and max q stay
+    return Draws(kept.nonzero()[:, 0], ids[kept], signals[kept], accept[kept], reject[kept])

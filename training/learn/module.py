@@ -1,0 +1,372 @@
+"""The training step: a frozen draft makes hidden states, one head or a whole sweep of heads learns from them."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
+
+from accept_head.calibration import Quality, quality
+from accept_head.errors import InputError
+from accept_head.head import AcceptanceHead, Predicts
+from accept_head.pair import attention_mask_for, base_model
+from accept_head.training.learn.batches import LABELS, DraftBatch, StateBatch, sent
+from accept_head.training.learn.draws import draws
+from accept_head.training.learn.gradient import HeadLoss, KnownGradients, Positions, head_loss
+from accept_head.training.learn.recipe import Keep
+from accept_head.training.learn.shared_rows import SharedRows
+from accept_head.training.learn.start import standardise
+from accept_head.training.threads import Threads
+
+LOG_EVERY = 10  # optimizer steps
+MOMENT_TRACES = 512  # that the state's components are taken from, at most
+# Share of the dev KL that a residual must save, and once more one with a weaker decay: less is what choosing the best
+# epoch finds by luck, or what holds for these prompts alone.
+PAYS = 0.01
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a head with a base starts from, as a head of its own. dev, train: as of Outcome."""
+
+    head: AcceptanceHead
+    dev: dict[str, Quality]
+    train: dict[str, dict[str, float]]
+
+    def outcome(self, name: str) -> Outcome:
+        """Of a head that is nothing else."""
+        return Outcome(name, self.head, self.dev, self.train, self.dev)
+
+
+class Outcome(NamedTuple):
+    """A head that was made. dev: its quality on dev traces. train: on what it learnt from, as metrics.json has it.
+    base: that of its base on dev traces; None of one without a base. decay: that it was trained with; None of a base
+    alone."""
+
+    name: str
+    head: AcceptanceHead
+    dev: dict[str, Quality]
+    train: dict[str, dict[str, float]]
+    base: dict[str, Quality] | None
+    decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head to train. name: how a sweep calls it, "" when it is the only one; of candidates of one name one is taken.
+    w_rej: its loss weight of rejection. base: where it starts; None of one without a base. decay: rate an epoch at
+    which its weights shrink at the peak of lr. label: how logs call it."""
+
+    name: str
+    head: AcceptanceHead
+    w_rej: float
+    base: Base | None = None
+    decay: float = 0.0
+    label: str = ""
+
+
+class HeadTraining(L.LightningModule):
+    """Trains heads that differ in depth, w_rej and decay alone, all on the same hidden states of `draft`.
+
+    The loss of a step is, for each head, one ratio of sums over all its traces. Micro-batches and processes add
+    numerators' gradients; the denominator is summed over both and divided out once, just before the optimizer steps.
+    The result does not depend on how a step was divided, nor on which heads are trained together.
+
+    keep: `last`, each head's weights at the end; or `best`, those after the epoch in which it was best on dev traces.
+    Of a head with a base this is the base alone where no epoch saved a share PAYS of its KL; and of candidates of one
+    name a later one where it saves a further share PAYS.
+    """
+
+    train_sums: Tensor
+    w_rej: Tensor
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        draft: PreTrainedModel,
+        *,
+        lr: float,
+        total_steps: int,
+        steps_per_epoch: int,
+        warmup_share: float,
+        w_acc: float,
+        keep: Keep = "last",
+        threads: Threads | None = None,
+    ):
+        super().__init__()
+        self.candidates = tuple(candidates)
+        self.heads = nn.ModuleList(candidate.head for candidate in candidates)
+        self.predictions = self.candidates[0].head.config.predictions
+        config = self.candidates[0].head.config
+        self.axes = label_axes(config.predicts, sees_drawn=config.sees_drawn)
+        self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the heads only and DDP wraps only them
+        self.steps_per_epoch = steps_per_epoch
+        self.keep = keep
+        self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
+        self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
+        self.w_acc = w_acc
+        self.register_buffer("w_rej", torch.tensor([one.w_rej for one in self.candidates]), persistent=False)
+        # Dev batches come while one is read ahead, and a draft's rotary tables may change with the length.
+        self.draft_in_use = threading.Lock()
+        self.threads = threads or Threads()
+        # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
+        self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
+        # The KLs and counts of the last epoch so far, over all ranks: (heads, 2 × predictions).
+        sums = torch.zeros(len(self.candidates), 2 * len(self.predictions), dtype=torch.float64)
+        self.register_buffer("train_sums", sums)
+        self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
+        self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
+        self.judged_step = -1  # optimizer steps before dev_quality was measured
+        # Where the best are kept: weights of candidates after their best epoch so far, if any was better than the base.
+        self.kept: dict[int, dict[str, Tensor]] = {}
+        self.kept_kl = [mean_kl(one.base.dev) * (1 - PAYS) if one.base else math.inf for one in self.candidates]
+
+    def setup(self, stage: str) -> None:
+        """Every rank works out from the same traces how the state is standardised, so that all start alike."""
+        trainer: Any = self.trainer
+        if stage == "fit" and self.candidates[0].head.config.standardised and trainer.ckpt_path is None:
+            standardise([one.head for one in self.candidates], trainer.datamodule.some_states(MOMENT_TRACES))
+
+    def _learning(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.heads.parameters() if parameter.requires_grad]
+
+    def hidden_states(self, batch: DraftBatch) -> Tensor:
+        """(batch, seq, hidden_size)."""
+        (draft,) = self.draft
+        with torch.no_grad(), self.draft_in_use:
+            return base_model(draft)(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=attention_mask_for(draft, batch.allowed),
+                use_cache=False,
+            )[0]
+
+    def read(self, batch: DraftBatch | StateBatch) -> StateBatch:
+        """What the heads read of a batch, and should say; the draft runs unless its states are there already."""
+        return batch if isinstance(batch, StateBatch) else batch.at(self.hidden_states(batch), self.axes)
+
+    def training_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> Tensor:
+        batch = self.read(batch)
+        device = batch.hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
+            positions = self._positions(batch)
+            losses = self.threads.map(
+                lambda one: head_loss(one.head, positions, w_acc=self.w_acc, w_rej=one.w_rej, dtype=dtype),
+                self.candidates,
+            )
+            values = torch.stack([loss.value for loss in losses])
+            self._check_finite(values, batch)
+            self.step_sums = self.step_sums.to(values.device) + self._sums(positions, values, losses)
+        gradients = [gradient for loss in losses for gradient in loss.gradients]
+        return KnownGradients.apply(values.sum(), gradients, *self._learning())
+
+    def _positions(self, batch: StateBatch) -> Positions:
+        """What there is to learn, found by the host while a GPU runs the draft, and sent behind it."""
+        drawn, device = draws(batch, self.axes), batch.hidden.device
+        head = self.candidates[0].head  # all normalise the same signals alike
+        embedded = None
+        if head.config.reads_embedding:
+            ids, index = drawn.ids.unique(return_inverse=True)
+            embedded = SharedRows(head.embedded(sent(ids, device)), sent(index, device))
+        # Without a layer of its own for the state, a head adds to it; else products read it as the draft gave it.
+        hidden = batch.hidden.float() if head.config.width is None else batch.hidden
+        if head.config.standardised:  # by all alike
+            hidden = head.state_input(batch.hidden.float())
+        return Positions(
+            states=SharedRows(hidden, None if drawn.place is None else sent(drawn.place, device)),
+            signals=head.normalised(sent(drawn.signals, device)) if head.config.signals else None,
+            embedded=embedded,
+            accept=sent(drawn.accept, device),
+            reject=sent(drawn.reject, device),
+        )
+
+    def _sums(self, positions: Positions, values: Tensor, losses: Sequence[HeadLoss]) -> Tensor:
+        """One micro-batch's part of `step_sums`."""
+        accept, reject = positions.accept, positions.reject
+        weights = self.w_acc * accept.sum() + self.w_rej.to(values.dtype) * reject.sum()
+        times = (accept + reject).clamp(min=1e-12)
+        entropy = -(torch.xlogy(accept, accept / times) + torch.xlogy(reject, reject / times)).sum(0)
+        kl = torch.stack([loss.cross_entropy for loss in losses]) - entropy
+        count = (accept + reject).sum(0).expand_as(kl)
+        return torch.cat([torch.stack([values, weights], -1), kl, count], -1)
+
+    def _check_finite(self, values: Tensor, batch: StateBatch) -> None:
+        """Raise InputError for the first head whose loss is not finite: it must not reach the weights.
+
+        One host sync a micro-batch, next to a whole draft forward.
+        """
+        finite = values.isfinite()
+        if finite.all():
+            return
+        index = int((~finite).nonzero()[0])
+        name = self.candidates[index].name
+        raise InputError(
+            f"{f'head {name}: ' if name else ''}the loss is {values[index].item()} at step {self.global_step}, batch "
+            f"of traces {batch.indices.tolist()}; nothing was saved since the last checkpoint; look at these traces, "
+            "or lower --lr"
+        )
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        sums: Tensor = self.trainer.strategy.reduce(self.step_sums, reduce_op="sum")
+        weights = sums[:, 1].clamp(min=1e-12)
+        # Lightning divided by the number of micro-batches, DDP by the number of processes: multiply both back.
+        scales = self.trainer.accumulate_grad_batches * self.trainer.world_size / weights
+        for candidate, scale in zip(self.candidates, scales, strict=True):
+            gradients = [each.grad for each in candidate.head.parameters() if each.grad is not None]
+            torch._foreach_mul_(gradients, scale)
+        if self.global_step in self.last_epoch:
+            self.train_sums += sums[:, 2:]
+        self._log_losses(sums[:, 0] / weights)
+        self.step_sums = torch.zeros_like(self.step_sums)
+
+    def _log_losses(self, losses: Tensor) -> None:
+        """losses: (heads,). A sweep shows their mean, and writes each to the logs now and then."""
+        self.log("train_loss", losses.mean(), prog_bar=True, rank_zero_only=True)
+        if len(self.candidates) > 1 and (self.global_step + 1) % LOG_EVERY == 0:
+            names = [f"train_loss/{candidate.label}" for candidate in self.candidates]
+            for logger in self.loggers:
+                logger.log_metrics(dict(zip(names, losses.tolist(), strict=True)), step=self.global_step)
+
+    def train_quality(self, index: int) -> dict[str, dict[str, float]]:
+        """For each prediction of one head: mean binary KL over the training positions of the last epoch, and their
+        number, alternatives counted. Measured by the way, in the steps of that epoch, each before its own update,
+        without loss weights."""
+        kl, count = self.train_sums[index].view(2, -1).tolist()
+        return {
+            prediction: {"count": round(count[axis]), "binary_kl": kl[axis] / max(count[axis], 1)}
+            for axis, prediction in enumerate(self.predictions)
+        }
+
+    def validation_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> None:
+        batch = self.read(batch)
+        device = batch.hidden.device
+        read = batch.hidden, sent(batch.signals, device), sent(batch.drawn_ids, device)
+        logits = torch.stack([candidate.head(*read).float() for candidate in self.candidates])
+        self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes], batch.mask[:, self.axes]))
+
+    def on_validation_epoch_end(self) -> None:
+        self._judge()
+        for candidate, found in zip(self.candidates, self.dev_quality, strict=True):
+            for prediction, quality_of in found.items():
+                self._log_quality(candidate.label, prediction, quality_of)
+
+    def _judge(self) -> None:
+        """All candidates, by the dev batches that were gone through."""
+        outputs, self.dev_outputs = _gather_all(self.dev_outputs), []
+        logits = torch.cat([logits for logits, _, _ in outputs], dim=1)
+        labels, mask = (torch.cat([output[part] for output in outputs]) for part in (1, 2))
+        for index in range(len(self.candidates)):
+            for axis, prediction in enumerate(self.predictions):
+                counted = mask[:, axis]
+                self.dev_quality[index][prediction] = quality(logits[index, counted, axis], labels[counted, axis])
+            if self.keep == "best":
+                self._keep_if_best(index)
+        self.judged_step = self.global_step
+
+    def _keep_if_best(self, index: int) -> None:
+        kl = mean_kl(self.dev_quality[index])
+        if kl < self.kept_kl[index]:
+            state = self.candidates[index].head.state_dict()
+            self.kept_kl[index] = kl
+            self.kept[index] = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+    def take_best(self) -> bool:
+        """Give heads the weights that are kept of them; whether there are any, to be judged anew."""
+        for index, state in self.kept.items():
+            self.candidates[index].head.load_state_dict(state)
+        return bool(self.kept)
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of the candidates, one of each name; the base where no residual paid."""
+        chosen: dict[str, int] = {}
+        for index, one in enumerate(self.candidates):
+            before = chosen.setdefault(one.name, index)
+            if self.kept_kl[index] < self.kept_kl[before] * (1 - PAYS) or before not in self.kept:
+                chosen[one.name] = index
+        return [self._outcome(index) for index in chosen.values()]
+
+    def _outcome(self, index: int) -> Outcome:
+        candidate, base = self.candidates[index], self.candidates[index].base
+        if base is not None and self.keep == "best" and index not in self.kept:
+            return base.outcome(candidate.name)
+        dev, train = self.dev_quality[index], self.train_quality(index)
+        head, of_base = candidate.head.float().cpu(), base.dev if base is not None else None
+        return Outcome(candidate.name, head, dev, train, of_base, candidate.decay)
+
+    def _log_quality(self, name: str, prediction: str, found: Quality) -> None:
+        values = {f"dev_{prediction}_{key}": float(value) for key, value in found.to_dict().items()}
+        if name:  # Lightning's bookkeeping of a sweep's many values would cost more than they do
+            for logger in self.loggers:
+                logger.log_metrics({f"{key}/{name}": value for key, value in values.items()}, step=self.global_step)
+            return
+        for key, value in values.items():
+            self.log(key, value, prog_bar=key.endswith("binary_kl"), rank_zero_only=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {"weights": self.kept, "kl": self.kept_kl, "judged_step": self.judged_step}
+
+    def on_train_start(self) -> None:
+        """A run that was killed between the end of an epoch and its verdict: the verdict first."""
+        ended = self.global_step > 0 and self.global_step % self.steps_per_epoch == 0
+        if self.keep == "last" or not ended or self.judged_step == self.global_step:
+            return
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        with self.trainer.precision_plugin.val_step_context(), torch.no_grad():
+            for place, batch in enumerate(data.val_dataloader()):
+                self.validation_step(batch.to(self.device), place)
+        self._judge()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Continue at the start of an optimizer step, under however many micro-batches that step is divided into now.
+
+        Lightning counts micro-batches; the data starts at the step. After a resume it may also save in mid-step.
+        """
+        kept = checkpoint.get("kept")  # older ones have none
+        if kept is not None:
+            self.kept, self.kept_kl, self.judged_step = kept["weights"], kept["kl"], kept["judged_step"]
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        for part in ("total", "current"):
+            progress[part] |= dict.fromkeys(("ready", "started", "processed", "completed"), batches)
+
+    def configure_optimizers(self) -> Any:
+        # Adam is elementwise: one of it for all heads is one for each. Fused: one pass over the weights.
+        groups = []
+        for one in self.candidates:
+            learning = [parameter for parameter in one.head.parameters() if parameter.requires_grad]
+            # Share of the weights that a step at the peak takes away; AdamW multiplies by the step size of the moment.
+            share = 1 - math.exp(-one.decay / self.steps_per_epoch)
+            groups.append({"params": learning, "weight_decay": share / self.lr})
+        optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)
+        warmup = math.ceil(self.warmup_share * self.total_steps)
+        schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def mean_kl(found: dict[str, Quality]) -> float:
+    """Over the predictions of a head."""
+    return sum(each.binary_kl for each in found.values()) / len(found)
+
+
+def label_axes(predicts: Predicts, *, sees_drawn: bool) -> list[int]:
+    """Which of batches.LABELS each of a head's logits is trained on."""
+    if predicts == "both":
+        return [LABELS.index("token"), LABELS.index("after" if sees_drawn else "next")]
+    return [LABELS.index(predicts)]
+
+
+def _gather_all(outputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Every rank's list, in rank order."""
+    if not torch.distributed.is_initialized():
+        return outputs
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, outputs)
+    return [output for rank_outputs in everyone for output in rank_outputs]

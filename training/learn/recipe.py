@@ -1,0 +1,182 @@
+"""Named sets of training settings. `--recipe` picks one; any single setting can be overridden."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from accept_head.errors import InputError
+from accept_head.head import Predicts
+from accept_head.training.learn.mixing import Packing
+
+Keep = Literal["best", "last"]
+
+LR_HIDDEN_SIZE = 128
+MOST_CHANNELS = 1024  # of a head with width `auto`, which has else the draft's hidden size
+MOST_COMPONENTS = 128  # the same, of one with a base
+# Rates that `auto` tries. What is learnt by the strong one holds for prompts of another kind, too; the weak one learns
+# more of those that it has: docs/log.md.
+DECAYS = (8.0, 0.0)
+AUTO_BATCH = (4, 32)  # a step is an 800th of the traces, but not less or more than these
+STEPS_AN_EPOCH = 800
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`: the same, but at
+    most MOST_CHANNELS. predicts: token, next or both. signals, embedding: whether the head also reads the draft
+    signals, and the draft's input embedding of the drawn token. base: whether the signals go into a base, which is
+    fitted first, and what else the head reads, the state standardised, into a residual to it, which is kept where dev
+    traces say that it pays. residual: whether there is more to such a head than its base.
+
+    w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
+    a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
+    the traces. batch_size: traces an optimizer step, over all processes; `auto`, as in AUTO_BATCH. lr: Adam's peak,
+    after warmup_share of all steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see
+    `for_hidden_size`. decay: rate an epoch at which a residual's weights shrink while steps have that peak, if nothing
+    else moves them; an epoch has more steps of more text, so that each takes less; `auto`: each of DECAYS is tried, and
+    the weak one taken where it pays on dev traces; the strong one alone where the last weights are kept.
+    alternatives: to each drawn token, that a head with prefix packing learns of, too; `all` that the traces have, see
+    `for_alternatives`. keep: weights of which epoch, see HeadTraining.
+    """
+
+    depth: int = 3
+    predicts: Predicts = "token"
+    signals: bool = False
+    embedding: bool = False
+    base: bool = False
+    residual: bool = True
+    width: int | Literal["auto"] | None = None
+    w_acc: float = 1.0
+    w_rej: float = 1.0
+    packing: Packing = "mixing"
+    alternatives: int | Literal["all"] = 0
+    r: float = 0.15
+    epochs: int = 3
+    batch_size: int | Literal["auto"] = 32
+    lr: float = 3e-3
+    decay: float | Literal["auto"] = 0.0
+    warmup_share: float = 0.03
+    keep: Keep = "last"
+
+    def __post_init__(self) -> None:
+        for name in ("w_acc", "w_rej", "lr"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if self.decay != "auto" and not 0 <= self.decay < float("inf"):
+            raise InputError(f"decay is {self.decay}, expected a number from 0 on, or auto")
+        if self.epochs < 1:
+            raise InputError(f"epochs is {self.epochs}, expected a positive integer")
+        if self.batch_size != "auto" and self.batch_size < 1:
+            raise InputError(f"batch_size is {self.batch_size}, expected a positive integer or auto")
+        if self.alternatives != "all" and self.alternatives < 0:
+            raise InputError(f"alternatives is {self.alternatives}, expected a number from 0 on, or all")
+        if isinstance(self.alternatives, int) and self.alternatives and not self.knows_alternatives:
+            raise InputError(
+                f"alternatives is {self.alternatives}, but only a head that predicts token or both, with prefix "
+                "packing, can learn of tokens that were not fed to the draft"
+            )
+        if isinstance(self.width, int) and self.width < 1:
+            raise InputError(f"width is {self.width}, expected a positive integer or auto")
+        for name in ("r", "warmup_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1")
+
+    def for_hidden_size(self, hidden_size: int) -> Recipe:
+        """Its width settled, and lr × LR_HIDDEN_SIZE / channels: a step of Adam moves a pre-activation by about
+        lr × channels, of the state where it is read as it is."""
+        if self.base:
+            components = min(hidden_size, MOST_COMPONENTS) if self.width == "auto" else self.width or hidden_size
+            return replace(self, lr=self.lr * LR_HIDDEN_SIZE / components, width=components)
+        width = min(hidden_size, MOST_CHANNELS) if self.width == "auto" else self.width
+        width = None if width == hidden_size else width
+        return replace(self, lr=self.lr * LR_HIDDEN_SIZE / hidden_size, width=width)
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """Those to try, the strong one first."""
+        if self.decay == "auto":
+            return DECAYS if self.keep == "best" else DECAYS[:1]
+        return (self.decay,)
+
+    @property
+    def knows_alternatives(self) -> bool:
+        """Whether what a head reads of a token is known of one that the draft was not fed with."""
+        return self.packing == "prefix" and self.predicts != "next"
+
+    def for_alternatives(self, there: int) -> Recipe:
+        """Its alternatives settled, where the traces have so many of each token. Raises InputError for more."""
+        if self.alternatives == "all":
+            return replace(self, alternatives=there if self.knows_alternatives else 0)
+        if self.alternatives > there:
+            raise InputError(
+                f"alternatives is {self.alternatives}, but the traces have {there}; `accept-head collect` with "
+                f"--alternatives {self.alternatives} makes such"
+            )
+        return self
+
+    def for_traces(self, traces: int, processes: int) -> Recipe:
+        """Its batch_size settled: `auto` is so many traces a process, a power of two; a number is cut to the traces
+        there are, to a multiple of `processes`. At least one trace a process."""
+        if self.batch_size == "auto":
+            least, most = AUTO_BATCH
+            each = min(max(traces // STEPS_AN_EPOCH, least), most, traces) // processes
+            return replace(self, batch_size=processes << max(each.bit_length() - 1, 0))
+        fitting = max(1, min(self.batch_size, traces) // processes) * processes
+        return replace(self, batch_size=fitting) if traces < self.batch_size else self
+
+    def override(self, **given: Any) -> Recipe:
+        """This recipe with every value that is not None replaced."""
+        known = {field.name for field in fields(self)}
+        return replace(self, **{name: value for name, value in given.items() if value is not None and name in known})
+
+
+RECIPES = {
+    # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
+    "specdecpp": Recipe(w_rej=6.0),
+    # How likely the draft thought the token that it drew says most of what there is to know (docs/log.md): the base is
+    # fitted to that. The residual reads the state before the token, which is as good a judge as the one at it and
+    # judges one draft forward earlier, and which token it was. Small steps.
+    "default": Recipe(
+        depth=2,
+        signals=True,
+        embedding=True,
+        base=True,
+        width="auto",
+        packing="prefix",
+        alternatives="all",
+        epochs=6,
+        batch_size="auto",
+        decay="auto",
+        keep="best",
+    ),
+    # The base alone: no draft is run, and some dozen prompts are enough.
+    "signals": Recipe(depth=0, signals=True, base=True, residual=False, packing="prefix", alternatives="all"),
+}
+
+
+def variants(recipe: Recipe, depth: int | list[int] | None, w_rej: float | list[float] | None) -> dict[str, Recipe]:
+    """The recipe of every head of a run, by the head's name.
+
+    Single values are one head, named "". With a list it is a sweep: one head for each combination of the two, named
+    like depth3-w_rej6. Raises InputError naming the option when a list is empty or has a value twice.
+    """
+    if not isinstance(depth, list) and not isinstance(w_rej, list):
+        return {"": recipe.override(depth=depth, w_rej=w_rej)}
+    depths = _listed("depth", recipe.depth if depth is None else depth)
+    weights = _listed("w_rej", recipe.w_rej if w_rej is None else w_rej)
+    return {f"depth{d}-w_rej{_short(w)}": recipe.override(depth=d, w_rej=w) for d in depths for w in weights}
+
+
+def _listed(option: str, values: Any) -> list[Any]:
+    values = values if isinstance(values, list) else [values]
+    if not values:
+        raise InputError(f"--{option} is an empty list, expected at least one value")
+    if twice := [value for place, value in enumerate(values) if value in values[:place]]:
+        raise InputError(f"--{option} is {values}, which has {twice[0]} twice")
+    return values
+
+
+def _short(number: float) -> str:
+    """6.0 as 6, and all digits where rounding would make two numbers one."""
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)

@@ -1,0 +1,149 @@
+"""What a run will cost, from shapes and counts alone. docs/scale.md derives each formula and says what it leaves out.
+
+Units: seconds, bytes, floating-point operations. Times are device-seconds: of all devices together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from accept_head.training.plan.model_shape import ModelShape
+
+UTILIZATION = 0.4  # share of peak operations that prefill, scoring and training reach
+STREAMING = 0.6  # share of memory bandwidth that decoding reaches
+USABLE = 0.9  # share of a device's memory
+# A response position in a shard: two ids, seven float32 and a bit are 36.1 bytes; parquet's dictionaries add a quarter.
+POSITION_BYTES = 46
+ALTERNATIVE_BYTES = 11  # of each at a position: an id and two float32, of which some compress
+PROMPT_BYTES = 4  # a prompt token in a shard
+ADAM_BYTES = 16  # a parameter in training: weight, gradient and two moments, float32
+
+
+@dataclass(frozen=True)
+class Device:
+    """peak: operations a second of dense matrix products. bandwidth: bytes a second. memory: bytes."""
+
+    name: str
+    peak: dict[int, float]  # by bytes a number
+    bandwidth: float
+    memory: float
+
+
+# Data sheets of the SXM modules; 4-byte products without TF32, as torch does them unless told otherwise.
+DEVICES = (
+    Device("A100 80 GB", {2: 312e12, 4: 19.5e12}, 2.039e12, 80e9),
+    Device("H100 80 GB", {2: 989e12, 4: 67e12}, 3.35e12, 80e9),
+    Device("H200 141 GB", {2: 989e12, 4: 67e12}, 4.8e12, 141e9),
+)
+
+
+@dataclass(frozen=True)
+class CollectCost:
+    """Of `collect`. number: bytes a weight. prompt_tokens: of all prompts. new_tokens: most of a response. batch_size:
+    prompts scored together; generating: responses that grow together. backend: what generates, as in `collect`.
+    alternatives: further draws at each position."""
+
+    target: ModelShape
+    draft: ModelShape
+    number: int
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    batch_size: int
+    generating: int
+    backend: str
+    alternatives: int = 0
+
+    @property
+    def positions(self) -> int:
+        """At most: a response that ends by itself is shorter."""
+        return self.prompts * self.new_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.positions
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of this process: vLLM has a copy of the target beside ours, a server has its own elsewhere."""
+        copies = 2 if self.backend == "vllm" else 1
+        return self.number * (copies * self.target.parameters + self.draft.parameters)
+
+    @property
+    def cache_bytes(self) -> float:
+        """Of the responses that grow together, wherever they do."""
+        length = self.prompt_tokens / self.prompts + self.new_tokens
+        return self.generating * length * self.target.cache_values * self.number
+
+    @property
+    def logit_bytes(self) -> float:
+        """Of both models while one batch is scored, and the copies of the positions that count."""
+        length = self.prompt_tokens / self.prompts + self.new_tokens
+        vocabulary = self.target.vocab_size + self.draft.vocab_size
+        return self.batch_size * (length + self.new_tokens) * vocabulary * self.number
+
+    @property
+    def memory(self) -> float:
+        """Generating and scoring take turns, but vLLM keeps its cache."""
+        here = {"transformers": max(self.cache_bytes, self.logit_bytes), "vllm": self.cache_bytes + self.logit_bytes}
+        return self.weight_bytes + here.get(self.backend, self.logit_bytes)
+
+    @property
+    def disk(self) -> float:
+        position = POSITION_BYTES + self.alternatives * ALTERNATIVE_BYTES
+        return self.positions * position + self.prompt_tokens * PROMPT_BYTES
+
+    def devices(self, device: Device) -> int:
+        return math.ceil(self.memory / (USABLE * device.memory))
+
+    def generate_seconds(self, device: Device) -> float:
+        """Prefill by operations; each decode step by the slower of operations and of reading weights and cache. Spread
+        with device_map, one device works while the others wait."""
+        operations = 2 * self.target.parameters / (UTILIZATION * device.peak[self.number])
+        context = self.prompt_tokens / self.prompts + self.new_tokens / 2
+        read = self.number * (self.target.parameters + self.generating * context * self.target.cache_values)
+        step = max(read / (STREAMING * device.bandwidth), self.generating * operations)
+        idle = self.devices(device) if self.backend == "transformers" else 1
+        return idle * (self.prompt_tokens * operations + self.positions / self.generating * step)
+
+    def score_seconds(self, device: Device) -> float:
+        operations = 2 * (self.target.parameters + self.draft.parameters) * self.tokens
+        return self.devices(device) * operations / (UTILIZATION * device.peak[self.number])
+
+
+@dataclass(frozen=True)
+class TrainCost:
+    """Of `train`. number: bytes a number of the draft. forwards: draft tokens a trace token, 2 with exact packing.
+    head_parameters: of all heads of a sweep. alternatives: that heads learn of, to each position's token."""
+
+    draft: ModelShape
+    head_parameters: int
+    number: int
+    traces: int
+    prompt_tokens: int
+    positions: int
+    epochs: int
+    forwards: int
+    micro_batch_size: int
+    alternatives: int = 0
+
+    @property
+    def memory(self) -> float:
+        length = self.forwards * (self.prompt_tokens + self.positions) / self.traces
+        activations = self.micro_batch_size * length * (8 * self.draft.hidden_size * self.number + length)
+        return self.number * self.draft.parameters + ADAM_BYTES * self.head_parameters + activations
+
+    @property
+    def disk(self) -> float:
+        """Each head, and a checkpoint of all with Adam's moments."""
+        return 4 * self.head_parameters * 4
+
+    def devices(self, device: Device) -> int:
+        return math.ceil(self.memory / (USABLE * device.memory))
+
+    def seconds(self, device: Device) -> float:
+        draft = 2 * self.draft.parameters * self.forwards * (self.prompt_tokens + self.positions)
+        peak = UTILIZATION * device.peak[self.number]
+        judged = self.positions * (1 + self.alternatives)  # at most: the same token drawn again is one
+        return self.epochs * (draft / peak + 6 * self.head_parameters * judged / (UTILIZATION * device.peak[4]))

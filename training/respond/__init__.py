@@ -1,0 +1,4 @@
+"""Who says the responses: transformers, vLLM, a server, or traces that are there already.
+
+Read first: responders.py.
+"""
