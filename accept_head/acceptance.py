@@ -1,4 +1,4 @@
-"""One token: how likely it is accepted, what replaces it, and the coupling behind both (equations §1 and §4).
+"""One token: how likely it is accepted, what replaces it, and the coupling behind both (docs/theory.md §1 and §4).
 
 p is the target's distribution and q the draft's, after sampling processing: float tensors (..., vocab) that sum to 1.
 Greedy decoding is the limit in which both are one-hot. Names follow Leviathan et al. 2023 and SpecDec++.
@@ -49,7 +49,7 @@ class Coupled(NamedTuple):
 
 
 def couple_with_target(p: Tensor, q: Tensor, x: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor) -> Coupled:
-    """Post-hoc coupling (equations §4): given X ∼ p, draw the Y that speculative decoding would have proposed.
+    """Post-hoc coupling (docs/theory.md §4): given X ∼ p, draw the Y that speculative decoding would have proposed.
 
     accepted ∼ Bernoulli(min(1, q(X)/p(X))); Y = X if accepted, else Y ∼ [q − p]₊. Then Y ∼ q, P(accepted) = β, and
     P(accepted | Y) = a(Y).

@@ -23,7 +23,7 @@ class WeightedSum(NamedTuple):
 def weighted_bce(
     logits: Tensor, labels: Tensor, mask: Tensor, *, w_acc: float = 1.0, w_rej: float = 1.0
 ) -> WeightedSum:
-    """Numerator and denominator of the weighted soft-label binary cross-entropy (equations §4)
+    """Numerator and denominator of the weighted soft-label binary cross-entropy (docs/theory.md §4)
 
         L = −Σ_i [w_acc·a_i·log P̂_i + w_rej·(1 − a_i)·log(1 − P̂_i)] / Σ_i [w_acc·a_i + w_rej·(1 − a_i)]
 

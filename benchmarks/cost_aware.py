@@ -6,8 +6,8 @@ token being 0.5 % or 2 %: little where weights are read, much where many rows ar
 to the widest row, as ours does.
 
 grid: the head's rule, each row by itself, at 24 thresholds; the best one *on these prompts* is what is compared with.
-costs: the head with threshold 1 and `costs=`: the rule of equations §5 summed over the rows, λ and ρ learnt on the way,
-from nothing. fixed: the best draft length of all, on these prompts, too.
+costs: the head with threshold 1 and `costs=`: the rule of docs/theory.md §5 summed over the rows, λ and ρ learnt on
+the way, from nothing. fixed: the best draft length of all, on these prompts, too.
 
 OMP_NUM_THREADS=1 python benchmarks/cost_aware.py [--batches 1 4 16 64] [--temperatures 1 0]
 """

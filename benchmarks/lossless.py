@@ -50,8 +50,8 @@ from accept_head.inference.replay.lossless import HIDDEN, PROVED, Enumerated, Sh
 from accept_head.signals import SIGNALS
 
 SHAPES = (Shape(vocab=3, depth=3, rows=3), Shape(vocab=4, depth=2, rows=2))
-# field.md, section 0: 300 pairs of unrelated uniform tables, one row; its mean and largest TV. The costs behind its two
-# argmax rules are not told, so that ours need not be the same.
+# docs/theory.md §9: 300 pairs of unrelated uniform tables, one row; the mean and the largest TV. The costs behind its
+# two argmax rules are not known, so ours need not be the same.
 REFERENCE = Shape(vocab=3, depth=2, rows=1, history=0, concentration=1.0, agreement=0.0)
 REFERENCE_VALUES = {
     "drop by q(drawn)": (0.106, 0.264),

@@ -1,4 +1,4 @@
-"""Lossless verification of a batch of drafts of different lengths (Leviathan et al. 2023, Alg. 1; equations §1)."""
+"""Lossless verification of a batch of drafts of different lengths (Leviathan 2023, Alg. 1, docs/theory.md §1)."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOut
 
 
 class AdaEdlPolicy(RowPolicy):
-    """Do not draw Y_k ⇔ 1 − √(γ·H(q_k)) < λ, for k > k_min (arXiv:2410.18351; field.md B4). λ starts at `threshold`
-    and follows each row's own acceptance, after every round that drafted:
+    """Do not draw Y_k ⇔ 1 − √(γ·H(q_k)) < λ, for k > k_min (arXiv:2410.18351; docs/theory.md §8). λ starts at
+    `threshold` and follows each row's own acceptance, after every round that drafted:
 
         AR ← β₁·AR + (1 − β₁)·accepted/drafted
         λ' = λ + ε if AR < α;  λ − ε otherwise, unless all that the row may draft was accepted;  λ if it was

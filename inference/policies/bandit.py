@@ -10,7 +10,7 @@ from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
 
 
 class BanditPolicy(RowPolicy):
-    """UCB over the draft lengths 1..arms, one arm a round for all rows (arXiv:2505.15141; field.md B15). Rounds
+    """UCB over the draft lengths 1..arms, one arm a round for all rows (arXiv:2505.15141; docs/theory.md §8). Rounds
     t < passes·arms take the arms in turn, as in the release (7 rounds for 4 arms); then
 
         arm = argmax mean / top + √(exploration·ln t / n),  t = 1 + rounds so far,  n = rounds of that arm

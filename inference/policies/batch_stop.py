@@ -33,7 +33,7 @@ VLLM = Host(padded=False, feeds=True)
 
 
 class BatchStopPolicy(RowPolicy):
-    """`policy`, and equations §5 summed over the rows. After k draft steps, R the rows that it would have go on:
+    """`policy`, and docs/theory.md §5 summed over the rows. After k draft steps, R the rows that it would have go on:
 
         gain_r = S_r·β̂_r·ρ_{k+1}                       tokens that row r is expected to gain by one more
         the batch goes on  ⇔  Σ_{r∈R} [gain_r − λ·t_one]₊ > λ·t_draft(B),   and row r with it  ⇔  gain_r > λ·t_one

@@ -50,7 +50,7 @@ class Ranked(NamedTuple):
 
 
 class BudgetPolicy(RowPolicy):
-    """DSpark's and vLLM's adaptive verification (field.md B11, B12). With S live rows, which need S tokens verified
+    """DSpark's and vLLM's adaptive verification (docs/theory.md §8). With S live rows, which need S tokens verified
     besides the drafted ones, and the survivals ŝ = Π p_i of all drafted tokens:
 
         m* = argmax_m  (S + Σ of the m largest ŝ) / (seconds of drafting + seconds of verifying S + m tokens)

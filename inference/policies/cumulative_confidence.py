@@ -13,7 +13,7 @@ from accept_head.inference.policy import DraftStep, Signal
 
 class CumulativeConfidencePolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ Π_{i≤k} q(Y_i) < threshold; Y_k is kept. LLMCad's rule for a chain. Its constants could not be
-    verified (field.md F); the default is that of a head at 0.7.
+    verified; the default is that of a head at 0.7.
 
     Greedy decoding reads the draft's plain softmax.
     """

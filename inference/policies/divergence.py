@@ -1,4 +1,4 @@
-"""What the divergence of verified positions says of the ones to come (DSDE, equations §6): lagging signals."""
+"""What the divergence of verified positions says of the ones to come (DSDE, docs/theory.md §6): lagging signals."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
 
 
 class DsdePolicy(RowPolicy):
-    """Draft min(SL, SL_cap) tokens, to the nearest (arXiv:2509.01083, eqs 1-8 and 11; equations §6):
+    """Draft min(SL, SL_cap) tokens, to the nearest (arXiv:2509.01083, eqs 1-8 and 11; docs/theory.md §6):
 
         SL_max = SL_A,max·(1 + μ_pre / (KLD_max,pre + 1e-6)), kept within k_min..k_max
         SL = (1 − SF·WVIR)·(SL_max − k_min) + k_min  if SF·WVIR ≤ 1, else k_min
@@ -25,7 +25,8 @@ class DsdePolicy(RowPolicy):
     paper: "a small, fixed number"); SL_A,max is the most accepted in one of them, μ_pre and KLD_max,pre the mean and
     the largest KLD. Rows in calibration neither count for the cap nor are held to it.
 
-    fork: the authors' vLLM fork in place of the paper (KLScheduler; field.md B10): weights 0.9^age; the short window is
+    fork: the authors' vLLM fork in place of the paper (KLScheduler; docs/theory.md §6): weights 0.9^age; the short
+    window is
     a third of what is known; WVIR is 20 if the long variance is below 1e-6; KLDs over `temperature`, which a policy is
     not told; SL_max = round(SL_A,max·(1 + 0.5·μ/max)); at least ⌈SL_max / 10⌉ tokens, never below k_min (there 6); SL
     and the cap rounded up; calibration is what comes before the round with the 30th KLD, and k doubles in it after a

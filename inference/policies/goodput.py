@@ -31,7 +31,7 @@ class Probe:
 
 
 class GoodputPolicy(RowPolicy):
-    """SmartSpec, TurboSpec (arXiv:2406.14066; field.md B8). All B live rows draft the same number of tokens,
+    """SmartSpec, TurboSpec (arXiv:2406.14066; docs/theory.md §8). All B live rows draft the same number of tokens,
 
         k* = argmax_{0 ≤ k ≤ k_max}  B·(1 + a + … + a^k) / (k·t_draft(B) + t_target((k + 1)·B)),
 

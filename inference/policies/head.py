@@ -37,7 +37,7 @@ class HeadPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ 1 − Π_i P̂(Y_i accepted) > threshold (SpecDec++ §4.2-4.3), never before k_min, always at k_max.
 
     rule: `product`, as above, or `gain`: with C_k that product and β̂_{k+1} the head's word on the token to be drawn
-    next, stop ⇔ 1 − C_k·β̂_{k+1} > threshold, the chance that one more token would be in vain (equations §5). The
+    next, stop ⇔ 1 − C_k·β̂_{k+1} > threshold, the chance that one more token would be in vain (docs/theory.md §5). The
     default is `gain` for heads that look ahead, and `product` for all others, which have no β̂.
 
     A head that reads the state *at* a drawn token can be read in two ways:

@@ -10,7 +10,7 @@ from accept_head.inference.policy import RowPolicy, VerifyOutcome
 
 
 class LeviathanPolicy(RowPolicy):
-    """Draft γ* tokens (arXiv:2211.17192, theorem 3.8; field.md B1; no drafting is γ = 0):
+    """Draft γ* tokens (arXiv:2211.17192, theorem 3.8; docs/theory.md §8; no drafting is γ = 0):
 
         γ*(α, c) = argmax over γ = 0..k_max of (1 − α^(γ+1)) / ((1 − α)·(1 + γ·c))
 

@@ -21,9 +21,9 @@ class ThresholdPolicy(RowPolicy):
     A token that k_min kept the rule from stopping at is not forgotten: the round then ends at k_min.
 
     statistic: `product` of scores in [0, 1]; `minimum`; or `gain`: scores are pairs (P̂, β̂), and it is the least
-    C_j·β̂_{j+1} of j ≤ k, C_j = Π_{i≤j} P̂_i, the chance that the next token is accepted (equations §5). None ever rises
-    with k. lag: 1 if Y_k is judged only after Y_{k+1} is drawn. peeks: True if Y_k is judged before it is drawn, by
-    what its distribution says; the round then ends before it. reads: what `score` looks at, of the token that is
+    C_j·β̂_{j+1} of j ≤ k, C_j = Π_{i≤j} P̂_i, the chance that the next token is accepted (docs/theory.md §5). None ever
+    rises with k. lag: 1 if Y_k is judged only after Y_{k+1} is drawn. peeks: True if Y_k is judged before it is drawn,
+    by what its distribution says; the round then ends before it. reads: what `score` looks at, of the token that is
     judged; `needs` can differ with a lag.
     """
 

@@ -1,6 +1,6 @@
 """Replay: what a policy would have cost on coupled traces, without a model in the loop.
 
-Two ways in, both in distribution what the decode loop does (equations §4, post-hoc coupling):
+Two ways in, both in distribution what the decode loop does (docs/theory.md §4, post-hoc coupling):
 replay_fixed       draft lengths, all in one pass
 replay_thresholds  rules that stop when a running statistic falls below a level: one pass for all levels and bounds
 Any other policy goes through `replay_host`.

@@ -1,4 +1,4 @@
-"""Cost-aware stopping: the threshold at which one more token just pays for itself, without a grid (docs/theory.md).
+"""Cost-aware stopping: the threshold at which one more token just pays for itself, without a grid (docs/theory.md §5).
 
 Draft one more iff the tokens expected from it exceed λ·t_draft, λ the throughput of the policy itself: Dinkelbach's
 iteration finds both together. What a head predicts is not quite that: its product leaves out the next token, is one

@@ -11,7 +11,7 @@ from accept_head.objective import binary_kl, weighted_bce
 
 
 def numpy_bce(logits, labels, mask, w_acc, w_rej):
-    """Numerator and denominator of equations §4 in float64; −log sigmoid(z) = log(1 + e^−z)."""
+    """Numerator and denominator of docs/theory.md §4 in float64; −log sigmoid(z) = log(1 + e^−z)."""
     z, a = logits.numpy().astype(np.float64)[mask], labels.numpy().astype(np.float64)[mask]
     loss = w_acc * a * np.logaddexp(0, -z) + w_rej * (1 - a) * np.logaddexp(0, z)
     return loss.sum(), (w_acc * a + w_rej * (1 - a)).sum()

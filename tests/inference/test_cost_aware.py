@@ -49,7 +49,7 @@ def speed(replayed, costs):
     return float(throughputs(replayed.counts.sum(0), costs))
 
 
-# --- the closed form (docs/theory.md) --------------------------------------------------------------------------------
+# --- the closed form (docs/theory.md §5) -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [0.3, 0.5, 0.7, 0.9, 0.97])

@@ -122,7 +122,7 @@ def test_online_logistic_learns():
 
 
 class ScalarGoodput:
-    """From the formula of field.md B8."""
+    """From the formula of docs/theory.md §8."""
 
     def __init__(self, costs, rate, decay, longest, probe):
         self.costs, self.decay, self.longest, self.probe = costs, decay, longest, probe

@@ -77,7 +77,7 @@ class Sample:
         save_file(tensors, path)
 
     def round(self, row: int, start: int, k_max: int) -> list[Token]:
-        """Every token that a round from `start` can draft, by equations §4."""
+        """Every token that a round from `start` can draft, by docs/theory.md §4."""
         record, tokens = self.records[row], []
         last = len(record["response_ids"]) - 1
         for i in range(start, min(last + 1, self.config.max_new_tokens - 1)):

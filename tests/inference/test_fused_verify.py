@@ -1,4 +1,4 @@
-"""Verification by kernels, against equations §1 in numpy and against torch. On a GPU, or in Triton's interpreter:
+"""Verification by kernels, against docs/theory.md §1 in numpy and against torch. On a GPU, or in Triton's interpreter:
 
 TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_verify.py     (part of `make test-vllm`)
 """
@@ -80,8 +80,8 @@ def test_the_ratio_test_is_that_of_the_paper(batch, slots, vocab, distance):
 
 @runs
 def test_emitted_tokens_are_the_targets():
-    """One position, many rows: whatever q is, the first token is distributed as p (equations §1). χ², p < 1e-4 fails.
-    With a draft that is taken as it is they are not."""
+    """One position, many rows: whatever q is, the first token is distributed as p (docs/theory.md §1). χ²; p < 1e-4
+    fails. With a draft that is taken as it is they are not."""
     rows, vocab = 2000, 7
     p, q, *_ = round_of(1, 1, vocab, 1.0)
     generator = torch.Generator().manual_seed(3)

@@ -60,7 +60,7 @@ def test_the_policies_that_trim_did():
 @pytest.mark.parametrize("kept", ["all", "none", "likely"])
 def test_one_slot_is_emitted_by_the_formula(test, kept):
     """P(y) = κ(y)·(accepted y) + Σ_x κ(x)·q(x)·(x rejected, y in its place) + Σ_x (1 − κ(x))·q(x)·p(y), for a rule that
-    keeps token x with κ(x) (field.md §0); for the ratio test, accepted y is min(p, q)(y)."""
+    keeps token x with κ(x) (docs/theory.md §9); for the ratio test, accepted y is min(p, q)(y)."""
     random = np.random.default_rng(5)
     for _ in range(20):
         tables = Tables(Shape(vocab=4, depth=1, rows=1), random)

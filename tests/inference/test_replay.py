@@ -96,7 +96,7 @@ NEXT = {"head of both": head_score(BOTH, "fed", "next"), "head of both lag 1": h
 
 
 def decider(name, threshold, k_min, k_max):
-    """SpecDec++ §4.2, equations §5 or a plain cut-off, token by token: (how many are drafted, forwards for nothing)."""
+    """docs/theory.md §3, §5 or a plain cut-off, token by token: (how many are drafted, forwards for nothing)."""
     score, lag = SCORES[name], int(name in LAGGING)
 
     def stop_is_known_after(tokens):

@@ -32,7 +32,7 @@ def outcome(drafted, accepted, live=None):
 
 
 class ScalarAdaEdl:
-    """One row, from the formulas of field.md B4."""
+    """One row, from the formulas of docs/theory.md §8."""
 
     def __init__(self, level, longest):
         self.level, self.rate, self.longest = level, 0.9, longest

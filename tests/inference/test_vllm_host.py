@@ -239,7 +239,7 @@ def test_nothing_is_drafted_where_nothing_is_wanted_yet_the_draft_is_fed():
 
 
 class ScalarAdaEdl:
-    """One request's moving level, from field.md B4."""
+    """One request's moving level, from docs/theory.md §8."""
 
     def __init__(self, level):
         self.level, self.rate = level, 0.9

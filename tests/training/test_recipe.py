@@ -12,7 +12,7 @@ from accept_head.training.learn.run import train
 
 
 def test_specdecpp_has_the_papers_settings():
-    """SpecDec++ §4.4, §5 and its published head; see shared/design/equations.md §4."""
+    """SpecDec++ §4.4, §5 and its published head; docs/theory.md §4."""
     recipe = RECIPES["specdecpp"]
     assert recipe.depth == 3
     assert recipe.predicts == "token"

@@ -1,4 +1,4 @@
-"""How traces become draft inputs: the paper's token mixing, exact packing, and the plain prefix (equations §4).
+"""How traces become draft inputs: the paper's token mixing, exact packing, and the plain prefix (docs/theory.md §4).
 
 For a head that reads the state at Y_i, the right input for its label is (x, X₁..X_{i−1}, Y_i). Exact packing gives
 it for every i in one forward of 2N tokens; token mixing is the paper's approximation in N tokens. A head that reads

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """Triton kernels of verification: which candidates are accepted, and which token follows them. Imported only where
-Triton is; `fused_verify` says what they are for, and equations §1 what they compute.
+Triton is; `fused_verify` says what they are for, and docs/theory.md §1 what they compute.
 
 As in `fused_kernels`, a row is split among programs, and whichever ends last puts together what all of them left.
 """

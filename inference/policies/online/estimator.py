@@ -12,8 +12,8 @@ MOST_LOG_ODDS = 40.0  # a distribution with all its mass on one token has infini
 
 
 class AcceptanceEstimator:
-    """p_k = σ(ω·f + β_k) for the k-th token of a round, f = logit(max q) (vLLM's OnlineAcceptanceEstimator, field.md
-    B12). f scores the distribution, not the token drawn from it: p_k is known before the draw.
+    """p_k = σ(ω·f + β_k) for the k-th token of a round, f = logit(max q) (vLLM's OnlineAcceptanceEstimator;
+    docs/theory.md §8). f scores the distribution, not the token drawn from it: p_k is known before the draw.
 
     Every 100 rounds one Newton step on the log-likelihood of the tokens that were judged since: accepted ones are
     labelled 1, the first rejected one 0; what was drafted after it, or not verified, is censored. Ridge 1e-3; the
