@@ -2,7 +2,7 @@
 
 The oracle (theorem 4.1) also knows the coins, which no head can. On path, the traces hold both numbers. What the draft
 drew after a rejection the target has never been asked about: one teacher-forced pass of both models over the rollouts
-tells it, once; it is stored beside them. See docs/theory.md §5 for what this bound is the best of, and of what it is not.
+tells it, once; it is stored beside them. docs/theory.md §5 says what this bound is the best of, and what not.
 """
 
 from __future__ import annotations
