@@ -31,8 +31,9 @@ from accept_head.files import read_json
 from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy
 from accept_head.inference.policies.batch_stop import OURS
 from accept_head.inference.policy import DraftPolicy, VerifyOutcome
-from accept_head.inference.replay.arrays import Setting, replay_fixed, replay_thresholds
 from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import replay_fixed
 
 COSTS, TOKEN_SHARES = (0.05, 0.1, 0.21), (0.005, 0.02)
 THRESHOLDS = (*(round(0.05 * step, 2) for step in range(1, 20)), 0.02, 0.97, 0.98, 0.99, 0.995)

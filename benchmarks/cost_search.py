@@ -20,10 +20,11 @@ from rich.table import Table
 from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_thresholds
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.cost_aware import cost_aware
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.verbs.tune import Grid
 
 COSTS = (0.05, 0.1, 0.126, 0.21, 0.3, 0.5)

@@ -27,9 +27,10 @@ from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference import generate
 from accept_head.inference.policies import FixedPolicy, HeadPolicy, OnlineLogisticPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_thresholds
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import Replayed, replay_fixed
 from accept_head.inference.tune.rules import ask
 
 HEADS = ("specdecpp", RECOMMENDED)

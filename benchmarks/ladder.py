@@ -29,11 +29,13 @@ from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.head import AcceptanceHead
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import compare, throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
-from accept_head.inference.replay.informed import InformedTables, informed_tables, replay_informed
+from accept_head.inference.replay.informed import replay_informed
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.truth import InformedTables, informed_tables
+from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.inference.tune.rules import LEARNERS, RULES, ask
 from accept_head.inference.verbs.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model

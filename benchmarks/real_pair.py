@@ -42,10 +42,12 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_thresholds, score_tokens
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
-from accept_head.inference.replay.informed import informed_tables
+from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.truth import informed_tables
+from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.verbs.tune import load_heads
 from accept_head.objective import binary_kl
 from accept_head.pair import checkpoint_fingerprint, load_model

@@ -23,9 +23,10 @@ from accept_head import Pair, load_pair
 from accept_head.cli import quiet_libraries
 from accept_head.inference import generate
 from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_thresholds
 from accept_head.inference.replay.bootstrap import draws
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import Replayed, replay_fixed
 from accept_head.inference.verbs.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint
 

@@ -51,11 +51,12 @@ from accept_head.inference.policies.online.recalibration import OnlineRecalibrat
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay.alternatives import alternatives_of
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.inference.verbs.calibrate import rounds_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.training.collect.verb import collect

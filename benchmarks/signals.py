@@ -23,9 +23,9 @@ from record import TINY, write_result
 from accept_head.cli import quiet_libraries
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.divergence import LONG, variance_ratio
-from accept_head.inference.replay.arrays import score_tokens
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.verbs.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 

@@ -17,8 +17,9 @@ from record import TINY, write_result
 
 from accept_head.cli import quiet_libraries
 from accept_head.inference.policies import HeadPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_thresholds
 from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import Replayed, replay_fixed
 
 K, K_MAX = 3, 8
 THRESHOLDS = [round(0.50 + 0.01 * step, 2) for step in range(31)]

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from accept_head.files import atomic_path
 from accept_head.inference.policies import HeadPolicy, make_policy
-from accept_head.inference.replay.arrays import score_tokens
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.scores import score_tokens
 from accept_head.pair import checkpoint_fingerprint, load_model
 
 K_MAX = 8  # tokens of the longest round

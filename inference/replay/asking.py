@@ -18,8 +18,9 @@ from accept_head.alternatives import Alternatives
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
-from accept_head.inference.replay.arrays import HIDDEN, Replayed, Walked, check_k_max, draft_step, replayed_of
 from accept_head.inference.replay.coupled import CoupledTraces
+from accept_head.inference.replay.scores import HIDDEN, draft_step
+from accept_head.inference.replay.walk import Replayed, Walked, check_k_max, replayed_of
 
 
 @torch.no_grad()

@@ -16,40 +16,15 @@ from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay.arrays import (
-    Replayed,
-    Setting,
-    replay_thresholds,
-    round_starts,
-    running_statistic,
-    score_tokens,
-)
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces
+from accept_head.inference.replay.dinkelbach import dinkelbach
+from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds, running_statistic
+from accept_head.inference.replay.walk import Replayed, round_starts
 
-STEPS = 20  # replays at most; about 5 are enough
-CLOSE = 1e-4  # relative: as near as throughputs have to come to each other
 DIGITS = 4  # of a threshold
 CLEARLY = 0.005  # relative: faster by more than what a threshold gains by chance on the traces it was chosen on
-
-
-def dinkelbach(at: Callable[[float], Replayed], costs: ForwardCosts) -> Replayed:
-    """The fastest of the policies at(λ), λ the throughput of the one before; from the target's own on.
-
-    Where at(λ) maximises E[tokens] − λ·E[seconds] of a round, λ rises to the largest throughput there is (Dinkelbach
-    1967). A rule that only comes near that maximum can go round in a circle at the end: then the best one counts.
-    """
-    speed = 1 / costs.t_target
-    found: dict[float, Replayed] = {}
-    for _ in range(STEPS):
-        replayed = at(speed)
-        reached = float(throughputs(replayed.counts.sum(0), costs))
-        done = reached in found or abs(reached / speed - 1) < CLOSE
-        found[reached] = replayed
-        if done:
-            break
-        speed = reached
-    return found[max(found)]
 
 
 def cost_aware(

@@ -1,55 +1,19 @@
 """The informed bound: what a policy would cost that knows the true a(Y_i) and β_{i+1}, but not verification's coins.
 
-The oracle (theorem 4.1) also knows the coins, which no head can. On path, the traces hold both numbers. What the draft
-drew after a rejection the target has never been asked about: one teacher-forced pass of both models over the rollouts
-tells it, once; it is stored beside them. docs/theory.md §5 says what this bound is the best of, and what not.
+The oracle (theorem 4.1) also knows the coins, which no head can. docs/theory.md says what this bound is the best of,
+and of what it is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedModel
 
-from accept_head.acceptance import acceptance_probability, overlap
-from accept_head.checksum import save_tensors
 from accept_head.cost import ForwardCosts
-from accept_head.errors import InputError
-from accept_head.files import atomic_path, read_json, writable_folder, write_json
-from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.engine.proof import check_served
-from accept_head.inference.replay.arrays import Replayed, replayed_of, walk_rounds
-from accept_head.inference.replay.cost_aware import dinkelbach
 from accept_head.inference.replay.coupled import CoupledTraces
-from accept_head.inference.replay.rollouts import RESPONSES, ROLLOUTS, read_rollouts
-from accept_head.pair import context_tokens
-from accept_head.trace import TraceConfig, read_shard
-
-INFORMED_VERSION = 1
-FOLDER_NAME, CONFIG_NAME = "informed", "informed_config.json"
-CHUNK_ELEMENTS = 1 << 24  # logits of one forward: bounds memory, whatever the vocabulary
-
-
-@dataclass(frozen=True, kw_only=True)
-class InformedTables:
-    """The truth of every token that a round could draft, in the order of `CoupledTraces.ids`: M tokens.
-
-    acceptance: (M,) a(Y) = min(1, p(Y)/q(Y)). overlap: (M,) β = Σ min(p, q) of the distributions at Y. Both are 0
-    beyond a rollout's length, and in rollouts from a token with a(Y) = 0: nobody who knows that would draft them.
-    """
-
-    acceptance: Tensor
-    overlap: Tensor
-
-
-# --- replay ----------------------------------------------------------------------------------------------------------
+from accept_head.inference.replay.dinkelbach import dinkelbach
+from accept_head.inference.replay.truth import InformedTables
+from accept_head.inference.replay.walk import Replayed, replayed_of, walk_rounds
 
 
 def replay_informed(
@@ -98,170 +62,3 @@ class _Paths:
         sums = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)  # of 0, 1, 2, … tokens
         sums = torch.where(torch.arange(sums.shape[1]) < self.shortest[:, None], -torch.inf, sums)
         return sums.argmax(-1)
-
-
-# --- the tables ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class InformedConfig:
-    """How a folder of tables was made. traces: fingerprint of their config. k_max: tokens of the longest round."""
-
-    traces: str
-    target_fingerprint: str
-    draft_fingerprint: str
-    k_max: int
-    version: int = INFORMED_VERSION
-
-    @classmethod
-    def load(cls, path: Path) -> InformedConfig | None:
-        """None if it is not there or of another version: the tables are then made anew."""
-        if not path.is_file():
-            return None
-        values = read_json(path)
-        known = {field.name for field in fields(cls)}
-        usable = set(values) == known and values["version"] == INFORMED_VERSION and type(values["k_max"]) is int
-        return cls(**values) if usable else None
-
-
-def check_target(config: TraceConfig, folder: Path, target_fingerprint: str) -> None:
-    """Raises InputError when the traces were made with another target than the one with this fingerprint."""
-    if config.target_fingerprint != target_fingerprint:
-        raise InputError(
-            f"{folder}: made by another pair (its target was {config.target}); --target must be that target"
-        )
-
-
-def informed_tables(
-    traces: CoupledTraces, draft: PreTrainedModel, load_target: Callable[[], PreTrainedModel] | None = None
-) -> InformedTables | None:
-    """The tables of these traces. What is missing of them is made if there is a target, which is loaded only then;
-    without one, None.
-
-    Raises InputError when the folder cannot be written to, a file is damaged, or the decode loop cannot serve a model.
-    """
-    place = traces.shards[0][0].parents[1] / FOLDER_NAME
-    rollouts = [read_rollouts(path, ("position", "ids")) for path, *_ in traces.shards]
-    wanted = InformedConfig(
-        traces=traces.config.fingerprint(),
-        target_fingerprint=traces.config.target_fingerprint,
-        draft_fingerprint=traces.config.draft_fingerprint,
-        k_max=rollouts[0]["ids"].shape[1] + 1,
-    )
-    paths = [place / path.name for path, *_ in traces.shards]
-    usable = InformedConfig.load(place / CONFIG_NAME) == wanted
-    missing = [
-        shard
-        for shard, (path, part) in enumerate(zip(paths, rollouts, strict=True))
-        if not usable or not _is_of(path, part["ids"])
-    ]
-    if missing and load_target is None:
-        return None
-    if missing and load_target is not None:
-        writable_folder(place, "--traces")
-        models = (load_target(), draft)
-        for model in models:
-            check_served(model)
-        if not usable:
-            for old in place.glob("*.safetensors"):
-                old.unlink()
-            write_json(place / CONFIG_NAME, asdict(wanted))
-        for shard in tqdm(missing, unit="shard", desc="informed bound"):
-            tables = ask_records(*models, _records(traces, shard), rollouts[shard], traces.config)
-            with atomic_path(paths[shard]) as temporary:
-                save_tensors({**tables, "ids": rollouts[shard]["ids"]}, temporary)
-    return _joined(traces, paths)
-
-
-def _is_of(path: Path, ids: Tensor) -> bool:
-    """Whether there is a table of these very tokens: rollouts that were made anew, on another machine, can differ."""
-    return path.is_file() and torch.equal(read_rollouts(path, ("ids",))["ids"], ids)
-
-
-def _records(traces: CoupledTraces, shard: int) -> dict[str, Any]:
-    """All of a shard's records, also those that are not in use: its rollouts are of all."""
-    config = traces.config
-    return read_shard(traces.shards[shard][0].parents[1], config, shard).with_format("numpy")[:]
-
-
-def _joined(traces: CoupledTraces, paths: list[Path]) -> InformedTables:
-    records = traces.traces.with_format("numpy")
-    whole = {}
-    for name in ("acceptance", "overlap"):
-        parts = [torch.from_numpy(np.concatenate(records[name][:]))]
-        for path, (_, _, used) in zip(paths, traces.shards, strict=True):
-            parts.append(read_rollouts(path, (name,))[name][:used, : traces.k_max - 1].reshape(-1))
-        whole[name] = torch.cat(parts)
-    inside = torch.arange(traces.k_max - 1) < traces.rollout_lengths[:, None]
-    known = torch.cat([torch.ones(traces.positions, dtype=torch.bool), inside.reshape(-1)])
-    return InformedTables(**{name: torch.where(known, values, 0.0) for name, values in whole.items()})
-
-
-@torch.no_grad()
-def ask_records(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    records: dict[str, Any],
-    rollouts: dict[str, Tensor],
-    config: TraceConfig,
-) -> dict[str, Tensor]:
-    """a and β of rollouts' tokens, {"acceptance", "overlap"}: (R, k_max − 1) each, on the CPU; arbitrary beyond a
-    rollout's length, 0 in rollouts from a token with a(Y) = 0. records: columns as in trace.py; rollouts: position and
-    ids as in rollouts.py, of these records."""
-    lengths = np.array([len(response) for response in records["response_ids"]])
-    starts = np.cumsum([0, *lengths])
-    parts = []
-    for first in range(0, len(lengths), RESPONSES):
-        group = slice(first, first + RESPONSES)
-        low, high = starts[first], starts[min(first + RESPONSES, len(lengths))]
-        mine = (rollouts["position"] >= low) & (rollouts["position"] < high)
-        position = rollouts["position"][mine] - low
-        columns = {name: values[group] for name, values in records.items()}
-        parts.append(_ask_group((target, draft), columns, position, rollouts["ids"][mine].long(), config))
-    return dict(zip(("acceptance", "overlap"), torch.cat(parts, dim=1).contiguous(), strict=True))
-
-
-def _ask_group(
-    models: tuple[PreTrainedModel, PreTrainedModel],
-    group: dict[str, Any],
-    position: Tensor,
-    ids: Tensor,
-    config: TraceConfig,
-) -> Tensor:
-    """(2, rollouts, k_max − 1), a and β. Each model is fed the responses once; each rollout continues a copy of its
-    row, the rejected token first. What its last token would lead to is of no interest."""
-    lengths = torch.tensor([len(response) for response in group["response_ids"]])
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[position]
-    step = torch.cat([torch.arange(n) for n in lengths.tolist()])[position]
-    places = torch.tensor([len(prompt) for prompt in group["prompt_ids"]])[row] + step
-    rejected, acceptance = (torch.from_numpy(np.concatenate(group[n]))[position] for n in ("draft_ids", "acceptance"))
-    fed = torch.cat([rejected.long()[:, None], ids[:, :-1]], dim=-1)
-    truth = torch.zeros(2, *ids.shape)
-    asked = torch.where(acceptance > 0)[0]
-    if not len(asked):
-        return truth
-    trunks = [_trunk(model, group, ids.shape[1] + 1) for model in models]
-    for chunk in asked.split(max(1, min(ROLLOUTS, CHUNK_ELEMENTS // (ids.shape[1] * config.vocab_size)))):
-        p, q = (_distributions(trunk, row[chunk], fed[chunk], places[chunk], config) for trunk in trunks)
-        truth[0, chunk] = acceptance_probability(p, q, ids[chunk].to(p.device)).cpu()
-        truth[1, chunk] = overlap(p, q).cpu()
-    return truth
-
-
-def _distributions(trunk: CachedModel, row: Tensor, fed: Tensor, places: Tensor, config: TraceConfig) -> Tensor:
-    """What follows each fed token, (rollouts, k_max − 1, vocab). row: (rollouts,) of the trunk that each continues;
-    places: (rollouts,) where its first token stands."""
-    device = trunk.model.device
-    logits = trunk.copy(row.to(device)).forward(fed.to(device), places.to(device), int(places.max())).logits
-    return config.sampling.probabilities(logits[..., : config.vocab_size])
-
-
-def _trunk(model: PreTrainedModel, group: dict[str, Any], k_max: int) -> CachedModel:
-    """A cache with one row a response, prompt included, and room for a round beyond it."""
-    ids = [
-        torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
-    ]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(model.device)
-    trunk = CachedModel(model, len(ids), min(padded.shape[1] + k_max, context_tokens(model)))
-    trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=model.device), 0)
-    return trunk

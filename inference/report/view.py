@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from accept_head.calibration import expected_calibration_error
-from accept_head.inference.replay.arrays import round_starts
 from accept_head.inference.replay.coupled import CoupledTraces
+from accept_head.inference.replay.walk import round_starts
 from accept_head.inference.report.data import CalibrationCurve, ViewedResponse, ViewedRound, ViewedToken
 
 DEPTHS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, None))

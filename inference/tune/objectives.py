@@ -9,9 +9,9 @@ import numpy as np
 
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
-from accept_head.inference.replay.arrays import Replayed
 from accept_head.inference.replay.bootstrap import draws
 from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.replay.walk import Replayed
 
 Objective = Literal["mean", "worst-domain", "discard"]
 SURE = 0.975  # as the upper end of a 95 % interval

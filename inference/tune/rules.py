@@ -32,9 +32,9 @@ from accept_head.inference.policies import (
 )
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftPolicy
-from accept_head.inference.replay.arrays import Replayed
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.coupled import CoupledTraces
+from accept_head.inference.replay.walk import Replayed
 
 # Priced in one pass each (replay_thresholds).
 RULES: dict[str, Callable[..., ThresholdPolicy]] = {

@@ -25,8 +25,9 @@ from accept_head.files import writable_file
 from accept_head.head_use import check_unseen
 from accept_head.hub import load_head
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.replay.arrays import round_starts, score_tokens
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.replay.walk import round_starts
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.trace import finished_config
 

@@ -24,24 +24,19 @@ from accept_head.head import AcceptanceHead
 from accept_head.inference.costs.files import read_costs
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.replay.arrays import (
-    Replayed,
-    Setting,
-    replay_fixed,
-    replay_oracle,
-    replay_thresholds,
-    score_tokens,
-    threshold_lengths,
-)
 from accept_head.inference.replay.comparison import compare
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
-from accept_head.inference.replay.informed import InformedTables, informed_tables, replay_informed
+from accept_head.inference.replay.informed import replay_informed
+from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds, threshold_lengths
+from accept_head.inference.replay.truth import InformedTables, informed_tables, target_loader
+from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.inference.report.data import DomainResult, PolicyResult, ReportData, ViewedResponse
 from accept_head.inference.report.page import write_report
 from accept_head.inference.report.view import calibrate_depths, view_responses
 from accept_head.inference.tune.rules import RULES
 from accept_head.inference.verbs.profile import device_name
-from accept_head.inference.verbs.tune import DECODING_NAME, LONGEST, Grid, load_heads, search_all, target_loader
+from accept_head.inference.verbs.tune import DECODING_NAME, LONGEST, Grid, load_heads, search_all
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
 SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve

@@ -6,9 +6,8 @@ The policies that need no training go through the same search on the same traces
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +25,13 @@ from accept_head.hub import load_head
 from accept_head.inference.costs.files import pair_costs, read_costs
 from accept_head.inference.policies import EntropyPolicy, HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.replay.arrays import Replayed, Setting, replay_fixed, replay_oracle, replay_thresholds
 from accept_head.inference.replay.comparison import compare, throughputs
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
-from accept_head.inference.replay.informed import InformedTables, check_target, informed_tables, replay_informed
+from accept_head.inference.replay.informed import replay_informed
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.truth import InformedTables, informed_tables, target_loader
+from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.inference.tune.objectives import Objective, objective_of
 from accept_head.inference.tune.rules import LEARNERS, RULES, ask, checked_rules, spec_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
@@ -323,24 +324,6 @@ def described(traces: CoupledTraces) -> dict[str, Any]:
         "sampling": traces.config.sampling.to_dict(),
         "max_new_tokens": traces.config.max_new_tokens,
     }
-
-
-def target_loader(
-    traces: Path, target: str | None, dtype: str = "auto", trust_remote_code: bool = False
-) -> Callable[[], PreTrainedModel] | None:
-    """Loads the target when it is needed; None without one. Raises InputError when the traces were made with another
-    target."""
-    if target is None:
-        return None
-    config = finished_config(traces)
-    load: Callable[[], PreTrainedModel] = partial(
-        load_model, target, "--target", dtype=dtype, trust_remote_code=trust_remote_code
-    )
-    if not Path(target).is_dir():  # the Hub's name for it: only once it is loaded are its files here
-        model = load()
-        load = lambda: model  # noqa: E731
-    check_target(config, traces, checkpoint_fingerprint(target))
-    return load
 
 
 def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -> dict[str, AcceptanceHead]:

@@ -17,16 +17,12 @@ from accept_head.hub import load_head
 from accept_head.inference.policies import ConfidencePolicy, CumulativeConfidencePolicy, HeadPolicy
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay import cost_aware as module
-from accept_head.inference.replay.arrays import (
-    Setting,
-    replay_fixed,
-    replay_thresholds,
-    round_starts,
-    score_tokens,
-    threshold_lengths,
-)
 from accept_head.inference.replay.comparison import throughputs
-from accept_head.inference.replay.cost_aware import cost_aware, dinkelbach
+from accept_head.inference.replay.cost_aware import cost_aware
+from accept_head.inference.replay.dinkelbach import dinkelbach
+from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds, threshold_lengths
+from accept_head.inference.replay.walk import replay_fixed, round_starts
 from accept_head.pair import input_embeddings
 from accept_head.prompts import load_prompts
 from tests.inference.test_coupled import HIDDEN, folder, make_sample, samples  # noqa: F401

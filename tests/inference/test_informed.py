@@ -23,17 +23,12 @@ from accept_head.cost import ForwardCosts
 from accept_head.inference import RowPolicy, generate
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.replay import informed as module
-from accept_head.inference.replay.arrays import replay_fixed, replay_oracle, replayed_of, walk_rounds
+from accept_head.inference.replay import truth as truth_module
 from accept_head.inference.replay.coupled import load_coupled
-from accept_head.inference.replay.informed import (
-    CONFIG_NAME,
-    InformedTables,
-    ask_records,
-    check_target,
-    informed_tables,
-    replay_informed,
-)
+from accept_head.inference.replay.informed import replay_informed
 from accept_head.inference.replay.rollouts import read_rollouts
+from accept_head.inference.replay.truth import CONFIG_NAME, InformedTables, ask_records, check_target, informed_tables
+from accept_head.inference.replay.walk import replay_fixed, replay_oracle, replayed_of, walk_rounds
 from accept_head.prompts import load_prompts
 from accept_head.trace import read_traces
 from tests.inference.test_coupled import folder, make_sample, samples, walk  # noqa: F401
@@ -239,9 +234,9 @@ def test_what_is_fed_together_does_not_matter(toy, monkeypatch):
     made = toy("llama", SAMPLED)
     slow = slow_tables(made.models, made.records, made.rollouts, made.config)
     for responses, rollouts, elements in ((1, 1, 1 << 24), (3, 4, 1 << 24), (16, 128, 2 * 5 * VOCAB)):
-        monkeypatch.setattr(module, "RESPONSES", responses)
-        monkeypatch.setattr(module, "ROLLOUTS", rollouts)
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr(truth_module, "RESPONSES", responses)
+        monkeypatch.setattr(truth_module, "ROLLOUTS", rollouts)
+        monkeypatch.setattr(truth_module, "CHUNK_ELEMENTS", elements)
         assert agrees(ask_records(*made.models, made.table, made.rollouts, made.config), slow)
 
 
@@ -265,7 +260,7 @@ def files(toy, tmp_path, monkeypatch):
         target_loads.append(1)
         return made.models[0]
 
-    monkeypatch.setattr(module, "ask_records", counting)
+    monkeypatch.setattr(truth_module, "ask_records", counting)
 
     def tables(target=True, k_max=6, **options):
         asked.clear()

@@ -7,7 +7,7 @@ import pytest
 
 from accept_head import InputError
 from accept_head.cost import ForwardCosts
-from accept_head.inference.replay.arrays import Replayed
+from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.tune.objectives import objective_of
 
 COSTS = ForwardCosts(t_draft=0.01, t_target=0.1, t_autoregressive=0.1)

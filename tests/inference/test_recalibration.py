@@ -21,8 +21,8 @@ from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policy import DraftStep, VerifyOutcome
-from accept_head.inference.replay.arrays import Setting, replay_thresholds
 from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.verbs.calibrate import rounds_of
 from accept_head.signals import draft_signals
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
@@ -480,7 +480,7 @@ def test_what_it_learns_of_is_the_state_that_the_last_layer_reads(width):
 
 def test_the_fast_replay_which_knows_no_depth_refuses_it(folder):  # noqa: F811
     policy = RecalibratedHeadPolicy(head_of(reads="before", signals=True), 0.6, k_max=5, online=True)
-    with pytest.raises(InputError, match="replay_host"):
+    with pytest.raises(InputError, match=r"asking\.replay"):
         replay_thresholds(make_sample(3).couple(folder), policy, [Setting(threshold=0.6, k_max=5)], "online")
 
 

@@ -23,15 +23,11 @@ from accept_head.inference.policies import (
     SvipPolicy,
 )
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay import arrays as module
-from accept_head.inference.replay.arrays import (
-    Setting,
-    replay_fixed,
-    replay_oracle,
-    replay_thresholds,
-    score_tokens,
-)
+from accept_head.inference.replay import thresholds as module
 from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import replay_fixed, replay_oracle
 from tests.inference.test_coupled import HIDDEN, MADE_UP, folder, make_sample, samples, walk  # noqa: F401
 from tests.inference.toy import random_head
 

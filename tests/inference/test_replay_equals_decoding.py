@@ -39,10 +39,11 @@ from accept_head.inference.policies import (
     RecalibratedHeadPolicy,
 )
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.replay import arrays as module
-from accept_head.inference.replay.arrays import Setting, replay_fixed, replay_thresholds
+from accept_head.inference.replay import scores as module
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.coupled import load_coupled
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import replay_fixed
 from accept_head.prompts import load_prompts
 from tests.inference.test_rollouts import collected
 from tests.inference.toy import random_head

@@ -21,7 +21,8 @@ from accept_head.inference.policies import (
     SvipPolicy,
 )
 from accept_head.inference.replay.cost_aware import cost_aware
-from accept_head.inference.replay.informed import InformedTables, replay_informed
+from accept_head.inference.replay.informed import replay_informed
+from accept_head.inference.replay.truth import InformedTables
 from accept_head.inference.verbs.tune import Grid, decoding, load_heads, search_all
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1

@@ -127,7 +127,8 @@ def counts_of(stats: list[Any]) -> np.ndarray:
 def test_the_recorded_loop_has_the_lengths_of_replay(
     script: Callable[[str], ModuleType], recorded: Any, other_pair: Any, name: str
 ) -> None:
-    from accept_head.inference.replay.arrays import Setting, replay_fixed, replay_thresholds
+    from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+    from accept_head.inference.replay.walk import replay_fixed
 
     record, traces, chosen, policy = recorded
     assert record.responses == len(chosen) >= 5

@@ -1,0 +1,145 @@
+"""The walk from round to round through all responses, where each position says how many tokens a round drafts there.
+
+For fixed draft lengths and for the oracle that is known at once. Rules that stop at a threshold work it out first
+(thresholds.py). In distribution the walk is what the decode loop does (docs/theory.md, post-hoc coupling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from accept_head.cost import DecodeCounts, oracle_counts
+from accept_head.errors import InputError
+from accept_head.inference.replay.comparison import Measured
+from accept_head.inference.replay.coupled import CoupledTraces
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """What one policy did on n responses.
+
+    counts: (n, 4) generated tokens, discarded tokens, target forwards, draft forwards of each.
+    draft_lengths: (k_max + 1,) rounds that drafted so many tokens.
+    at_risk: (k_max,) rounds that drafted to this depth with all earlier tokens accepted; accepted: (k_max,) those of
+        them whose token at this depth was accepted too.
+    """
+
+    name: str
+    params: dict[str, Any]
+    counts: np.ndarray
+    draft_lengths: np.ndarray
+    at_risk: np.ndarray
+    accepted: np.ndarray
+
+    @property
+    def total(self) -> DecodeCounts:
+        return _counts(self.counts.sum(0))
+
+    def measured(self, responses: Sequence[int] | None = None) -> Measured:
+        """For `compare`; of these responses only, if given."""
+        rows = self.counts if responses is None else self.counts[list(responses)]
+        return Measured(name=self.name, params=self.params, counts=[_counts(row) for row in rows])
+
+
+def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed]:
+    """fixed:K for each K; `none` for 0."""
+    check_k_max("fixed", max(lengths), traces)
+    lanes = torch.minimum(traces.drafts[:, None], torch.tensor(lengths))  # (P, lengths)
+    walked = walk_rounds(traces, lanes)
+    return [
+        replayed_of(walked, lane, f"fixed:{k}" if k else "none", {"k": k} if k else {})
+        for lane, k in enumerate(lengths)
+    ]
+
+
+def replay_oracle(traces: CoupledTraces) -> Replayed:
+    """Stops just before each rejection (theorem 4.1): no policy does better."""
+    walked = walk_rounds(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
+    walked.counts[:, 0] = [
+        [count.generated, count.discarded, count.target_forwards, count.draft_forwards]
+        for row in traces.traces["accepted"]
+        for count in [oracle_counts(generated=len(row), rejections=list(row[:-1]).count(False))]
+    ]
+    return replayed_of(walked, 0, "oracle", {})
+
+
+@dataclass(frozen=True)
+class Walked:
+    """counts: (n, lanes, 4). lengths: (lanes, k_max + 1) rounds by tokens drafted; judged, accepted: (lanes, k_max + 1)
+    rounds by depths at risk and by tokens accepted."""
+
+    counts: np.ndarray
+    lengths: np.ndarray
+    judged: np.ndarray
+    accepted: np.ndarray
+
+
+def walk_rounds(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
+    """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
+    position drafts; in_vain: (P, lanes) bool, whether it feeds the last of them for nothing."""
+    responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1
+    lane = torch.arange(width).expand(responses, width)
+    place = traces.starts[:, None].expand(responses, width).clone()
+    end = (traces.starts + traces.lengths)[:, None].expand(responses, width)
+    discarded, rounds, forwards = (torch.zeros(responses, width, dtype=torch.long) for _ in range(3))
+    histograms = torch.zeros(3, width * sizes, dtype=torch.long)
+    while (live := place < end).any():
+        here = place.clamp(max=traces.positions - 1)
+        drafted = lanes[here, lane].long() * live
+        accepted = torch.minimum(drafted, traces.leading[here])
+        discarded += drafted - accepted
+        rounds += live
+        forwards += drafted if in_vain is None else drafted + (in_vain[here, lane] & live)
+        for histogram, value in zip(histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True):
+            histogram += torch.bincount((lane * sizes + value)[live], minlength=width * sizes)
+        # Beyond the end only after a drawn end token, which nothing follows.
+        place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
+    generated = traces.lengths[:, None].expand(responses, width)
+    counts = torch.stack([generated, discarded, rounds, forwards], dim=-1).double().numpy()
+    return Walked(counts, *histograms.view(3, width, sizes).numpy())
+
+
+def round_starts(traces: CoupledTraces, lengths: Tensor) -> Tensor:
+    """The positions at which rounds start, in order, when a round from each position drafts lengths, (P,)."""
+    following = torch.arange(traces.positions) + torch.minimum(lengths, traces.leading) + 1
+    starts = []
+    for start, length in zip(traces.starts.tolist(), traces.lengths.tolist(), strict=True):
+        place = start
+        while place < start + length:
+            starts.append(place)
+            place = int(following[place])
+    return torch.tensor(starts)
+
+
+def replayed_of(walked: Walked, lane: int, name: str, params: dict[str, Any]) -> Replayed:
+    return Replayed(
+        name=name,
+        params=params,
+        counts=walked.counts[:, lane],
+        draft_lengths=walked.lengths[lane],
+        at_risk=_at_least(walked.judged[lane]),
+        accepted=_at_least(walked.accepted[lane]),
+    )
+
+
+def _at_least(histogram: np.ndarray) -> np.ndarray:
+    """How many rounds reached depth 1, 2, …: (k_max + 1,) → (k_max,)."""
+    return histogram[::-1].cumsum()[::-1][1:]
+
+
+def _counts(row: Sequence[float]) -> DecodeCounts:
+    generated, discarded, target_forwards, draft_forwards = map(float, row)
+    return DecodeCounts(
+        generated=generated, discarded=discarded, target_forwards=target_forwards, draft_forwards=draft_forwards
+    )
+
+
+def check_k_max(name: str, k_max: int, traces: CoupledTraces) -> None:
+    if k_max > traces.k_max:
+        raise InputError(f"{name} drafts up to {k_max} tokens, but the rollouts are for rounds of {traces.k_max}")
