@@ -19,7 +19,7 @@ STRIDE = 32  # captured graphs have 1, 2, 4, 8, 16, 32, 64, 96, … tokens
 
 class AdaSpecPolicy(RowPolicy):
     """AdaSpec (arXiv:2503.05096; docs/theory.md §8). With B live rows and s_{r,i} = Π_{j≤i} q(Y_{r,j}), after k draft
-    steps
+    steps:
 
         G = (B + Σ s) / T,   T = k draft forwards + one verification of B + (drafted tokens) tokens.   (Alg. 3)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.bounds import check_bounds
 from accept_head.inference.policies.divergence import LONG, variance_ratio, weighted_variance
 from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
@@ -26,9 +27,8 @@ class DsdePolicy(RowPolicy):
     the largest KLD. Rows in calibration neither count for the cap nor are held to it.
 
     fork: the authors' vLLM fork in place of the paper (KLScheduler; docs/theory.md §6): weights 0.9^age; the short
-    window is
-    a third of what is known; WVIR is 20 if the long variance is below 1e-6; KLDs over `temperature`, which a policy is
-    not told; SL_max = round(SL_A,max·(1 + 0.5·μ/max)); at least ⌈SL_max / 10⌉ tokens, never below k_min (there 6); SL
+    window is a third of what is known; WVIR is 20 if the long variance is below 1e-6; KLDs over `temperature`, which a
+    policy is not told; SL_max = round(SL_A,max·(1 + 0.5·μ/max)); at least ⌈SL_max / 10⌉ tokens, never below k_min (there 6); SL
     and the cap rounded up; calibration is what comes before the round with the 30th KLD, and k doubles in it after a
     round accepted as a whole. The fork's windows hold KLDs beyond a rejection too; here there are none.
 
@@ -36,11 +36,9 @@ class DsdePolicy(RowPolicy):
     """
 
     needs = frozenset({Signal.DIVERGENCE})
-    stops_early = False
     grid = (2, 4, 5, 6, 8, 10)
     PER_ROW = ("history", "known", "last", "rounds", "accepted", "total", "count", "peak", "draft")
-    carries = ()
-    inputs = PER_ROW
+    capture = Capture(read=PER_ROW)
     LARGEST = 1e3  # nats: a draft that rules out what the target wants is not to make all that follows infinite
 
     def __init__(
