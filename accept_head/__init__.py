@@ -12,7 +12,8 @@ from accept_head.errors import InputError
 from accept_head.version import VERSION
 
 if TYPE_CHECKING:
-    from accept_head.head import AcceptanceHead, HeadConfig
+    from accept_head.head.network import AcceptanceHead
+    from accept_head.head_config import HeadConfig
     from accept_head.pair import Pair, load_pair
     from accept_head.sampling import Sampling
 
@@ -21,7 +22,13 @@ __version__ = VERSION
 __all__ = ["AcceptanceHead", "HeadConfig", "InputError", "Pair", "Sampling", "__version__", "load_pair"]
 
 # Looked up when they are asked for: the command line need not wait for torch to say what is wrong with a word.
-_HOMES = {"AcceptanceHead": "head", "HeadConfig": "head", "Pair": "pair", "load_pair": "pair", "Sampling": "sampling"}
+_HOMES = {
+    "AcceptanceHead": "head.network",
+    "HeadConfig": "head_config",
+    "Pair": "pair",
+    "load_pair": "pair",
+    "Sampling": "sampling",
+}
 
 
 def __getattr__(name: str) -> Any:

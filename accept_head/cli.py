@@ -57,7 +57,7 @@ VERBS = {
         "import_specdecpp",
         "the SpecDec++ research code's checkpoint, or data -> a head, or traces",
     ),
-    "publish": ("accept_head.publish", "publish", "a head -> a repository on the Hub"),
+    "publish": ("accept_head.hub.publish", "publish", "a head -> a repository on the Hub"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
 

@@ -27,9 +27,9 @@ from accept_head.cost import DecodeCounts, oracle_counts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_folder, write_json
 from accept_head.inference import generate, make_policy
+from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.replay.comparison import Measured, compare
 from accept_head.inference.tune.rules import RULES
-from accept_head.inference.verbs.profile import regress_rounds
 from accept_head.inference.verbs.report import report
 from accept_head.inference.verbs.tune import tune
 from accept_head.pair import Pair, load_pair

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, parse_json, read_json, sha256, write_json
-from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.head_folder import TRAINING_NAME, WEIGHTS_NAME, head_folder
-from accept_head.model_card import CardFacts, model_card
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import HeadConfig
+from accept_head.hub.card import CardFacts, model_card
+from accept_head.hub.folder import TRAINING_NAME, WEIGHTS_NAME, head_folder
 from accept_head.version import VERSION
 
 PICKLE_NAME = "pytorch_model.bin"

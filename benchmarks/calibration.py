@@ -21,8 +21,8 @@ from record import REPOSITORY, TINY, write_result
 from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.depth_calibration import DepthCalibration, Rounds
-from accept_head.head import AcceptanceHead
-from accept_head.hub import load_head
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.saved import load_head
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay.asking import replay

@@ -73,7 +73,7 @@ def _checksum(path: Path, *, dated: bool) -> str:
 
 
 def import_libraries() -> None:
-    for module in (*warm_cli.PRELOADED, "accept_head.inference.verbs.tune", "accept_head.publish"):
+    for module in (*warm_cli.PRELOADED, "accept_head.inference.verbs.tune", "accept_head.hub.publish"):
         importlib.import_module(module)
 
 

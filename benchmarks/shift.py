@@ -44,7 +44,7 @@ from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
-from accept_head.hub import load_head
+from accept_head.head.saved import load_head
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration

@@ -15,7 +15,8 @@ from graph_modes import constant_budget
 from recorded_rounds import RecordedRounds
 from torch import Tensor
 
-from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import HeadConfig
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.rows import Request
 from accept_head.inference.policies import HeadPolicy

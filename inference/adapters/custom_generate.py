@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
 from accept_head.files import read_json
-from accept_head.head_folder import head_folder
+from accept_head.hub.folder import head_folder
 from accept_head.inference.adapters.transformers import generate
 from accept_head.inference.policies.specs import DraftShape, head_policy
 from accept_head.inference.policy import DraftPolicy

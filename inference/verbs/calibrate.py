@@ -22,8 +22,8 @@ from accept_head.depth_calibration import (
 )
 from accept_head.errors import InputError
 from accept_head.files import writable_file
-from accept_head.head_use import check_unseen
-from accept_head.hub import load_head
+from accept_head.head.origin import check_unseen
+from accept_head.head.saved import load_head
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens

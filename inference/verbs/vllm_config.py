@@ -18,7 +18,7 @@ import yaml
 
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_file
-from accept_head.head_folder import head_folder
+from accept_head.hub.folder import head_folder
 from accept_head.inference.adapters.vllm.build import head_of
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.settings import KEY

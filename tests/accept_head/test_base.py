@@ -10,7 +10,8 @@ import torch
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.base import BASE_FUNCTIONS, MOST_LOG_ODDS, base_functions, places_of
-from accept_head.hub import load_head
+from accept_head.head.saved import load_head
+from accept_head.head.scorer import make_scorer
 from accept_head.signals import SIGNALS
 
 HIDDEN, VOCAB = 8, 13
@@ -123,7 +124,7 @@ def test_serving_scores_are_the_probabilities(config, residual, fusible):
         read = hidden, signals_of(*shape), ids
         with torch.no_grad():
             expected = head(*read).sigmoid()
-            score = head.scorer("both" if head.config.predicts == "both" else "token", fusible=fusible)
+            score = make_scorer(head, "both" if head.config.predicts == "both" else "token", fusible=fusible)
             wanted = expected if head.config.predicts == "both" else expected[..., 0]
             torch.testing.assert_close(score(*read), wanted, rtol=1e-5, atol=1e-6)
 
@@ -136,7 +137,7 @@ def test_what_is_served_may_be_a_slice(residual):
     hidden, signals = torch.randn(2, 6, HIDDEN)[:, ::2], signals_of(2, 6)[:, ::2]
     with torch.no_grad():
         expected = head(hidden, signals)[..., 0].sigmoid()
-        torch.testing.assert_close(head.scorer()(hidden, signals), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(make_scorer(head)(hidden, signals), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_base_and_residual_are_added_up_as_log_odds():

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
-from accept_head import head as module
-from accept_head.hub import load_head
+from accept_head.head import scorer as module
+from accept_head.head.saved import load_head
+from accept_head.head.scorer import make_scorer
 
 HIDDEN, VOCAB, STD = 8, 13, 0.25
 SIGNALS = {
@@ -68,15 +69,15 @@ def test_serving_scores_are_the_probabilities(monkeypatch, table_bytes, dtype, w
         with torch.no_grad():
             for one in (head, both):
                 expected = one.probability(read[0], "token", *read[1:])
-                torch.testing.assert_close(one.scorer()(*read), expected, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(make_scorer(one)(*read), expected, rtol=1e-5, atol=1e-6)
             expected = both(*read).sigmoid()  # (..., 2)
-            torch.testing.assert_close(both.scorer("both")(*read), expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(make_scorer(both, "both")(*read), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_both_are_refused_where_one_of_them_is_not_made():
     for predicts in ("token", "next"):
         with pytest.raises(InputError, match="was asked for"):
-            AcceptanceHead(HeadConfig(hidden_size=HIDDEN, predicts=predicts)).scorer("both")
+            make_scorer(AcceptanceHead(HeadConfig(hidden_size=HIDDEN, predicts=predicts)), "both")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,8 @@ def test_who_looks_beyond_the_drawn_token(looks, config):
 def test_another_token_gets_another_score():
     head = made().attach(embeddings())
     hidden, _, ids = inputs(5)
-    assert not torch.isclose(head.scorer()(hidden, None, ids), head.scorer()(hidden, None, (ids + 1) % VOCAB)).any()
+    score = make_scorer(head)
+    assert not torch.isclose(score(hidden, None, ids), score(hidden, None, (ids + 1) % VOCAB)).any()
 
 
 def test_the_drafts_embeddings_are_not_among_the_weights(tmp_path):
@@ -127,7 +129,7 @@ def test_embeddings_that_do_not_fit_are_refused_with_the_heads_name(tmp_path, wr
 
 
 def test_nothing_is_read_before_the_embeddings_are_there():
-    for use in (lambda head: head(*inputs(3)), lambda head: head.scorer()):
+    for use in (lambda head: head(*inputs(3)), lambda head: make_scorer(head)):
         with pytest.raises(InputError, match=r"attach\(embeddings\) comes first"):
             use(made())
     with pytest.raises(InputError, match="the drawn token, but none"):

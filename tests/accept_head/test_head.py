@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.scorer import make_scorer
+from accept_head.head_config import HeadConfig
 
 HIDDEN = 8
 PREDICTS = ["token", "next", "both"]
@@ -165,7 +167,7 @@ def test_a_head_from_before_heads_had_a_base_loads_and_says_the_same(tmp_path):
     z = x @ w["blocks.0.linear.weight"].T + w["blocks.0.linear.bias"]
     expected = (x + z / (1 + np.exp(-z))) @ w["output.weight"].T + w["output.bias"]
     np.testing.assert_allclose(head(hidden, signals, ids).detach().numpy(), expected, rtol=1e-4, atol=1e-4)
-    score = head.scorer("token")(hidden, signals, ids)
+    score = make_scorer(head, "token")(hidden, signals, ids)
     np.testing.assert_allclose(score.numpy(), 1 / (1 + np.exp(-expected[:, 0])), rtol=1e-4, atol=1e-5)
 
 

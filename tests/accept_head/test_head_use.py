@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from accept_head import head_use
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.head_use import Checkpoint, HeadOrigin
-from accept_head.hub import load_head, save_head
+from accept_head.head import origin
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.origin import Checkpoint, HeadOrigin
+from accept_head.head.saved import load_head, save_head
+from accept_head.head_config import HeadConfig
 from accept_head.inference import generate
 from accept_head.inference.policies.specs import DraftShape, make_policy
 from accept_head.pair import (
@@ -31,7 +32,7 @@ SAMPLED = Sampling(temperature=1.0, top_k=0)
 @pytest.fixture
 def said(caplog):
     """What has been said so far in this test, a line each."""
-    head_use._say_once.cache_clear()
+    origin._say_once.cache_clear()
     return lambda: [record.getMessage() for record in caplog.records if record.name == "accept_head"]
 
 

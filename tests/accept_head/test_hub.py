@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.hub import load_head, save_head
-from accept_head.model_card import CardFacts, model_card
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.saved import load_head, save_head
+from accept_head.head_config import HeadConfig
+from accept_head.hub.card import CardFacts, model_card
 from accept_head.sampling import Sampling
 from accept_head.trace import TraceConfig
 

@@ -16,8 +16,9 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load, save
 
-from accept_head.head import AcceptanceHead, HeadConfig
-from accept_head.hub import save_head
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.saved import save_head
+from accept_head.head_config import HeadConfig
 from tests.accept_head.test_hub import QUALITY, TRACES
 from tests.hub_server import HubServer, card_errors, sha256
 
@@ -376,8 +377,8 @@ def test_no_network_is_one_clear_line(hub, published):
 from pathlib import Path
 from huggingface_hub import constants
 from accept_head import InputError
-from accept_head.head_folder import head_folder
-from accept_head.publish import push_folder
+from accept_head.hub.folder import head_folder
+from accept_head.hub.publish import push_folder
 constants.ENDPOINT = "http://127.0.0.1:9"  # the discard port: nothing listens
 for what in (lambda: head_folder("user/name"), lambda: push_folder(Path(arguments[0]), "user/name")):
     try:

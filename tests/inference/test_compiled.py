@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch._inductor
 
-from accept_head import head as head_module
+from accept_head.head import scorer as scorer_module
+from accept_head.head.scorer import make_scorer
 from accept_head.inference.adapters.vllm import reader as reader_module
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.engine.compiled import Compiled, compiled
@@ -118,7 +119,7 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
     logits, ids, hidden = drawn(4, dtype=dtype)
     table = torch.randn(logits.shape[1], HIDDEN, generator=torch.Generator().manual_seed(4))
     head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN, predicts=predicts)
-    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), head.scorer(predicts, fusible=True)
+    plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), make_scorer(head, predicts, fusible=True)
     # Of q, `both` is no other case than `token`, and takes seconds to compile.
     at_once.compile(logits, hidden, sampled=predicts == "token", logger=LOGGER, score=score)
     for batch in (0, 1, 3, 16):
@@ -145,18 +146,18 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
 @pytest.mark.parametrize("predicts", ["token", "both"])
 @pytest.mark.parametrize("small", [0, 1 << 16], ids=["products", "sums"])
 def test_products_as_sums_are_the_same_products(predicts, small, monkeypatch):
-    monkeypatch.setattr(head_module, "SMALL_MATRIX", small)
+    monkeypatch.setattr(scorer_module, "SMALL_MATRIX", small)
     _, ids, hidden = drawn(5)
     table = torch.randn(100, HIDDEN, generator=torch.Generator().manual_seed(4))
     head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN, predicts=predicts)
     given = hidden, torch.rand(5, 3), ids % 100
-    torch.testing.assert_close(head.scorer(predicts, fusible=True)(*given), head.scorer(predicts)(*given))
+    torch.testing.assert_close(make_scorer(head, predicts, fusible=True)(*given), make_scorer(head, predicts)(*given))
 
 
 def test_a_score_can_come_without_the_signals(monkeypatch):
     monkeypatch.setattr(reader_module, "compiled", lambda function, *_, **__: partial(function))
     logits, ids, hidden = drawn(3)
-    score = random_head(HIDDEN, signals=True, reads="before").scorer()
+    score = make_scorer(random_head(HIDDEN, signals=True, reads="before"))
     both, alone = SignalReader(OF_Q), SignalReader(OF_Q)
     both.compile(logits, hidden, sampled=True, logger=LOGGER, score=score)
     alone.compile(logits, hidden, sampled=True, logger=LOGGER, score=score, signals=False)

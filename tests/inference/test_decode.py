@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 
 from accept_head import HeadConfig, InputError, Sampling
 from accept_head.cost import DecodeCounts
-from accept_head.head import AcceptanceHead
+from accept_head.head.network import AcceptanceHead
 from accept_head.inference import RowPolicy, generate, make_policy
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
 from accept_head.pair import input_embeddings

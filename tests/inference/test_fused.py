@@ -17,6 +17,7 @@ import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.base import places_of
+from accept_head.head.scorer import make_scorer
 from accept_head.inference import generate
 from accept_head.inference.kernels import head as fused_head
 from accept_head.inference.kernels import signals as fused_signals
@@ -291,7 +292,7 @@ def test_what_stands_beside_is_that_of_the_state_in_float64(name, monkeypatch):
     for shape in ((1,), (3,), (2, 4)):
         hidden, signals, ids = inputs(math.prod(shape))
         given = hidden.view(*shape, -1), signals.view(*shape, -1), ids.view(shape)
-        plain = head.scorer(prediction, beside=unit_state(head))(*given)
+        plain = make_scorer(head, prediction, beside=unit_state(head))(*given)
         torch.testing.assert_close(score(*given), plain, rtol=1e-4, atol=1e-5)
         assert score.tried == dict.fromkeys(score.tried, True)
         found = score(*given).reshape(math.prod(shape), -1).double()
@@ -315,7 +316,7 @@ def test_every_part_of_the_head_counts():
 def in_bfloat16(head):
     """The head as its weights are read beside a model in half precision. Embeddings are multiplied before that."""
     head = copy.deepcopy(head)
-    layers = [head.output, *(block.linear for block in head._blocks())]
+    layers = [head.output, *(block.linear for block in head.residual_blocks())]
     for layer in [*layers, *([head.state_input] if head.config.width is not None else [])]:
         layer.weight.data = layer.weight.data.bfloat16().float()
     return head
@@ -391,7 +392,7 @@ def test_what_is_packed_is_what_the_memory_plan_has(name, dtype, monkeypatch):
     head = head_of(name)
     for most in (fused_head.TABLE_BYTES, 0):
         monkeypatch.setattr(fused_head, "TABLE_BYTES", most)
-        score = FusedHead(head, head.config.predictions[0], head.scorer(head.config.predictions[0]))
+        score = FusedHead(head, head.config.predictions[0], make_scorer(head, head.config.predictions[0]))
         planned = bytes_to_pack(score, dtype)
         score(*(each.to(dtype) if each.is_floating_point() else each for each in inputs(2)))
         packed = score.packed[dtype]
@@ -409,7 +410,7 @@ def test_what_is_packed_is_what_the_memory_plan_has(name, dtype, monkeypatch):
 def test_many_rows_and_what_the_kernels_cannot_take_go_to_torch():
     head = head_of("narrow")
     score, many = fused_scorer(head), inputs(fused_head.MOST_ROWS + 1)
-    torch.testing.assert_close(score(*many), head.scorer()(*many))
+    torch.testing.assert_close(score(*many), make_scorer(head)(*many))
     assert not score.packed
     assert not isinstance(fused_scorer(head.double()), FusedHead)
 
@@ -449,7 +450,7 @@ def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog
     fused_signals._proven.cache_clear()
     monkeypatch.setattr(fused_head, "_run", fails)
     head, given = head_of("paper"), inputs(2)
-    torch.testing.assert_close(fused_scorer(head)(*given), head.scorer()(*given))
+    torch.testing.assert_close(fused_scorer(head)(*given), make_scorer(head)(*given))
     assert "no kernels for signals" in caplog.text and "no kernels for the head" in caplog.text
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head.head.scorer import make_scorer
 from accept_head.inference.kernels import head as fused_head
 from accept_head.inference.kernels import rows as fused_loop
 from accept_head.inference.kernels import sampling as fused_sampling
@@ -120,7 +121,7 @@ def head(name, rows, dtype, monkeypatch):
     made = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, reads="before", **numbers | options))
     if "embedding_std" in options:
         made.attach(torch.zeros(VOCAB, HIDDEN, dtype=dtype))
-    fused = FusedHead(made, options["predicts"], made.scorer(options["predicts"]))
+    fused = FusedHead(made, options["predicts"], make_scorer(made, options["predicts"]))
     fused(torch.zeros(rows, HIDDEN, dtype=dtype), torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.long))
 
 

@@ -11,7 +11,8 @@ import torch
 from accept_head import AcceptanceHead, InputError, Sampling
 from accept_head.alternatives import Alternatives
 from accept_head.depth_calibration import DepthCalibration
-from accept_head.head import HeadConfig
+from accept_head.head.scorer import make_scorer
+from accept_head.head_config import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
 from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
@@ -277,7 +278,7 @@ def test_without_a_table_the_scorer_follows_weights_that_move():
     """As a table of projected embeddings would not."""
     head = random_head(16, reads="before", embeddings=torch.randn(9, 16))
     hidden, ids = torch.randn(5, 16), torch.tensor([0, 3, 8, 3, 1])
-    live, folded = head.scorer(table=False), head.scorer()
+    live, folded = make_scorer(head, table=False), make_scorer(head)
     assert torch.allclose(live(hidden, None, ids), folded(hidden, None, ids), atol=1e-6)
     with torch.no_grad():
         head.embedding_input.weight.mul_(3.0)

@@ -19,7 +19,7 @@ PRELOADED = (
     "jsonargparse",
     "transformers.utils.logging",
     "accept_head.cli",
-    "accept_head.publish",
+    "accept_head.hub.publish",
     "accept_head.inference.policies.specs",
 )
 

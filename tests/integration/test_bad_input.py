@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
-from accept_head.hub import load_head
+from accept_head.head.saved import load_head
 from accept_head.inference import make_policy
 from accept_head.pair import hidden_size
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from accept_head.head import AcceptanceHead
+from accept_head.head.network import AcceptanceHead
 from accept_head.training.learn.shared_rows import SharedRows
 
 

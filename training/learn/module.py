@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, Predicts
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import Predicts
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.training.learn.batches import LABELS, DraftBatch, StateBatch, sent
 from accept_head.training.learn.draws import draws

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from accept_head.errors import InputError
-from accept_head.head import Predicts
+from accept_head.head_config import Predicts
 from accept_head.training.learn.mixing import Packing
 
 Keep = Literal["best", "last"]

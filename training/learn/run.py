@@ -16,7 +16,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig, Predicts
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import HeadConfig, Predicts
 from accept_head.pair import checkpoint_fingerprint, context_tokens, hidden_size, input_embeddings, load_model
 from accept_head.signals import SIGNALS
 from accept_head.trace import check_scored

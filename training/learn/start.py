@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from accept_head.head import AcceptanceHead
+from accept_head.head.network import AcceptanceHead
 
 LEAST_VARIANCE = 1e-6  # of a component, as a share of the largest one's: below it is rounding
 

@@ -18,7 +18,8 @@ from accept_head.alternatives import DRAWS
 from accept_head.base import places_of
 from accept_head.errors import InputError
 from accept_head.files import readable_size
-from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import HeadConfig
 from accept_head.pair import check_same_vocabulary, load_tokenizer
 from accept_head.prompts import load_prompts
 from accept_head.signals import SIGNALS

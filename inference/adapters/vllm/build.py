@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, Score
-from accept_head.head_use import Checkpoint, origin_of
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.origin import Checkpoint, origin_of
+from accept_head.head.scorer import Score, make_scorer
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import (
@@ -149,7 +150,7 @@ def _fusible(policy: HeadPolicy) -> Score:
     """The policy's `probability`, as a compiler likes it."""
     if type(policy) is not HeadPolicy or policy.head.device.type == "cuda":
         return policy.probability  # which may be more than the head's word, or has kernels of its own
-    return policy.head.scorer("both" if policy.statistic == "gain" else "token", fusible=True)
+    return make_scorer(policy.head, "both" if policy.statistic == "gain" else "token", fusible=True)
 
 
 def head_of(policy: DraftPolicy) -> AcceptanceHead:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 
 from accept_head.base import BASE_FUNCTIONS
-from accept_head.head import AcceptanceHead, HeadConfig
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import HeadConfig
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.signals import SIGNALS
 

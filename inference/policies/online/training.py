@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from accept_head.alternatives import DRAWS, Alternatives
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, Score
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.scorer import Score, make_scorer
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.signals import SIGNALS
@@ -109,7 +110,7 @@ class OnlineTraining:
         self.place = self.noted = self.rounds = 0
         self.learning = True
         self.round: list[tuple[int, int]] = []  # first slot and rows of each depth that was judged
-        self.scorer: Score = self.served.scorer(table=False)
+        self.scorer: Score = make_scorer(self.served, table=False)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class OnlineTraining:
                 with torch.no_grad():
                     for own, learnt in zip(self.served.parameters(), self.learner.parameters(), strict=True):
                         own.lerp_(learnt, self.AVERAGE)
-            self.scorer = self.served.scorer(table=False)
+            self.scorer = make_scorer(self.served, table=False)
 
     def _sample(self, size: int) -> Judged:
         """(size, …) draws that verification told of, each as likely as any other."""
@@ -205,7 +206,7 @@ class OnlineTraining:
             tokens.signals if config.signals else None,
             tokens.token_ids if config.reads_embedding else None,
         )[..., 0]
-        read = self.learner.told(tokens.signals) if config.signals else None
+        read = self.learner.signal_inputs(tokens.signals) if config.signals else None
         corrected = correction.corrected(logits.float(), tokens.depth, read)
         # Where nothing is known yet the sample has the weight 0.
         return nn.functional.binary_cross_entropy_with_logits(corrected, tokens.label, weight=tokens.weight)

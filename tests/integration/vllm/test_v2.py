@@ -116,7 +116,7 @@ def test_sampled_output_follows_the_target(
 def fit_a_head(steps: int, slope: float, shift: float) -> dict[str, Any]:
     """In the interpreter's process: an estimator with a head whose logits are wrong by a known slope and shift, and
     verdicts drawn from the truth."""
-    from accept_head.head import AcceptanceHead
+    from accept_head.head.network import AcceptanceHead
     from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
     from tests.inference.replayed import NoWaiting
 

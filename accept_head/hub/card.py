@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from accept_head.head import HeadConfig
+from accept_head.head_config import HeadConfig
 from accept_head.trace import TraceConfig
 
 TAGS = ["speculative-decoding", "acceptance-prediction"]

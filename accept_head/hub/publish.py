@@ -17,10 +17,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.files import read_json
-from accept_head.head import AcceptanceHead
-from accept_head.head_folder import HEAD_FILES, HUB_NAME, WEIGHTS_NAME
-from accept_head.hub_errors import hub_errors
-from accept_head.model_card import CardFacts, base_models, model_card
+from accept_head.hub.card import CardFacts, base_models, model_card
+from accept_head.hub.errors import hub_errors
+from accept_head.hub.folder import HEAD_FILES, HUB_NAME, WEIGHTS_NAME, head_folder
+from accept_head.hub.stored import read_stored
 from accept_head.trace import CONFIG_NAME, TraceConfig
 from accept_head.version import VERSION
 
@@ -135,14 +135,14 @@ def artefact(folder: Path, repo: str, datasets: Sequence[str] = (), license: str
 
     Raises InputError naming the file when one of the folder's is not what it should be.
     """
-    head = AcceptanceHead.from_pretrained(folder)  # strict
+    config, _ = read_stored(head_folder(folder))
     traces = _traces(folder)
     values = {name: read_json(folder / name) for name in HEAD_FILES[1:] if (folder / name).is_file()}
     if "calibration.json" in values:
         DepthCalibration.load(folder)
     collected = [traces.dataset] if traces is not None and traces.dataset else []
     facts = CardFacts(
-        config=head.config,
+        config=config,
         traces=traces and _shareable_traces(traces),
         metrics=values.get("metrics.json"),
         decoding=values.get("decoding.json"),

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, write_json
-from accept_head.head import AcceptanceHead
-from accept_head.head_folder import TRAINING_NAME
-from accept_head.model_card import CardFacts, model_card
+from accept_head.head.network import AcceptanceHead
+from accept_head.hub.card import CardFacts, model_card
+from accept_head.hub.folder import TRAINING_NAME
 from accept_head.trace import TraceConfig
 
 METRICS_NAME = "metrics.json"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import snapshot_download
 
 from accept_head.errors import InputError
-from accept_head.hub_errors import hub_errors
+from accept_head.hub.errors import hub_errors
 
 WEIGHTS_NAME, HEAD_CONFIG_NAME, TRAINING_NAME = "model.safetensors", "config.json", "training_config.json"
 # All that a head's folder may hold; nothing else is ever fetched, or sent.

@@ -1,0 +1,178 @@
+"""What a head is: its inputs, its size and what it predicts. The whole content of a head's `config.json`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from accept_head.base import places_of
+from accept_head.errors import InputError
+from accept_head.signals import SIGNALS
+
+Predicts = Literal["token", "next", "both"]
+Prediction = Literal["token", "next"]
+Reads = Literal["drawn", "before"]
+
+MAX_DEPTH = 4
+MAX_CHANNELS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """What a head is; the whole content of its `config.json`.
+
+    hidden_size: channels of the draft's last hidden state.
+    depth: residual blocks, 0 (a linear probe) to 4.
+    predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
+        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each. Of a head that is told
+        which token was drawn (signals or embedding), `both` are two statements about Y_i: a(Y_i), and β_{i+1} given
+        that Y_i is accepted; it needs not have been fed. Of one that is not, `next` is a function of the state alone.
+    reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
+    signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; not for `next` alone.
+    signal_mean, signal_std: what each signal is normalised with, inside the head; with a base, each function of them.
+    base: the logits have a part that is linear in functions of the signals (base.py), and the residual reads these
+        functions, too, in place of the signals.
+    standardised: the state goes in through a matrix with an offset, which were made to give its standardised principal
+        components; `width` is how many.
+    residual: whether there is more to the head than its base: blocks, and what they read.
+    embedding_std: the head also reads the draft's input embedding of Y_i, divided by this, the root mean square of the
+        draft's embedding matrix; None = it does not. Not for `next` alone.
+    width: channels inside the head; None = hidden_size, and the state goes in as it is, as in the paper.
+    """
+
+    hidden_size: int
+    depth: int = 3
+    predicts: Predicts = "token"
+    reads: Reads = "drawn"
+    signals: tuple[str, ...] = ()
+    signal_mean: tuple[float, ...] = ()
+    signal_std: tuple[float, ...] = ()
+    embedding_std: float | None = None
+    width: int | None = None
+    base: bool = False
+    standardised: bool = False
+    residual: bool = True
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.hidden_size) or not 1 <= self.hidden_size <= MAX_CHANNELS:
+            raise InputError(f"head config: hidden_size is {self.hidden_size!r}, expected 1 to {MAX_CHANNELS}")
+        if self.width is not None and (not _is_int(self.width) or not 1 <= self.width <= MAX_CHANNELS):
+            raise InputError(f"head config: width is {self.width!r}, expected 1 to {MAX_CHANNELS}, or null")
+        if not _is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
+            raise InputError(f"head config: depth is {self.depth!r}, expected an integer from 0 to {MAX_DEPTH}")
+        if self.predicts not in get_args(Predicts):
+            raise InputError(f"head config: predicts is {self.predicts!r}, expected one of {get_args(Predicts)}")
+
+        if self.reads not in get_args(Reads):
+            raise InputError(f"head config: reads is {self.reads!r}, expected one of {get_args(Reads)}")
+        self._check_signals()
+        self._check_base()
+        if self.embedding_std is not None:
+            if not _is_finite(self.embedding_std) or not self.embedding_std > 0:
+                raise InputError(f"head config: embedding_std is {self.embedding_std!r}, expected a positive number")
+            if self.predicts == "next":
+                raise InputError("head config: an embedding is of a drawn token, but predicts is 'next'")
+
+    def _check_signals(self) -> None:
+        for name in ("signals", "signal_mean", "signal_std"):
+            if not isinstance(getattr(self, name), list | tuple):
+                raise InputError(f"head config: {name} is {getattr(self, name)!r}, expected a list")
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list when it comes from JSON
+        if unknown := [signal for signal in self.signals if signal not in SIGNALS]:
+            raise InputError(f"head config: signal {unknown[0]!r} is unknown, expected some of {SIGNALS}")
+        if len(set(self.signals)) < len(self.signals):
+            raise InputError(f"head config: signals is {list(self.signals)}, in which one is named twice")
+        for name in ("signal_mean", "signal_std"):
+            values = getattr(self, name)
+            if len(values) != self.inputs or not all(_is_finite(value) for value in values):
+                each = "function of the signals" if self.base else "signal"
+                raise InputError(f"head config: {name} is {values}, expected one finite number a {each}")
+        if not all(value > 0 for value in self.signal_std):
+            raise InputError(f"head config: signal_std is {self.signal_std}, expected positive numbers")
+        if self.signals and self.predicts == "next":
+            raise InputError("head config: signals describe a drawn token, but predicts is 'next'")
+
+    def _check_base(self) -> None:
+        for name in ("base", "standardised", "residual"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"head config: {name} is {getattr(self, name)!r}, expected true or false")
+        if self.base and not self.signals:
+            raise InputError("head config: base is true, but signals, which it is a function of, is empty")
+        if self.standardised and self.width is None:
+            raise InputError("head config: standardised is true, but width, the number of components, is null")
+        if self.residual:
+            return
+        if not self.base:
+            raise InputError("head config: base and residual are false, so that nothing is left of the head")
+        if self.depth or self.width or self.embedding_std is not None or self.reads != "before":
+            raise InputError(
+                "head config: residual is false, expected depth 0, reads before, and neither width nor embedding_std: "
+                "a base reads the signals only"
+            )
+
+    @property
+    def inputs(self) -> int:
+        """Numbers that the head is told of a token's signals."""
+        return len(places_of(self.signals)) if self.base else len(self.signals)
+
+    @property
+    def channels(self) -> int:
+        """Inside the head."""
+        return self.width or self.hidden_size
+
+    @property
+    def reads_embedding(self) -> bool:
+        return self.embedding_std is not None
+
+    @property
+    def sees_drawn(self) -> bool:
+        """Whether it is told which token was drawn, and not by the state at it alone."""
+        return bool(self.signals) or self.reads_embedding
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether, once Y_i is drawn, it says how likely Y_{i+1} will be accepted: a second logit of a state that has
+        not seen Y_i, from a head that has not either, speaks of Y_i itself."""
+        return self.predicts == "both" and (self.reads == "drawn" or self.sees_drawn)
+
+    @property
+    def predictions(self) -> tuple[Prediction, ...]:
+        """The predictions in the order of the head's logits."""
+        return ("token", "next") if self.predicts == "both" else (self.predicts,)
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The name and shape of every weight in a `model.safetensors` of this head."""
+        layers: dict[str, tuple[int, int, bool]] = {}  # name → outputs, inputs, whether there is a bias
+        channels, predictions = self.channels, len(self.predictions)
+        if self.base:
+            layers["base"] = (predictions, self.inputs, True)
+        if self.residual:
+            layers |= {f"blocks.{block}.linear": (channels, channels, True) for block in range(self.depth)}
+            layers["output"] = (predictions, channels, True)
+            if self.signals:
+                layers["signal_input"] = (channels, self.inputs, False)
+            if self.reads_embedding:
+                layers["embedding_input"] = (channels, self.hidden_size, False)
+            if self.width is not None:
+                layers["state_input"] = (channels, self.hidden_size, self.standardised)
+        weights = {f"{name}.weight": (outputs, inputs) for name, (outputs, inputs, _) in layers.items()}
+        return weights | {f"{name}.bias": (outputs,) for name, (outputs, _, biased) in layers.items() if biased}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], source: str = "head config") -> HeadConfig:
+        """Strict: an unknown or missing field is an InputError that names it and `source`."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise InputError(f"{source}: unknown field {unknown[0]!r}, expected {sorted(known)}")
+        if "hidden_size" not in values:
+            raise InputError(f"{source}: field 'hidden_size' is missing")
+        return cls(**values)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
