@@ -25,7 +25,7 @@ from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed
-from accept_head.inference.verbs.tune import Grid
+from accept_head.inference.tune.grid import Grid
 
 COSTS = (0.05, 0.1, 0.126, 0.21, 0.3, 0.5)
 HEADS = {"sampled": 1.0, "greedy": 0.0, "greedy_both": 0.0}  # each with the temperature it is for

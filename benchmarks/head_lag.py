@@ -23,8 +23,8 @@ from accept_head import Sampling, load_pair
 from accept_head.cli import quiet_libraries
 from accept_head.cost import DecodeCounts, ForwardCosts, total_time
 from accept_head.inference import generate, make_policy
+from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.replay.bootstrap import draws, interval
-from accept_head.inference.verbs.profile import regress_rounds
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.verb import collect

@@ -27,7 +27,7 @@ from record import REPOSITORY, RESULTS, TINY, write_result
 from accept_head.cli import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
-from accept_head.head import AcceptanceHead
+from accept_head.head.network import AcceptanceHead
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import compare, throughputs
@@ -36,8 +36,8 @@ from accept_head.inference.replay.informed import replay_informed
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.truth import InformedTables, informed_tables
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
+from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.rules import LEARNERS, RULES, ask
-from accept_head.inference.verbs.tune import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.trace import CONFIG_NAME, TraceConfig, read_traces, write_shard
 from accept_head.training.collect.verb import collect

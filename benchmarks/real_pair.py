@@ -48,7 +48,7 @@ from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.truth import informed_tables
 from accept_head.inference.replay.walk import Replayed
-from accept_head.inference.verbs.tune import load_heads
+from accept_head.inference.tune.heads import load_heads
 from accept_head.objective import binary_kl
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accept_head.files import write_json
-from accept_head.inference.verbs.profile import device_name
+from accept_head.inference.profile.device import device_name
 from accept_head.pair import default_device
 
 REPOSITORY = Path(__file__).resolve().parents[1]

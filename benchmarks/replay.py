@@ -27,7 +27,7 @@ from accept_head.inference.replay.bootstrap import draws
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed
-from accept_head.inference.verbs.tune import load_heads
+from accept_head.inference.tune.heads import load_heads
 from accept_head.pair import checkpoint_fingerprint
 
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(1, 10))

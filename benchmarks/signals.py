@@ -26,7 +26,7 @@ from accept_head.inference.policies.divergence import LONG, variance_ratio
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens
-from accept_head.inference.verbs.tune import load_heads
+from accept_head.inference.tune.heads import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 
 DSDE = {"entropy": (-0.339, -0.235), "mean divergence": (-0.164, -0.069), "WVIR": (0.128, -0.031)}  # T = 0, T = 1

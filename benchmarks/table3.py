@@ -31,12 +31,12 @@ from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference.costs.files import read_costs
 from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
-from accept_head.inference.verbs.profile import regress_rounds
-from accept_head.inference.verbs.tune import load_heads
+from accept_head.inference.tune.heads import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.prompts import load_prompts
 from accept_head.training.learn.run import train

@@ -22,7 +22,7 @@ from versions import versions
 
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
-from accept_head.inference.verbs.profile import device_name
+from accept_head.inference.profile.device import device_name
 from accept_head.pair import default_device
 
 REPOSITORY = Path(__file__).resolve().parents[2]

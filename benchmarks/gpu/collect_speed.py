@@ -21,7 +21,7 @@ from cells import TINY, Cell, open_cells, part_parser
 from shapes import build_pair
 
 from accept_head import Sampling, load_pair
-from accept_head.inference.profile.rounds import finish
+from accept_head.inference.profile.device import finish
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.score import score

@@ -32,7 +32,7 @@ from recorded_loop import random_head
 from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 from transformers import PreTrainedModel
 
-from accept_head.inference.profile.rounds import finish
+from accept_head.inference.profile.device import finish
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.sampling import Sampling
 from accept_head.trace import TraceConfig, read_traces, write_shard

@@ -44,7 +44,7 @@ from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.policy import DraftPolicy
-from accept_head.inference.profile.rounds import finish
+from accept_head.inference.profile.device import finish
 from accept_head.pair import Pair
 
 PROMPT_TOKENS = 256

@@ -31,8 +31,9 @@ from accept_head.files import read_json, write_json
 from accept_head.inference.bench.figures import TWIN
 from accept_head.inference.policies import POLICIES, make_policy
 from accept_head.inference.policy import check_lossless
+from accept_head.inference.profile.forwards import measure_forwards
 from accept_head.inference.verbs.bench import bench
-from accept_head.inference.verbs.profile import measure_forwards, profile
+from accept_head.inference.verbs.profile import profile
 from accept_head.inference.verbs.tune import tune
 from accept_head.pair import checkpoint_fingerprint, load_pair
 from accept_head.prompts import load_prompts

@@ -30,7 +30,9 @@ from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine.cache import Compile
 from accept_head.inference.policies import FixedPolicy
 from accept_head.inference.policy import VerifyOutcome
-from accept_head.pair import Pair, context_tokens
+from accept_head.inference.profile.device import finish
+from accept_head.inference.profile.prompts import usable_prompts
+from accept_head.pair import Pair
 from accept_head.sampling import Sampling
 
 TURNS = 5  # how often each cell is decoded
@@ -252,18 +254,3 @@ def check_rounds_fit(longest: int, max_new_tokens: int) -> None:
             f"max_new_tokens is {max_new_tokens}, expected {2 * (longest + 1)} or more to measure rounds of {longest} "
             "draft tokens"
         )
-
-
-def usable_prompts(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Sequence[int]]:
-    """Those that leave room for so many more tokens. Raises InputError when there are none."""
-    room = min(context_tokens(pair.target), context_tokens(pair.draft)) - new_tokens
-    usable = [prompt for prompt in prompts if len(prompt) <= room]
-    if not usable:
-        raise InputError(f"no prompt leaves room for {new_tokens} more tokens in the models' context")
-    return usable
-
-
-def finish(device: torch.device) -> None:
-    """Wait for what the device has been asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

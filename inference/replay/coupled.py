@@ -23,6 +23,7 @@ from accept_head.pair import context_tokens
 from accept_head.trace import ALTERNATIVE_COLUMNS, TraceConfig, check_coupled, check_made_by, read_traces
 from accept_head.trace_values import check_context
 
+LONGEST = 20  # tokens of the longest round that rollouts are made for, unless more are asked for
 SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard
 
 
@@ -82,7 +83,12 @@ class CoupledTraces:
 
 
 def load_coupled(
-    folder: Path, draft: PreTrainedModel, draft_fingerprint: str, *, k_max: int = 20, max_prompts: int | None = None
+    folder: Path,
+    draft: PreTrainedModel,
+    draft_fingerprint: str,
+    *,
+    k_max: int = LONGEST,
+    max_prompts: int | None = None,
 ) -> CoupledTraces:
     """Read traces and their rollouts, making those that are missing. max_prompts: the first so many.
 

@@ -35,9 +35,9 @@ from accept_head.inference.engine.cache import Compile
 from accept_head.inference.policies import make_policy
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policy import Verifier, check_lossless
+from accept_head.inference.profile.device import device_name
 from accept_head.inference.verbs.generate import Kept
 from accept_head.inference.verbs.options import explained
-from accept_head.inference.verbs.profile import device_name
 from accept_head.pair import checkpoint_fingerprint, context_tokens, load_pair
 from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling

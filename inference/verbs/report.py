@@ -20,12 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file
-from accept_head.head import AcceptanceHead
+from accept_head.head.network import AcceptanceHead
 from accept_head.inference.costs.files import read_costs
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.profile.device import device_name
 from accept_head.inference.replay.comparison import compare
-from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.coupled import LONGEST, CoupledTraces, load_coupled
 from accept_head.inference.replay.informed import replay_informed
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds, threshold_lengths
@@ -34,9 +35,11 @@ from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_ora
 from accept_head.inference.report.data import DomainResult, PolicyResult, ReportData, ViewedResponse
 from accept_head.inference.report.page import write_report
 from accept_head.inference.report.view import calibrate_depths, view_responses
+from accept_head.inference.tune.files import DECODING_NAME
+from accept_head.inference.tune.grid import Grid
+from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.rules import RULES
-from accept_head.inference.verbs.profile import device_name
-from accept_head.inference.verbs.tune import DECODING_NAME, LONGEST, Grid, load_heads, search_all
+from accept_head.inference.tune.search import search_all
 from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
 
 SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve

@@ -20,16 +20,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError, Sampling
 from accept_head.cli import main
+from accept_head.cost import BatchForwardCost, ForwardCosts
 from accept_head.inference.costs.batch_table import FIELD, best_table, read_batch_table
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.profile import forwards, regression
 from accept_head.inference.profile import rounds as grid_module
+from accept_head.inference.profile.forwards import fit_batch_cost, measure_forwards
+from accept_head.inference.profile.prompts import TEXTS
+from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.profile.rounds import fit_round_costs, measure_rounds
-from accept_head.inference.verbs import profile as module
-from accept_head.inference.verbs.profile import fit_batch_cost, measure_forwards, regress_rounds
+from accept_head.inference.verbs import profile as verb
 from tests.inference.replayed import standing_in
 from tests.inference.toy import pair_of, two
 
@@ -49,7 +53,8 @@ def clock(monkeypatch):
         return forward(cached, input_ids, starts, longest_start, **options)
 
     monkeypatch.setattr(CachedModel, "forward", timed)
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for module in (regression, forwards):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -120,7 +125,7 @@ class Rounds:
     def reference(self):
         """(t_draft, t_target), R² and how many, by numpy's least squares over all rounds but the warm-up's and those
         that drafted nothing, before any was made slow."""
-        calls = self.rounds[len(module.DRAFT_LENGTHS) + 1 :]
+        calls = self.rounds[len(regression.DRAFT_LENGTHS) + 1 :]
         lengths, seconds = np.array([round_ for call in calls for round_ in call if round_[0]]).T
         features = np.stack([lengths, np.ones_like(lengths)], axis=1)
         coefficients, (unexplained,), *_ = np.linalg.lstsq(features, seconds, rcond=None)
@@ -128,7 +133,7 @@ class Rounds:
 
 
 def regress(monkeypatch, pair, rounds):
-    monkeypatch.setattr(module, "_timed_rounds", rounds)
+    monkeypatch.setattr(regression, "_timed_rounds", rounds)
     return regress_rounds(pair, PROMPTS, max_new_tokens=24)
 
 
@@ -158,13 +163,13 @@ def test_a_few_very_slow_rounds_hardly_matter(monkeypatch, random_pair):
 
 
 def test_with_the_outliers_left_in_they_matter(monkeypatch, random_pair):
-    monkeypatch.setattr(module, "OUTLIER", float("inf"))
+    monkeypatch.setattr(regression, "OUTLIER", float("inf"))
     fit = regress(monkeypatch, random_pair, Rounds(noise=0.02, every=33))
     assert fit.costs.t_draft > 1.5 * T_DRAFT or fit.costs.t_target > 1.5 * T_TARGET
 
 
 def test_the_fit_of_all_rounds_is_numpys(monkeypatch, random_pair):
-    monkeypatch.setattr(module, "OUTLIER", float("inf"))
+    monkeypatch.setattr(regression, "OUTLIER", float("inf"))
     rounds = Rounds(noise=0.2)
     fit = regress(monkeypatch, random_pair, rounds)
     coefficients, r_squared, count = rounds.reference()
@@ -175,7 +180,7 @@ def test_the_fit_of_all_rounds_is_numpys(monkeypatch, random_pair):
 def test_draft_lengths_take_turns_and_the_first_prompt_warms_up(monkeypatch, random_pair):
     rounds = Rounds()
     regress(monkeypatch, random_pair, rounds)
-    ks = [0, *module.DRAFT_LENGTHS]
+    ks = [0, *regression.DRAFT_LENGTHS]
     assert rounds.asked == [(k, tuple(prompt)) for prompt in [PROMPTS[0], *PROMPTS] for k in ks]
 
 
@@ -197,7 +202,7 @@ def batch_cost(model, batch, width, start):
 @pytest.mark.parametrize("context", [512, 128])
 def test_the_batch_model_finds_the_clocks_coefficients(clock, random_llama, monkeypatch, context):
     """At a context of 128 tokens two of the three context lengths do not fit."""
-    monkeypatch.setattr(module, "BATCHES", (1, 2, 4))
+    monkeypatch.setattr(forwards, "BATCHES", (1, 2, 4))
     clock.cost = batch_cost
     fit = fit_batch_cost(random_llama(1, layers=1, context=context), repeats=2)
     assert (fit.alpha, fit.beta, fit.gamma) == pytest.approx((ALPHA, BETA, GAMMA))
@@ -214,9 +219,9 @@ def test_the_batch_model_is_numpys_least_squares_of_medians(random_llama, monkey
         seen.setdefault((batch * start, batch * width, 1), []).append(value * (20 if random.random() < 0.05 else 1))
         return seen[batch * start, batch * width, 1][-1]
 
-    monkeypatch.setattr(module, "_seconds", seconds)
-    monkeypatch.setattr(module, "CachedModel", lambda *_, **__: SimpleNamespace(fill=lambda *_: None))
-    monkeypatch.setattr(module, "BATCHES", (1, 3, 7))  # no product of which is another's
+    monkeypatch.setattr(forwards, "_seconds", seconds)
+    monkeypatch.setattr(forwards, "CachedModel", lambda *_, **__: SimpleNamespace(fill=lambda *_: None))
+    monkeypatch.setattr(forwards, "BATCHES", (1, 3, 7))  # no product of which is another's
     fit = fit_batch_cost(random_llama(1, layers=1, context=512), repeats=9)
     assert len(seen) == 27 and {len(times) for times in seen.values()} == {10}
     measured = np.array([np.median(times[1:]) for times in seen.values()])  # the first is a warm-up
@@ -239,7 +244,7 @@ def test_a_context_too_short_for_the_response_is_refused(random_pair):
 
 def test_prompts_that_leave_no_room_are_passed_over(monkeypatch, random_pair):
     rounds = Rounds()
-    monkeypatch.setattr(module, "_timed_rounds", rounds)
+    monkeypatch.setattr(regression, "_timed_rounds", rounds)
     regress_rounds(random_pair, [[1] * 120, *PROMPTS], max_new_tokens=24)
     assert {prompt for _, prompt in rounds.asked} == {tuple(prompt) for prompt in PROMPTS}
 
@@ -296,12 +301,12 @@ def test_the_command_writes_all_measurements(run_warm, random_pair_folder, tmp_p
 @pytest.fixture
 def quick(monkeypatch):
     """The command in this process, without its measurements."""
-    cost = module.BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)
-    monkeypatch.setattr(module, "fit_batch_cost", lambda model, compile: cost)
-    bare = module.ForwardCosts(t_draft=0.001, t_target=0.008, t_autoregressive=0.007)
-    monkeypatch.setattr(module, "measure_forwards", lambda pair, prompts, compile: bare)
+    cost = BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)
+    monkeypatch.setattr(verb, "fit_batch_cost", lambda model, compile: cost)
+    bare = ForwardCosts(t_draft=0.001, t_target=0.008, t_autoregressive=0.007)
+    monkeypatch.setattr(verb, "measure_forwards", lambda pair, prompts, compile: bare)
     rounds = Rounds()
-    monkeypatch.setattr(module, "_timed_rounds", rounds)
+    monkeypatch.setattr(regression, "_timed_rounds", rounds)
     return rounds
 
 
@@ -319,13 +324,13 @@ def test_without_prompts_it_decodes_a_text_of_its_own(quick, embedded_pair, embe
     options = arguments(tmp_path, embedded_pair_folder)
     place = options.index("--prompts")
     assert main(options[:place] + options[place + 2 :]) == 0
-    own = {tuple(embedded_pair.tokenizer(text)["input_ids"]) for text in module.TEXTS}
+    own = {tuple(embedded_pair.tokenizer(text)["input_ids"]) for text in TEXTS}
     assert {tuple(prompt) for _, prompt in quick.asked} == own
 
 
 def test_it_decodes_as_many_prompts_as_are_asked_for(quick, random_pair_folder, tmp_path):
     assert main(arguments(tmp_path, random_pair_folder, max_prompts=3)) == 0
-    assert len(quick.asked) == (3 + 1) * (len(module.DRAFT_LENGTHS) + 1)
+    assert len(quick.asked) == (3 + 1) * (len(regression.DRAFT_LENGTHS) + 1)
 
 
 REFUSED = {
@@ -384,16 +389,16 @@ def noting(backend, function, noted):
 
 def test_rounds_that_are_timed_capture_nothing(captures, random_pair, monkeypatch):
     noted = []
-    monkeypatch.setattr(module, "DRAFT_LENGTHS", (1, 3))
-    monkeypatch.setattr(module, "_timed_rounds", noting(captures, module._timed_rounds, noted))
+    monkeypatch.setattr(regression, "DRAFT_LENGTHS", (1, 3))
+    monkeypatch.setattr(regression, "_timed_rounds", noting(captures, regression._timed_rounds, noted))
     with suppress(InputError):  # of seconds that mean nothing
         regress_rounds(random_pair, PROMPTS[:2], max_new_tokens=12, compile="graphs")
     assert len(noted) == 2 * 2 * 3 and sum(noted[:6]) > 0 and not any(noted[6:])
 
 
 def test_bare_forwards_are_those_that_were_captured(captures, random_pair, monkeypatch):
-    monkeypatch.setattr(module, "WARM_UP", 1)
-    monkeypatch.setattr(module, "REPEATS", 3)
+    monkeypatch.setattr(forwards, "WARM_UP", 1)
+    monkeypatch.setattr(forwards, "REPEATS", 3)
     measure_forwards(random_pair, PROMPTS, compile="graphs")
     assert captures.captures > 0 and captures.replays >= 2 * 3 * 4 - 3  # the very first of a model makes its cache
 
@@ -426,10 +431,15 @@ def test_a_grid_captures_once_for_all_turns(captures, noisy_pair):
 
 def test_the_command_measures_what_it_is_asked_to_decode_with(quick, random_pair_folder, tmp_path, monkeypatch):
     seen = []
-    cost = module.BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)
-    monkeypatch.setattr(module, "fit_batch_cost", lambda model, compile: seen.append(compile) or cost)
-    make = module.make_decoder
-    monkeypatch.setattr(module, "make_decoder", lambda *a, **given: seen.append(given["compile"]) or make(*a, **given))
+    cost = BatchForwardCost(alpha=ALPHA, beta=BETA, gamma=GAMMA, r_squared=0.5)
+    monkeypatch.setattr(verb, "fit_batch_cost", lambda model, compile: seen.append(compile) or cost)
+    make = regression.make_decoder
+
+    def noting(*arguments, **options):
+        seen.append(options["compile"])
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(regression, "make_decoder", noting)
     assert main(arguments(tmp_path, random_pair_folder, compile="default")) == 0
     assert seen == ["default"] * 3
     assert json.loads((tmp_path / "costs.json").read_text())["compile"] == "default"
@@ -565,7 +575,7 @@ def test_the_contexts_are_the_tokens_that_the_target_had_been_fed(grid_clock, no
 
 
 def test_the_batch_costs_are_those_of_the_rounds(grid_clock, noisy_pair):
-    bare = module.BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5)
+    bare = BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5)
     costs = fit_round_costs(measured_grid(noisy_pair), bare, bare)
     assert (costs["draft"].beta, costs["draft"].gamma) == pytest.approx((1e-4, 2e-3))
     assert (costs["target"].beta, costs["target"].gamma) == pytest.approx((4e-4, 1e-2))
@@ -584,8 +594,8 @@ def test_a_context_tokens_share_is_that_of_bare_forwards():
     sizes, lengths = (1, 4, 8), (0, 2, 5)
     size, k = np.meshgrid(sizes, lengths, indexing="ij")
     contexts = 40.0 * size + 3 * k
-    draft = module.BatchForwardCost(alpha=1e-6, beta=2e-4, gamma=1e-3, r_squared=1)
-    target = module.BatchForwardCost(alpha=5e-6, beta=3e-4, gamma=8e-3, r_squared=1)
+    draft = BatchForwardCost(alpha=1e-6, beta=2e-4, gamma=1e-3, r_squared=1)
+    target = BatchForwardCost(alpha=5e-6, beta=3e-4, gamma=8e-3, r_squared=1)
     seconds = k * draft.seconds(context_tokens=contexts, batch_tokens=size)
     seconds = seconds + target.seconds(context_tokens=contexts, batch_tokens=size * (k + 1))
     bare = {"draft": replace(draft, beta=0.5, gamma=0.5), "target": replace(target, beta=0.5, gamma=0.5)}
@@ -599,7 +609,7 @@ def test_a_context_tokens_share_is_that_of_bare_forwards():
 def test_no_cost_is_negative_and_the_fit_is_scipys():
     random, sizes, lengths = np.random.default_rng(0), (1, 4, 16), (0, 1, 3)
     size, k = np.meshgrid(sizes, lengths, indexing="ij")
-    bare, zeros = module.BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5), 0
+    bare, zeros = BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5), 0
     for _ in range(30):
         seconds = (1e-3 * k + 1e-2) * random.lognormal(0, 0.4, size.shape)
         costs = fit_round_costs(grid_of(seconds, sizes, lengths, np.zeros(size.shape)), bare, bare)
@@ -612,7 +622,7 @@ def test_no_cost_is_negative_and_the_fit_is_scipys():
 
 
 def test_a_grid_of_one_batch_size_leaves_the_costs_as_they_are():
-    bare = module.BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5)
+    bare = BatchForwardCost(alpha=0.0, beta=9.0, gamma=9.0, r_squared=0.5)
     alone = grid_of(np.array([[1.0, 2.0]]), (1,), (0, 1), np.ones((1, 2)))
     assert fit_round_costs(alone, bare, bare) == {"draft": bare, "target": bare}
 
@@ -653,7 +663,7 @@ def test_what_is_printed_for_vllm_is_the_table_that_is_written(
     seconds = np.array([[1.0, 1.1], [1.0, 1.2], [1.0, 9.0]])
     grid = grid_of(seconds, (1, 2, 4), (0, 2), 40 * seconds)
     grid = replace(grid, at_risk=np.array([100, 80]), accepted=np.array([80, 40]))
-    monkeypatch.setattr(module, "measure_rounds", lambda *_, **__: grid)
+    monkeypatch.setattr(verb, "measure_rounds", lambda *_, **__: grid)
     assert main(map_arguments(tmp_path, random_pair_folder)) == 0
     table = [[1, 2, 2], [3, 4, 0]]
     assert json.loads((tmp_path / "map.json").read_text())[FIELD] == table

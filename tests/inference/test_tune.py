@@ -23,7 +23,10 @@ from accept_head.inference.policies import (
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.informed import replay_informed
 from accept_head.inference.replay.truth import InformedTables
-from accept_head.inference.verbs.tune import Grid, decoding, load_heads, search_all
+from accept_head.inference.tune.files import decoding
+from accept_head.inference.tune.grid import Grid
+from accept_head.inference.tune.heads import load_heads
+from accept_head.inference.tune.search import search_all
 from tests.inference.test_coupled import make_sample, walk
 from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
 from tests.inference.toy import llama, random_head

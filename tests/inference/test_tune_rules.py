@@ -12,8 +12,9 @@ from accept_head.inference import make_policy
 from accept_head.inference.costs.files import pair_costs
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.comparison import throughputs
+from accept_head.inference.tune.grid import Grid
 from accept_head.inference.tune.rules import EVERY, LEARNERS, RULES, ask, checked_rules, spec_of
-from accept_head.inference.verbs.tune import Grid, search_all
+from accept_head.inference.tune.search import search_all
 from tests.inference.test_coupled import make_sample
 from tests.inference.toy import llama
 

@@ -12,8 +12,8 @@ import pytest
 from accept_head.cli import main
 from accept_head.files import read_json
 from accept_head.inference.engine import cache
+from accept_head.inference.profile import forwards
 from accept_head.inference.profile import rounds as round_grid
-from accept_head.inference.verbs import profile
 
 REPOSITORY = Path(__file__).parents[2]
 TINY, SCRIPTS = REPOSITORY / "checkpoints" / "tiny", REPOSITORY / "benchmarks" / "gpu"
@@ -63,7 +63,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_every_cell_of_the_benchmark_is_measured(part, tmp_path, waits, monkeypatch):
     """An operation takes ten times as long here; whole_flow and overhead run for a quarter of an hour each."""
-    monkeypatch.setattr(profile, "REPEATS", 2)
+    monkeypatch.setattr(forwards, "REPEATS", 2)
     monkeypatch.setattr(round_grid, "ROUNDS", 4)
     for folder in (SCRIPTS, SCRIPTS.parent, REPOSITORY / "checkpoints" / "recipe"):  # as cells.py does, once
         monkeypatch.syspath_prepend(str(folder))

@@ -1,0 +1,44 @@
+"""The machine that is measured: what it is, and how to wait for it."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accept_head.inference.engine.cache import Compile
+from accept_head.pair import Pair
+
+
+def conditions(target: str, draft: str, pair: Pair, compile: Compile) -> dict[str, Any]:
+    """What a file of measurements says of how they were made."""
+    return {
+        "target": target,
+        "draft": draft,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "compile": compile,
+        "device": device_name(pair.target.device),
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The processor's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    information = Path("/proc/cpuinfo")  # where Linux tells it
+    lines = information.read_text().splitlines() if information.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what the device has been asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

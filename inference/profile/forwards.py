@@ -1,0 +1,94 @@
+"""What bare forwards cost, without the decode loop around them.
+
+One row's forwards are timed after real prompts. A batch's are fitted by t = α·(context tokens) + β·(batch tokens) + γ
+(AdaSpec eq. 2), over batch × context × width.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from accept_head.cost import BatchForwardCost, ForwardCosts
+from accept_head.inference.engine.cache import CachedModel, Compile
+from accept_head.inference.engine.proof import check_served
+from accept_head.inference.profile.device import finish
+from accept_head.inference.profile.prompts import usable_prompts
+from accept_head.inference.profile.regression import least_squares
+from accept_head.pair import Pair, context_tokens
+
+WARM_UP, REPEATS = 5, 40
+BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
+
+
+@torch.no_grad()
+def measure_forwards(
+    pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4, compile: Compile = "none"
+) -> ForwardCosts:
+    """Median seconds, after real prompts at batch 1, of bare forwards: a draft step (1 token), a verification
+    (verify_tokens + 1 tokens) and a step of the target alone (1 token).
+
+    They are timed in turns, so that a slower or faster moment of the machine touches all alike. Raises InputError
+    when the context is too short for a verification.
+    """
+    width = verify_tokens + 1
+    usable = usable_prompts(pair, prompts, width)
+    longest = max(len(prompt) for prompt in usable)
+    device = pair.target.device
+    draft, target = (_as_decoding(model, 1, longest + width, compile) for model in (pair.draft, pair.target))
+    seconds: dict[str, list[float]] = {"t_draft": [], "t_target": [], "t_autoregressive": []}
+    for step in range(WARM_UP + REPEATS):
+        prompt = torch.tensor([usable[step % len(usable)]], device=device)
+        for model in (draft, target):
+            model.fill(prompt, [0], [0], [prompt.shape[1]])
+        new = prompt[:, -1:].expand(1, width)
+        timed = {
+            "t_draft": _seconds(draft, new[:, :1], prompt.shape[1]),
+            "t_target": _seconds(target, new, prompt.shape[1]),
+            "t_autoregressive": _seconds(target, new[:, :1], prompt.shape[1]),
+        }
+        if step >= WARM_UP:
+            for name, value in timed.items():
+                seconds[name].append(value)
+    return ForwardCosts(**{name: statistics.median(values) for name, values in seconds.items()})
+
+
+@torch.no_grad()
+def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5, compile: Compile = "none") -> BatchForwardCost:
+    """α, β, γ of AdaSpec's eq. 2, least squares over medians of forwards at every batch × context × width that fits."""
+    room = context_tokens(model) - max(WIDTHS)
+    contexts = [context for context in CONTEXTS if context <= room] or [max(1, room)]
+    features, measured = [], []
+    for batch in BATCHES:
+        cached = _as_decoding(model, batch, max(contexts) + max(WIDTHS), compile)
+        ids = torch.ones(batch, max(contexts), dtype=torch.long, device=model.device)
+        cached.fill(ids, range(batch), [0] * batch, [max(contexts)] * batch)
+        for context in contexts:
+            for width in WIDTHS:
+                times = [_seconds(cached, ids[:, :1].expand(batch, width), context) for _ in range(repeats + 1)][1:]
+                features.append((batch * context, batch * width, 1))
+                measured.append(statistics.median(times))
+    (alpha, beta, gamma), r_squared = least_squares(np.array(features, dtype=float), np.array(measured))
+    return BatchForwardCost(alpha=alpha, beta=beta, gamma=gamma, r_squared=r_squared)
+
+
+def _as_decoding(model: PreTrainedModel, batch: int, max_length: int, compile: Compile) -> CachedModel:
+    """With the attention that decoding chooses."""
+    check_served(model, "auto")
+    return CachedModel(model, batch, max_length, attention="auto", compile=compile)
+
+
+def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
+    starts = torch.full((len(new),), start, device=new.device)
+    if model.static:  # what is captured or compiled when it is first met
+        model.forward(new, starts, start, lend=True)
+    finish(new.device)
+    begin = time.perf_counter()
+    model.forward(new, starts, start, lend=True)
+    finish(new.device)
+    return time.perf_counter() - begin
