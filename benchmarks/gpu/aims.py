@@ -1,4 +1,4 @@
-"""The acceptance numbers of the GPU work, from the JSON files of the parts: aim, measured, holds.
+"""What the parts should reach, from their JSON files: aim, measured, holds.
 
 python benchmarks/gpu/aims.py [--out FOLDER]
 """
@@ -43,7 +43,7 @@ def report(out: Path) -> list[dict[str, Any]]:
     tiny = any(values.get("tiny") for values in results.values())
     write_json(out / "aims.json", {"tiny": tiny, "aims": rows})
     table = Table(
-        title="aims of issue 9" + (": --tiny, so these figures only show that they are computed" if tiny else "")
+        title="aims" + (": --tiny, so these figures only show that they are computed" if tiny else "")
     )
     for column in ("aim", "measured", "holds", "of"):
         table.add_column(column)

@@ -95,7 +95,7 @@ class Cells:
             begin = time.monotonic()
             try:
                 cell |= call()
-            except Exception as error:  # whatever it is, the other cells have a lease to fit in
+            except Exception as error:  # whatever it is, the other cells can still be measured
                 cell["error"] = f"{type(error).__name__}: {error}"
                 cell["traceback"] = traceback.format_exc().splitlines()[-12:]
                 traceback.print_exc()

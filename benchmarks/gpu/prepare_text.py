@@ -1,9 +1,8 @@
-"""What the pair is trained on, made where no lease is running: a tokenizer of 16,384 tokens, ids, prompts.
+"""What the pair of part b is trained on: a tokenizer of 16,384 tokens, ids, prompts. 7 MB, and no GPU is needed.
 
-The text and what is held out of it are those of the embedded pair (checkpoints/recipe/corpus.py, seed 0). 7 MB, which
-travel in `carry`:
+The text and what is held out of it are those of the embedded pair (checkpoints/recipe/corpus.py, seed 0).
 
-python benchmarks/gpu/prepare_text.py --data ../shared/data --out .gpu-text
+python benchmarks/gpu/prepare_text.py --data DATA --out runs/gpu-text
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ HELD_OUT_DOCUMENTS = 400
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=cells.REPOSITORY.parent / "shared" / "data")
-    parser.add_argument("--out", type=Path, default=cells.REPOSITORY / ".gpu-text")
+    parser.add_argument("--data", type=Path, required=True, help="the folder that `make pair` reads")
+    parser.add_argument("--out", type=Path, default=cells.REPOSITORY / "runs" / "gpu-text")
     options = parser.parse_args()
     documents = corpus.load_corpus(options.data)
     corpus.write_prompts(documents, options.out / "prompts")

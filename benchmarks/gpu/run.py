@@ -10,7 +10,7 @@
 Every part writes OUT/PART.json after each cell and goes on where it was: run the same command again. A part that fails
 or runs out of time does not stop the others; the exit status is 1 then. In the end: the table of aims.
 
-python benchmarks/gpu/run.py --part a c --minutes 9 --out $OUT --work /tmp/gpu [--seed FOLDER] [--tiny] [-- OPTIONS]
+python benchmarks/gpu/run.py --part a c --minutes 9 [--out FOLDER] [--work FOLDER] [--seed FOLDER] [--tiny]
 """
 
 from __future__ import annotations

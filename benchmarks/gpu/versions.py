@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from packaging.requirements import Requirement
 
 PACKAGES = ("accept-head", "torch", "transformers", "triton", "lightning", "datasets", "pyarrow", "flash-attn")
-CHECKED = ("accept-head", "datasets")  # the latter comes as a wheel, without what it needs
+CHECKED = ("accept-head", "datasets")  # whose requirements are looked at
 UNUSED = ("jsonargparse", "httpx2")  # of the command line and of collecting from a server
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -47,10 +46,11 @@ def recorded(
     """(record, coupled traces, responses that are in it, head policy) of random traces and an untrained head, which
     reads real states and signals of the random draft."""
     from accept_head import Sampling
-    from accept_head.inference.policies import HeadPolicy
+    from accept_head.inference.policies.head import HeadPolicy
     from accept_head.inference.replay.coupled import load_coupled
     from accept_head.pair import checkpoint_fingerprint
-    from accept_head.trace import TraceConfig, write_shard
+    from accept_head.trace.config import TraceConfig
+    from accept_head.trace.shards import write_shard
 
     rounds, loop = script("recorded_rounds"), script("recorded_loop")
     head = loop.random_head(random_pair.draft)
@@ -271,7 +271,7 @@ def test_a_cell_is_measured_once_and_says_why_it_was_not(script: Callable[[str],
     again.measure("c", {}, measure("what it made is gone"), made=tmp_path / "gone")
     assert calls[2:] == ["other settings", "what it made is gone"]
 
-    # $OUT is emptied before each command; what is in the other folder is gone on from.
+    # Where the results are gone, the copy under WORK is gone on from.
     copied = cells.Cells("part", tmp_path / "out.json", minutes=1, tiny=False, copy=tmp_path / "part.json")
     assert copied.measure("a", {"batch": 2}, measure("copied"))["value"] == 3 and "copied" not in calls
 
@@ -397,114 +397,6 @@ def test_a_bench_row_says_whether_the_policys_steps_are_graphs(
     names = ["none", "fixed:4", "fixed:4 again", head, "hf-heuristic", "hf-confidence"]
     found = script("whole_flow").Flow._captured(flow, names)
     assert found == {**dict.fromkeys(names, True), "hf-confidence": False}
-
-
-# --- the session with a lease -----------------------------------------------------------------------------------------
-
-CALL = re.compile(r"^python3 .*run\.py .*$", re.MULTILINE)
-MACHINE, CALL_LIMIT, START, LEFT_OVER = 30.0, 10.0, 2.0, 2.0  # minutes
-COMMAND_LIMIT = 2000
-IMPORTS = 10.0  # seconds of a part before its clock begins
-GRAPHS = [("graphs", "auto"), ("graphs", 1), ("none", 1)]
-
-
-def calls() -> list[dict[str, Any]]:
-    """The calls of the README: their commands, with what comes before, and options."""
-    text = (FOLDER / "README.md").read_text(encoding="utf-8")
-    (prefix,) = re.findall(r"^python3 -m pip install .*$", text, re.MULTILINE)
-    found = []
-    for line in CALL.findall(text):
-        options: dict[str, list[str]] = {}
-        for word in line.partition("run.py ")[2].split():
-            if word.startswith("--"):
-                options[word] = []
-            else:
-                list(options.values())[-1].append(word)
-        found.append({"command": f"{prefix} {line}", **options})
-    return found
-
-
-def test_the_calls_fit_a_lease() -> None:
-    found = calls()
-    minutes = [float(call["--minutes"][0]) for call in found]
-    assert len(found) == 4 and max(minutes) <= CALL_LIMIT - 0.5
-    assert START + sum(minutes) + len(found) * 0.125 <= MACHINE - LEFT_OVER
-    assert all(len(call["command"]) <= COMMAND_LIMIT and "COMMIT=" in call["command"] for call in found)
-    assert "versions.py; " in found[0]["command"]
-
-
-@pytest.fixture
-def planned(
-    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str, list[str]], list[tuple[str, float]]]:
-    """The cells of a part as they would come on a GPU, and the seconds that each is thought to take."""
-    cells, order = script("cells"), []
-
-    def measure(self: Any, name: str, settings: Any, call: Any, *, needs: float = 0.0, **_: Any) -> dict[str, Any]:
-        order.append((name, needs))
-        return {"cell": name, "settings": settings}
-
-    shapes, modes = script("shapes"), (GRAPHS, None)
-    monkeypatch.setattr(cells.Cells, "measure", measure)
-    for name in ("overhead", "collect_speed"):
-        monkeypatch.setattr(script(name), "build_pair", lambda tiny: shapes.build_pair(True))
-    for name in ("overhead", "greedy_divergence", "whole_flow"):
-        monkeypatch.setattr(script(name), "modes", lambda: modes)
-    cost = script("head_cost")
-    monkeypatch.setattr(cost, "build", lambda shape, dtype: shapes.build(shapes.SMALL_DRAFT))
-    ways = [
-        ("graph", "kernels"),
-        ("graph", "late kernels"),
-        ("graph", "torch"),
-        ("eager", "kernels"),
-        ("eager", "torch"),
-    ]
-    monkeypatch.setattr(cost, "modes_of", lambda on_gpu, kernels: ways)
-    text = script("prepare_text").tiny_text(tmp_path / "text")
-
-    def plan(part: str, stages: list[str]) -> list[tuple[str, float]]:
-        module = script(script("run").SCRIPTS[part].removesuffix(".py"))
-        arguments = [module.__file__, "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-        arguments += ["--text", str(text), "--stages", *stages] if part == "b" else []
-        order.clear()
-        monkeypatch.setattr(sys, "argv", arguments)
-        assert module.main() == 0
-        return list(order)
-
-    return plan
-
-
-AIMED = {  # what aims.py reads, of each part of each call
-    ("h", 2): lambda name: name.startswith("graph, kernels"),
-    ("c", 2): lambda name: not name.startswith("plain loop"),
-    ("a", 2): lambda name: name.startswith(("floor, batch 1,", "graphs, chunk auto, batch 1,")),
-    ("b", 3): lambda name: True,
-    ("b", 4): lambda name: name.startswith(("assisted", "bench")),
-    ("e", 4): lambda name: name.startswith("graphs"),
-    ("d", 4): lambda name: True,
-}
-
-
-def test_what_the_aims_are_about_comes_first_and_fits(
-    script: Callable[[str], ModuleType], planned: Callable[[str, list[str]], list[tuple[str, float]]]
-) -> None:
-    """By the scripts' own guesses, with every part's share of its call's minutes."""
-    run, there, seen = script("run"), set(), set()
-    for number, call in enumerate(calls()[1:], start=2):
-        left = 60 * float(call["--minutes"][0])
-        for place, part in enumerate(call["--part"]):
-            limit, spent, begun = run.share(call["--part"][place:], left), 0.0, []
-            order = [(name, needs) for name, needs in planned(part, call.get("--stages", [])) if name not in there]
-            for name, needs in order:
-                if spent + needs <= limit:
-                    spent, begun = spent + needs, [*begun, name]
-            aimed = [name for name, _ in order if AIMED[part, number](name)]
-            print(number, part, f"{spent:.0f} of {limit:.0f} s; no room for", [n for n, _ in order if n not in begun])
-            assert aimed == begun[: len(aimed)] == [name for name, _ in order[: len(aimed)]]
-            there |= set(begun)
-            seen.add((part, number))
-            left -= spent + IMPORTS
-    assert seen == set(AIMED)
 
 
 # --- the whole thing --------------------------------------------------------------------------------------------------
