@@ -18,19 +18,20 @@ import numpy as np
 import torch
 from record import REPOSITORY, TINY, write_result
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.depth_calibration import DepthCalibration, Rounds
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.saved import load_head
-from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.calibration import FITS, calibrated, rounds_of, survival_quality
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.walk import replay_fixed, round_starts
-from accept_head.inference.verbs.calibrate import FITS, calibrated, rounds_of, survival_quality
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.training.collect.verb import collect
 

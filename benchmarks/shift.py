@@ -40,24 +40,25 @@ import numpy as np
 from record import REPOSITORY, RESULTS, TINY, write_result
 
 from accept_head.alternatives import Alternatives
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
 from accept_head.head.saved import load_head
-from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay.alternatives import alternatives_of
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.bootstrap import draws, interval
+from accept_head.inference.replay.calibration import rounds_of
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
-from accept_head.inference.verbs.calibrate import rounds_of
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.run import train

@@ -13,7 +13,7 @@ from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, tota
 from accept_head.errors import InputError
 from accept_head.inference.replay.bootstrap import RESAMPLES, draws, interval
 
-BOUNDS = ("informed", "oracle")  # rows that are no policies
+BOUNDS = ("informed", "oracle")  # rows that no policy decodes with
 
 
 @dataclass(frozen=True, kw_only=True)

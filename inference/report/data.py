@@ -1,4 +1,4 @@
-"""What a report is made of: plain, frozen data. `report.py` fills it by replaying policies, `report_page.py` shows it.
+"""What a report is made of: plain, frozen data. build.py fills it by replaying policies, page.py shows it.
 
 Rates, gains and shares are fractions, not per cent; times are seconds; throughputs are tokens a second; entropies are
 nats. A number that has no value (a gap where the oracle is no faster than the best fixed K) is NaN or None.
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from accept_head.cost import ForwardCosts
+from accept_head.inference.replay.comparison import BOUNDS
 
 TokenStatus = Literal["accepted", "rejected", "discarded"]
 RoundEnd = Literal["redrawn", "bonus", "end"]
-BOUNDS = ("informed", "oracle")  # families that no policy decodes with
 NOT_RULES = ("fixed", "none", *BOUNDS)  # families without a threshold
 
 

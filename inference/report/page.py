@@ -15,7 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from accept_head.files import atomic_path
-from accept_head.inference.report.data import BOUNDS, PolicyResult, ReportData
+from accept_head.inference.replay.comparison import BOUNDS
+from accept_head.inference.report.data import PolicyResult, ReportData
 from accept_head.inference.report.plots import draw_plots
 from accept_head.inference.report.svg import PALETTE, Plot
 from accept_head.inference.report.tables import (

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from accept_head.inference.report.data import BOUNDS, NOT_RULES, CalibrationCurve, PolicyResult, ReportData, printable
+from accept_head.inference.replay.comparison import BOUNDS
+from accept_head.inference.report.data import NOT_RULES, CalibrationCurve, PolicyResult, ReportData, printable
 from accept_head.inference.report.svg import (
     LIGHT,
     Plot,

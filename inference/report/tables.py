@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from accept_head.inference.report.data import BOUNDS, CalibrationCurve, PolicyResult, ReportData, printable
+from accept_head.inference.replay.comparison import BOUNDS
+from accept_head.inference.report.data import CalibrationCurve, PolicyResult, ReportData, printable
 
 DOMAINS_A_TABLE = 5  # as many as fit on paper; more make a second table
 NO_NUMBER = "–"

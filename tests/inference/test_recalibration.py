@@ -17,13 +17,14 @@ from accept_head.depth_calibration import DepthCalibration
 from accept_head.head_config import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
-from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policy import DraftStep, VerifyOutcome
 from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.calibration import rounds_of
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
-from accept_head.inference.verbs.calibrate import rounds_of
 from accept_head.signals import draft_signals
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
 from tests.inference.test_replay import head_of, head_score

@@ -1,21 +1,15 @@
-"""What a report shows of single rounds: the text as it was drafted, and how well the predictions held at each depth."""
+"""Single rounds of a policy on coupled traces, token by token, as the report's viewer shows them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from accept_head.calibration import expected_calibration_error
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.walk import round_starts
-from accept_head.inference.report.data import CalibrationCurve, ViewedResponse, ViewedRound, ViewedToken
-
-DEPTHS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, None))
-BINS = 10
+from accept_head.inference.report.data import ViewedResponse, ViewedRound, ViewedToken
 
 
 def view_responses(
@@ -91,42 +85,3 @@ def _round(
         return ViewedRound(drafted=tokens, emitted="", kind="end")
     piece = text.at(emitted, record["response_ids"][emitted])
     return ViewedRound(drafted=tokens, emitted=piece, kind="redrawn" if accepted < drafted else "bonus")
-
-
-def calibrate_depths(traces: CoupledTraces, head: str, predicted: Tensor) -> list[CalibrationCurve]:
-    """Predicted against true acceptance at each depth, over the tokens whose predecessors in the round were all
-    accepted, in rounds that are as long as can be: at any shorter ones the head itself would have chosen the tokens.
-
-    predicted: (M,) P̂ of each token. The truth is a(Y) = min(1, p/q), of which verification's coin is a draw.
-    """
-    starts = round_starts(traces, traces.drafts)
-    reached = torch.minimum(traces.drafts, traces.leading + 1)[starts]
-    positions = torch.cat([torch.arange(int(s), int(s + n)) for s, n in zip(starts, reached, strict=True)])
-    depths = torch.cat([torch.arange(1, int(n) + 1) for n in reached])
-    truth = torch.from_numpy(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
-    curves = []
-    for low, high in DEPTHS:
-        mine = positions[(depths >= low) & (depths <= (high or traces.k_max))]
-        if len(mine):
-            label = f"{low}" if low == high else f"{low}-{high}" if high else f"{low}+"
-            curves.append(_curve(head, label, predicted[mine].double(), truth[mine].double()))
-    return curves
-
-
-def _curve(head: str, depth: str, predicted: Tensor, observed: Tensor) -> CalibrationCurve:
-    index = (predicted * BINS).long().clamp(0, BINS - 1)
-    counts = torch.bincount(index, minlength=BINS)
-    filled = counts > 0
-    means = [
-        (torch.zeros(BINS, dtype=torch.double).index_add_(0, index, values) / counts)[filled].tolist()
-        for values in (predicted, observed)
-    ]
-    return CalibrationCurve(
-        head=head,
-        depth=depth,
-        count=len(predicted),
-        predicted=means[0],
-        observed=means[1],
-        counts=counts[filled].tolist(),
-        ece=expected_calibration_error(predicted, observed, BINS),
-    )
