@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import errno
 import importlib
-import itertools
-import json
-import logging
 import os
-import re
 import sys
-import threading
-import warnings
-from collections.abc import Callable, Sequence
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from typing import Any
 
-from accept_head.allocator import keep_freed_blocks
-from accept_head.config_file import check_config_files, config_names
+from accept_head.command.allocator import keep_freed_blocks
+from accept_head.command.config_file import check_config_files, config_names
+from accept_head.command.libraries import quiet_libraries
+from accept_head.command.options import gather_lists, name_words, plainly, without_nulls
+from accept_head.command.ranks import lost_a_rank, wait_for_the_launcher
 from accept_head.errors import InputError
 from accept_head.files import machine_fault
-from accept_head.ranks import lost_a_rank, wait_for_the_launcher
 from accept_head.version import VERSION
 
 LONGEST_MESSAGE = 800  # characters
@@ -53,24 +48,13 @@ VERBS = {
     ),
     "vllm-config": ("accept_head.inference.verbs.vllm_config", "vllm_config", "a tuned head -> vLLM's options"),
     "import-specdecpp": (
-        "accept_head.training.specdecpp",
+        "accept_head.training.specdecpp.verb",
         "import_specdecpp",
         "the SpecDec++ research code's checkpoint, or data -> a head, or traces",
     ),
     "publish": ("accept_head.hub.publish", "publish", "a head -> a repository on the Hub"),
     "demo": ("accept_head.demo", "demo", "the whole flow on the embedded pair, and its measured gain"),
 }
-
-# What jsonargparse says of a value of another type: the parameter, a sentence for each type it may have, the value.
-UNFIT = re.compile(r'Parser key "(\w+)": (?:Does not validate .* Given value: |Expected a .*?\. Got value: )(.*)')
-KIND_WORDS = {
-    bool: ("true or false", "true or false"),
-    int: ("an integer", "integers"),
-    float: ("a number", "numbers"),
-    str: ("a text", "texts"),
-}  # of one, and of several
-
-WORDS = {"publish": ("head", "repo")}  # options of a verb that may stand right after it without their names
 
 
 def run() -> None:
@@ -134,86 +118,6 @@ def _call(verb: str, options: list[str]) -> None:
     auto_cli(function, args=options, parser_class=OneLineParser, prog=f"accept-head {verb}", as_positional=False)
 
 
-def without_nulls(function: Callable[..., object], parsed: Any) -> Any:
-    """What was parsed, unless a `null` stands where the parameter allows none: the parser lets it pass."""
-    for name, hint in get_type_hints(function).items():
-        if name != "return" and type(None) not in (hint, *get_args(hint)) and name in parsed and parsed[name] is None:
-            raise InputError(f"{name} is null, expected a value")
-    return parsed
-
-
-def plainly(function: Callable[..., object], message: str) -> str:
-    """The parser's word on a value of another type, as one sentence that names no python type; any other as it is."""
-    hints = get_type_hints(function)
-    if (found := UNFIT.search(message)) is None or found[1] not in hints:
-        return message
-    *others, last = (word for kind in kinds(hints[found[1]]) for word in _kind_words(kind))
-    expected = f"{', '.join(others)} or {last}" if others else last
-    return f"{message[: found.start()]}{found[1]} is {found[2]}, expected {expected}"
-
-
-def _kind_words(kind: Any) -> list[str]:
-    """What a value of this type may be."""
-    if get_origin(kind) is Literal:
-        return [str(value) for value in get_args(kind)]
-    if get_origin(kind) is list:
-        return [f"a list of {KIND_WORDS[get_args(kind)[0]][1]}"]
-    if get_origin(kind) is dict:
-        return [f"a mapping of {' to '.join(KIND_WORDS[each][1] for each in get_args(kind))}"]
-    return [KIND_WORDS[kind][0]]
-
-
-def name_words(verb: str, options: Sequence[str]) -> list[str]:
-    """`publish HEAD user/name` as `publish --head=HEAD --repo=user/name`. The parser refuses words too many."""
-    words = list(itertools.takewhile(lambda option: not option.startswith("-"), options))
-    named = [f"--{name}={word}" for name, word in zip(WORDS.get(verb, ()), words, strict=False)]
-    return [*named, *options[len(named) :]]
-
-
-def gather_lists(function: Callable[..., object], options: Sequence[str]) -> list[str]:
-    """`--head a b` or `--head a --head b` as the one JSON list that the parser takes, for parameters that are lists."""
-    hints = {f"--{name}": kinds(hint) for name, hint in get_type_hints(function).items()}
-    listed = {name for name, types in hints.items() if any(get_origin(kind) is list for kind in types)}
-    gathered: dict[str, list[str]] = {}
-    rest: list[str] = []
-    current: list[str] | None = None
-    for option in options:
-        name, equals, value = option.partition("=")
-        if name in listed:
-            current = gathered.setdefault(name, [])
-            current += [value] if equals else []
-        elif option.startswith("--"):
-            current = None
-            rest.append(option)
-        else:
-            (rest if current is None else current).append(option)
-    for name, values in gathered.items():
-        rest += [name] if not values else [f"{name}={_joined(values, hints[name])}"]
-    return rest
-
-
-def _joined(values: list[str], types: list[Any]) -> str:
-    """What was given for one list parameter, as the parser takes it. types: those that it may have."""
-    texts = any(get_args(kind)[:1] == (str,) for kind in types if get_origin(kind) is list)
-    if len(values) == 1 and (len(types) > 1 or isinstance(_value(values[0]), list)):
-        return values[0]
-    return json.dumps(values if texts else [_value(value) for value in values])
-
-
-def kinds(hint: Any) -> list[Any]:
-    """The types that a parameter may have, None aside."""
-    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    return [kind for kind in types if kind is not type(None)]
-
-
-def _value(text: str) -> Any:
-    """A number or a list, if it is one."""
-    try:
-        return json.loads(text) if text[:1] in "-.[0123456789" else text
-    except (ValueError, RecursionError):
-        return text
-
-
 def _wrong_input(message: str) -> int:
     if bars := getattr(sys.modules.get("tqdm"), "tqdm", None):
         for bar in list(getattr(bars, "_instances", ())):
@@ -241,11 +145,11 @@ def _help() -> str:
 def _policies() -> str:
     """Every policy with its SPEC and its options. As they stand, all of them are lossless; what makes one lossy says so
     where it is used."""
-    from accept_head.inference.policies.specs import POLICIES, option_types
+    from accept_head.inference.policies.registry import POLICIES
 
     lines = []
     for entry in POLICIES.values():
-        options = ", ".join(f"{name}={kind.__name__}" for name, kind in option_types(entry).items())
+        options = ", ".join(f"{name}={kind.__name__}" for name, kind in entry.option_types.items())
         lines += [f"  {entry.form:34} {entry.line}", *([f"  {'':34} options: {options}"] if options else [])]
     return "\n".join(
         [
@@ -257,28 +161,3 @@ def _policies() -> str:
             "costs=C (t_draft / t_target): a round ends when what the batch expects to gain no longer pays for a step",
         ]
     )
-
-
-def _thread_error(error: threading.ExceptHookArgs) -> None:
-    """A logger's thread may find out first that the disk is full; `main` says so in one line."""
-    if machine_fault(error.exc_value) is None:
-        threading.__excepthook__(error)
-
-
-def quiet_libraries() -> None:
-    """Progress and results are ours to print; libraries keep their warnings."""
-    threading.excepthook = _thread_error
-    import datasets
-    from transformers.utils import logging as transformers_logging
-
-    datasets.disable_progress_bars()
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Lightning's own use of a deprecated torch name, and its remark that our batches are not index lists.
-    warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
-    warnings.filterwarnings("ignore", message=".*Couldn't infer the batch indices.*")
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Our sampler starts at the checkpoint's step by itself (training/learn/data.py).
-    warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")

@@ -21,7 +21,7 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.console import make_console
 from accept_head.cost import DecodeCounts, oracle_counts
 from accept_head.errors import InputError
@@ -35,7 +35,7 @@ from accept_head.inference.verbs.tune import tune
 from accept_head.pair import Pair, load_pair
 from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.run import train
 

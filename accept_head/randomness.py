@@ -6,8 +6,32 @@ resumed run needs no generator state. The hash is splitmix64 (Steele, Lea and Fl
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import torch
 from torch import Tensor
+
+
+class DecodeStream(IntEnum):
+    """What a random number of the decode loop is for; its other counters are the row's key, the round and the slot."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    REDRAW = 2
+    MATCH = 3
+    ALTERNATIVES = 4
+
+
+class TraceStream(IntEnum):
+    """What a random number of traces is for; its other counters are the record's index and the step in its response."""
+
+    ACCEPT = 0
+    REDRAW = 1
+    MIXING = 2
+    DEV = 3
+    ROLLOUT = 4
+    LATER_ALTERNATIVES = 5  # drawn when a policy asks for them in replay
+    ALTERNATIVES = 6
 
 
 def uniforms(seed: int, *counters: Tensor | int) -> Tensor:

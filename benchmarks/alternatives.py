@@ -17,9 +17,10 @@ from typing import Any
 from ladder import COSTS, DRAFT, TARGET, TEXT, collected, coupled, head_settings, judged, loaded, part_of
 from record import REPOSITORY, write_result
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
-from accept_head.trace import CONFIG_NAME, read_traces
+from accept_head.trace.config import CONFIG_NAME
+from accept_head.trace.shards import read_traces
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.run import train
 

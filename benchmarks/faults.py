@@ -34,7 +34,8 @@ import accept_head
 from accept_head.checksum import check_parquet, read_tensors
 from accept_head.errors import InputError
 from accept_head.files import read_json
-from accept_head.trace import TraceConfig, check_shard, shard_path, write_shard
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import check_shard, shard_path, write_shard
 
 PAIR = ["--target", TINY / "target", "--draft", TINY / "draft"]
 WRITE_KILLS, START_KILLS = 20, 3

@@ -24,11 +24,11 @@ from sklearn.linear_model import LogisticRegression
 from transformers import AutoTokenizer
 
 from accept_head.base import base_functions
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.signals import SIGNALS
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 
 RIDGES = (1.0, 10.0, 100.0, 1000.0)
 LAYERS = {"state": -1, "layer 16": 16, "layer 8": 8}

@@ -20,7 +20,7 @@ import numpy as np
 from record import REPOSITORY, TINY, write_result
 
 from accept_head import Sampling, load_pair
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import DecodeCounts, ForwardCosts, total_time
 from accept_head.inference import generate, make_policy
 from accept_head.inference.profile.regression import regress_rounds

@@ -110,7 +110,7 @@ class Sandbox:
         import torch
         from safetensors.torch import save_file
 
-        from accept_head.trace import read_traces
+        from accept_head.trace.shards import read_traces
 
         folder = self.good / "checkpoint"
         folder.mkdir()

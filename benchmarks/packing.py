@@ -33,9 +33,9 @@ from ladder import (
 )
 from record import REPOSITORY, RESULTS, write_result
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.learn.run import train
 
 EPOCHS = 3

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from accept_head.errors import InputError
 from accept_head.files import read_json
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.collect.verb import collect
 
 DEPTHS, WEIGHTS = (0, 1, 2, 3, 4), (1, 3, 6, 12)
@@ -40,7 +40,8 @@ CHECKED = ((0, 1), (1, 12), (3, 6), (4, 3))  # depth, w_rej
 PROGRAM = """
 import sys, time
 from accept_head import cli
-cli.keep_freed_blocks()
+from accept_head.command.allocator import keep_freed_blocks
+keep_freed_blocks()
 import lightning
 fit = lightning.Trainer.fit
 def timed(*arguments, **options):

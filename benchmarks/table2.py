@@ -18,7 +18,7 @@ import numpy as np
 from record import TINY, write_result
 
 from accept_head import Sampling, load_pair
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.inference import generate
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt, load_prompts

@@ -20,7 +20,7 @@ from accept_head.files import read_json
 from accept_head.hub.folder import TRAINING_NAME
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace import CONFIG_NAME, TraceConfig, fingerprint_of
+from accept_head.trace.config import CONFIG_NAME, TraceConfig, fingerprint_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

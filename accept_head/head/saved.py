@@ -12,7 +12,7 @@ from accept_head.files import atomic_path, write_json
 from accept_head.head.network import AcceptanceHead
 from accept_head.hub.card import CardFacts, model_card
 from accept_head.hub.folder import TRAINING_NAME
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 
 METRICS_NAME = "metrics.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from accept_head.head_config import HeadConfig
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 
 TAGS = ["speculative-decoding", "acceptance-prediction"]
 QUALITY = {  # in metrics.json → on the card

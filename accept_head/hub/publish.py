@@ -21,7 +21,7 @@ from accept_head.hub.card import CardFacts, base_models, model_card
 from accept_head.hub.errors import hub_errors
 from accept_head.hub.folder import HEAD_FILES, HUB_NAME, WEIGHTS_NAME, head_folder
 from accept_head.hub.stored import read_stored
-from accept_head.trace import CONFIG_NAME, TraceConfig
+from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.version import VERSION
 
 # What transformers runs for `model.generate(custom_generate=REPOSITORY, trust_remote_code=True, …)`.

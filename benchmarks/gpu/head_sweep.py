@@ -35,7 +35,8 @@ from transformers import PreTrainedModel
 from accept_head.inference.profile.device import finish
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.sampling import Sampling
-from accept_head.trace import TraceConfig, read_traces, write_shard
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import read_traces, write_shard
 from accept_head.training.learn.run import train
 
 DEPTHS, WEIGHTS = [0, 1, 2, 3, 4], [1, 3, 6, 12]

@@ -20,8 +20,10 @@ from transformers import PreTrainedModel
 from accept_head.errors import InputError
 from accept_head.inference.replay.rollouts import read_rollouts, roll_out
 from accept_head.pair import context_tokens
-from accept_head.trace import ALTERNATIVE_COLUMNS, TraceConfig, check_coupled, check_made_by, read_traces
-from accept_head.trace_values import check_context
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
+from accept_head.trace.config import TraceConfig, check_coupled, check_made_by
+from accept_head.trace.shards import read_traces
+from accept_head.trace.values import check_context
 
 LONGEST = 20  # tokens of the longest round that rollouts are made for, unless more are asked for
 SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard

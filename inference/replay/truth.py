@@ -27,7 +27,8 @@ from accept_head.inference.engine.proof import check_served
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.rollouts import RESPONSES, ROLLOUTS, read_rollouts
 from accept_head.pair import checkpoint_fingerprint, context_tokens, load_model
-from accept_head.trace import TraceConfig, finished_config, read_shard
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import finished_config, read_shard
 
 INFORMED_VERSION = 1
 FOLDER_NAME, CONFIG_NAME = "informed", "informed_config.json"

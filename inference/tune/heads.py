@@ -12,7 +12,7 @@ from accept_head.head.network import AcceptanceHead
 from accept_head.head.saved import load_head
 from accept_head.hub.folder import head_folder
 from accept_head.pair import hidden_size, input_embeddings
-from accept_head.trace import CONFIG_NAME
+from accept_head.trace.config import CONFIG_NAME
 
 
 def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -> dict[str, AcceptanceHead]:

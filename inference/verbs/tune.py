@@ -22,7 +22,7 @@ from accept_head.inference.tune.objectives import Objective
 from accept_head.inference.tune.search import search_all
 from accept_head.inference.tune.table import remarks, tuned_table
 from accept_head.pair import checkpoint_fingerprint, load_model
-from accept_head.trace import finished_config
+from accept_head.trace.shards import finished_config
 
 
 def tune(

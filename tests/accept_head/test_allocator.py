@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from accept_head.allocator import KEEP
+from accept_head.command.allocator import KEEP
 
 PROGRAM = "import os; from accept_head import cli; cli.main = lambda words: print(os.getpid(), words, " \
     "[os.environ.get(name) for name in {names}]); cli.run()"  # fmt: skip

@@ -7,8 +7,9 @@ import typing
 
 import pytest
 
-from accept_head import cli
-from accept_head.cli import VERBS, kinds, main
+from accept_head.cli import VERBS, main
+from accept_head.command import options
+from accept_head.command.options import kinds
 
 WRONG = [
     (["tune", "--k_max", "x"], "k_max is ['x'], expected a list of integers"),
@@ -35,10 +36,10 @@ def test_every_option_has_words_for_its_kinds(verb):
     hints = typing.get_type_hints(getattr(importlib.import_module(module), function))
     for name, hint in hints.items():
         if name != "return":
-            words = [word for kind in kinds(hint) for word in cli._kind_words(kind)]
+            words = [word for kind in kinds(hint) for word in options._kind_words(kind)]
             assert words and all(words), name
 
 
 def test_what_the_parser_says_otherwise_stays():
     message = "Option 'head' is required but not provided"
-    assert cli.plainly(main, message) == message
+    assert options.plainly(main, message) == message

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 
 from accept_head import cli
-from accept_head.cli import gather_lists, main
+from accept_head.cli import main
+from accept_head.command.options import gather_lists
 from accept_head.inference.verbs.generate import generate_file
 from accept_head.inference.verbs.tune import tune
 from accept_head.training.learn.run import train

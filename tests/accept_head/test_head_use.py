@@ -13,7 +13,8 @@ from accept_head.head.origin import Checkpoint, HeadOrigin
 from accept_head.head.saved import load_head, save_head
 from accept_head.head_config import HeadConfig
 from accept_head.inference import generate
-from accept_head.inference.policies.specs import DraftShape, make_policy
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policies.spec import DraftShape
 from accept_head.pair import (
     checkpoint_fingerprint,
     forward_with_hidden,

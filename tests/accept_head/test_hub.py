@@ -12,7 +12,7 @@ from accept_head.head.saved import load_head, save_head
 from accept_head.head_config import HeadConfig
 from accept_head.hub.card import CardFacts, model_card
 from accept_head.sampling import Sampling
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 
 TRACES = TraceConfig(
     target="some/target",

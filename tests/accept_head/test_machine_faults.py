@@ -7,9 +7,10 @@ import types
 
 import pytest
 
-from accept_head import cli, ranks
+from accept_head import cli
+from accept_head.command import libraries, ranks
+from accept_head.command.ranks import lost_a_rank
 from accept_head.errors import InputError
-from accept_head.ranks import lost_a_rank
 
 GLOO = "[/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:30098: Connection reset by peer"
 
@@ -72,7 +73,7 @@ def test_a_thread_that_finds_the_disk_full_leaves_the_word_to_the_command(error,
     def fail():
         raise error
 
-    monkeypatch.setattr(threading, "excepthook", cli._thread_error)
+    monkeypatch.setattr(threading, "excepthook", libraries.show_thread_error)
     thread = threading.Thread(target=fail)
     thread.start()
     thread.join()

@@ -270,7 +270,8 @@ def test_a_spec_names_a_head_on_the_hub(hub, revisions):
     specs = [name, f"{name}@{first}", f"{name}@{first}:0.3,k_max=5", f"{name}@main,k_max=9"]
     code = """
 import json, torch
-from accept_head.inference.policies.specs import DraftShape, make_policy
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policies.spec import DraftShape
 policies = [make_policy(spec, DraftShape(8, torch.device("cpu"))) for spec in arguments]
 weights = [policy.head.blocks[0].linear.weight.tolist() for policy in policies]
 print(json.dumps([[p.threshold, p.k_min, p.max_draft_tokens, w] for p, w in zip(policies, weights)]))

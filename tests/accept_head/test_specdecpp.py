@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from accept_head import AcceptanceHead, InputError
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import DraftStep
-from accept_head.specdecpp import CONVERT, read_checkpoint, read_records, save_imported
+from accept_head.training.specdecpp.checkpoint import CONVERT, read_checkpoint, save_imported
+from accept_head.training.specdecpp.records import read_records
 
 HIDDEN = 12
 

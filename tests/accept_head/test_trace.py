@@ -14,20 +14,9 @@ import torch
 
 from accept_head.errors import InputError
 from accept_head.sampling import Sampling
-from accept_head.trace import (
-    ALTERNATIVE_COLUMNS,
-    CONFIG_NAME,
-    POSITION_COLUMNS,
-    TraceConfig,
-    check_coupled,
-    check_made_by,
-    finished_config,
-    missing_shards,
-    read_shard,
-    read_traces,
-    shard_path,
-    write_shard,
-)
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS, POSITION_COLUMNS
+from accept_head.trace.config import CONFIG_NAME, TraceConfig, check_coupled, check_made_by
+from accept_head.trace.shards import finished_config, missing_shards, read_shard, read_traces, shard_path, write_shard
 
 CONFIG = TraceConfig(
     target="some/target",

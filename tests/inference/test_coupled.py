@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from accept_head import Sampling
 from accept_head.inference.replay.coupled import CoupledTraces, couple
-from accept_head.trace import TraceConfig, trace_features
+from accept_head.trace.columns import trace_features
+from accept_head.trace.config import TraceConfig
 
 HIDDEN, VOCAB, END = 6, 8, 7
 SIGNALS = ("logprob", "entropy", "max_prob")

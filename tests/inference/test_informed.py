@@ -30,7 +30,7 @@ from accept_head.inference.replay.rollouts import read_rollouts
 from accept_head.inference.replay.truth import CONFIG_NAME, InformedTables, ask_records, check_target, informed_tables
 from accept_head.inference.replay.walk import replay_fixed, replay_oracle, replayed_of, walk_rounds
 from accept_head.prompts import load_prompts
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from tests.inference.test_coupled import folder, make_sample, samples, walk  # noqa: F401
 from tests.inference.test_replay import assert_same
 from tests.inference.test_replay_equals_decoding import K_MAX, PERIOD, Held, z_scores

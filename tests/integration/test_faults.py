@@ -22,7 +22,7 @@ import pytest
 import tqdm.std
 
 from accept_head.cli import main
-from accept_head.trace import read_traces, shard_path
+from accept_head.trace.shards import read_traces, shard_path
 
 SIZES = ("--max_new_tokens", 12, "--batch_size", 4, "--shard_size", 4)
 

@@ -16,7 +16,8 @@ import pytest
 from accept_head.checksum import seal_parquet
 from accept_head.errors import InputError
 from accept_head.files import parse_json, write_json
-from accept_head.trace import TraceConfig, read_traces
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import read_traces
 
 REPOSITORY = Path(__file__).parents[2]
 GOOD = {"works", "refused"}

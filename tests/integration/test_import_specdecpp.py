@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accept_head.trace import TraceConfig, read_traces
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import read_traces
 
 FROM_FILE = ("prompt_ids", "response_ids", "draft_ids", "acceptance")
 BY_MODELS = ("overlap", "target_logprob", "divergence", "draft_logprob", "draft_entropy", "draft_max_prob")

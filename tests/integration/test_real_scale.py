@@ -13,7 +13,8 @@ from accept_head import Sampling
 from accept_head.base import base_functions
 from accept_head.pair import base_model, checkpoint_fingerprint, load_model
 from accept_head.signals import SIGNALS
-from accept_head.trace import TraceConfig, write_shard
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import write_shard
 from accept_head.training.learn import run
 from accept_head.training.learn.recipe import RECIPES, Recipe
 

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file
 
 from accept_head.base import base_functions
-from accept_head.trace import TraceConfig, write_shard
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import write_shard
 from accept_head.training.learn.recipe import DECAYS, RECIPES
 
 TRACES = 24  # of which split_dev keeps some for evaluation

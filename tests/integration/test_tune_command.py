@@ -16,7 +16,7 @@ from accept_head.inference import generate, make_policy
 from accept_head.inference.replay import rollouts as rollouts_module
 from accept_head.inference.tune.rules import EVERY, RULES
 from accept_head.pair import checkpoint_fingerprint
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from tests.inference.test_rollouts import collected
 from tests.inference.toy import random_head
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accept_head.cli import main
 from accept_head.files import read_json
 from accept_head.head.network import AcceptanceHead
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.learn.module import HeadTraining
 from tests.rehearsal.pretend_cuda import pretend_cuda
 

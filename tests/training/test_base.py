@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 
 from accept_head.base import base_functions
 from accept_head.signals import SIGNALS
-from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.learn import base as module
 from accept_head.training.learn.base import Labelled, divergence, fit_base, qualities, train_quality
 from accept_head.training.learn.data import PackedTraces

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from accept_head import InputError
-from accept_head.trace import trace_features
+from accept_head.trace.columns import trace_features
 from accept_head.training.learn.data import PackedTraces, StepSampler, TraceData, split_dev
 
 OPTIONS = {"epochs": 3, "batch_size": 8, "seed": 4}

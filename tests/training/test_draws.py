@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 
 from accept_head.signals import SIGNALS
-from accept_head.trace import trace_features
+from accept_head.trace.columns import trace_features
 from accept_head.training.learn.batches import LABELS, collate
 from accept_head.training.learn.draws import draws
 from accept_head.training.learn.mixing import pack_prefix

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from accept_head.cli import main
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.plan.estimate import DEVICES, CollectCost, TrainCost
 from accept_head.training.plan.model_shape import ModelShape
 

@@ -16,7 +16,7 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.signals import SIGNALS
-from accept_head.trace import write_shard
+from accept_head.trace.shards import write_shard
 from accept_head.training.learn.batches import StateBatch
 from accept_head.training.learn.data import TraceData
 from accept_head.training.learn.feature_cache import FeatureCache

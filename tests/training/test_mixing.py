@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from accept_head.pair import attention_mask_for, base_model
 from accept_head.signals import SIGNALS
-from accept_head.trace import trace_features
+from accept_head.trace.columns import trace_features
 from accept_head.training.learn.batches import collate
 from accept_head.training.learn.data import PackedTraces, StepSampler
 from accept_head.training.learn.mixing import mix_tokens, pack_exact, pack_mixed, pack_prefix

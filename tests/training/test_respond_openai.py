@@ -13,7 +13,7 @@ import pytest
 from accept_head import InputError, Sampling
 from accept_head.cli import main
 from accept_head.prompts import Prompt
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.openai import ServerResponder, check_endpoint, delay, retry_after
 from accept_head.training.respond.request import EngineRequest, request_seed
 from accept_head.training.respond.transformers import respond

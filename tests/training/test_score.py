@@ -13,7 +13,8 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from accept_head import Pair, Sampling
 from accept_head.prompts import Prompt
-from accept_head.trace import ALTERNATIVE_COLUMNS, read_traces
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
+from accept_head.trace.shards import read_traces
 from accept_head.training.collect.collector import make_records
 from accept_head.training.collect.score import score
 

@@ -10,7 +10,7 @@ import torch
 from datasets import concatenate_datasets
 
 from accept_head import InputError, Sampling
-from accept_head.trace import read_traces, write_shard
+from accept_head.trace.shards import read_traces, write_shard
 from accept_head.training.learn.data import PackedTraces, split_dev
 from accept_head.training.learn.splits import read_splits
 from tests.accept_head.test_trace import CONFIG as SOME

@@ -8,7 +8,7 @@ import torch
 
 from accept_head import InputError, Pair, Sampling
 from accept_head.acceptance import couple_with_target
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.collect.score import score
 from accept_head.training.respond.stored import StoredResponses
 from tests.training.test_score import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset, concatenate_datasets
 
-from accept_head.trace import ALTERNATIVE_COLUMNS, trace_features
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.learn.trace_tensors import READ_COLUMNS, TraceTensors
 
 LENGTHS = [(5, 7), (3, 11), (9, 4), (1, 1), (2, 0)]

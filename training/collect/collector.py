@@ -21,7 +21,8 @@ from accept_head.files import writable_folder
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
-from accept_head.trace import CONFIG_NAME, TraceConfig, check_shard, missing_shards, write_shard
+from accept_head.trace.config import CONFIG_NAME, TraceConfig
+from accept_head.trace.shards import check_shard, missing_shards, write_shard
 from accept_head.training.collect.score import score, scoring_halving
 from accept_head.training.halving import Halving
 from accept_head.training.respond.request import check_said_by_target

@@ -11,16 +11,15 @@ from transformers import PreTrainedModel
 from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap
 from accept_head.alternatives import draw_alternatives
 from accept_head.pair import Pair, input_device
-from accept_head.randomness import uniforms
+from accept_head.randomness import TraceStream, uniforms
 from accept_head.sampling import Sampling
 from accept_head.signals import SIGNALS, draft_signals
-from accept_head.trace import ALTERNATIVE_COLUMNS
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.training.halving import Halving
 
 # Logits turned into probabilities at a time: bounds memory at about 0.5 GB whatever the vocabulary.
 CHUNK_ELEMENTS = 1 << 24
 # Counters of `uniforms`: data.py has 2 and 3, rollouts 4, the replay of alternatives 5.
-ACCEPT_STREAM, REDRAW_STREAM, ALTERNATIVES_STREAM = 0, 1, 6
 
 
 def scoring_halving() -> Halving:
@@ -124,14 +123,16 @@ def _score_positions(
     p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
     p_of_x = p if drawn_with == sampling else drawn_with.probabilities(target_logits)
     index, step = counters.unbind(-1)
-    accept_uniform, redraw_uniform = (uniforms(seed, index, step, n) for n in (ACCEPT_STREAM, REDRAW_STREAM))
+    accept_uniform, redraw_uniform = (
+        uniforms(seed, index, step, stream) for stream in (TraceStream.ACCEPT, TraceStream.REDRAW)
+    )
     draft_ids, accepted = couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)
     signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
     temperature = sampling.temperature or 1.0
     others = {}
     if alternatives:
         draws = torch.arange(alternatives, device=x.device)
-        random = uniforms(seed, index.unsqueeze(-1), step.unsqueeze(-1), ALTERNATIVES_STREAM, draws)
+        random = uniforms(seed, index.unsqueeze(-1), step.unsqueeze(-1), TraceStream.ALTERNATIVES, draws)
         others = dict(zip(ALTERNATIVE_COLUMNS, draw_alternatives(p, q, random), strict=True))
     return {
         "response_ids": x,

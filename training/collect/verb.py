@@ -18,7 +18,7 @@ from accept_head.pair import (
 )
 from accept_head.prompts import load_prompts, prompts_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig
+from accept_head.trace.config import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig
 from accept_head.training.collect.collector import write_shards
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options
 from accept_head.training.respond.responders import Backend, check_backend, make_responder

@@ -14,14 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accept_head.errors import InputError
-from accept_head.randomness import uniforms
+from accept_head.randomness import TraceStream, uniforms
 from accept_head.training.learn.batches import DraftBatch, Packed, StateBatch, collate
 from accept_head.training.learn.feature_cache import FeatureCache
 from accept_head.training.learn.mixing import Packing, pack_fixed, pack_mixed
 from accept_head.training.learn.trace_tensors import TraceTensors
 from accept_head.training.threads import ReadAhead, Threads
-
-MIXING_STREAM, DEV_STREAM = 2, 3  # counters of `uniforms`; collect uses 0, 1 and 6
 
 
 class PackedTraces(Dataset):
@@ -41,7 +39,7 @@ class PackedTraces(Dataset):
         if self.packing != "mixing":
             return pack_fixed(trace, self.packing, self.alternatives), index
         steps = torch.arange(len(trace["response_ids"]))
-        return pack_mixed(trace, uniforms(self.seed, index, steps, MIXING_STREAM, epoch), self.r), index
+        return pack_mixed(trace, uniforms(self.seed, index, steps, TraceStream.MIXING, epoch), self.r), index
 
 
 class CachedTraces(Dataset):
@@ -215,7 +213,7 @@ def split_dev(
     judges: (traces,) bool, which of the held-out traces make up dev; all when left out. folder: for the message.
     """
     indices = torch.tensor(traces["index"])
-    held_out = uniforms(seed, indices, 0, DEV_STREAM) < share
+    held_out = uniforms(seed, indices, 0, TraceStream.DEV) < share
     in_dev = held_out if judges is None else held_out & torch.from_numpy(judges)
     if held_out.all() or not in_dev.any():
         raise InputError(f"{folder}: {len(traces)} traces are too few to hold some out; give --dev_traces")

@@ -34,7 +34,7 @@ from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, readable_size, sha256, writable_folder, write_json
 from accept_head.pair import hidden_size
 from accept_head.signals import SIGNALS
-from accept_head.trace import ALTERNATIVE_COLUMNS
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.training.learn.batches import LABELS, DraftBatch, StateBatch, collate
 from accept_head.training.learn.mixing import Packing, pack_fixed
 from accept_head.training.learn.trace_tensors import READ_COLUMNS, TraceTensors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accept_head.signals import SIGNALS
-from accept_head.trace import ALTERNATIVE_COLUMNS
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.training.learn.batches import LABELS, Packed
 
 Packing = Literal["mixing", "exact", "prefix"]

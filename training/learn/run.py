@@ -20,8 +20,8 @@ from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig, Predicts
 from accept_head.pair import checkpoint_fingerprint, context_tokens, hidden_size, input_embeddings, load_model
 from accept_head.signals import SIGNALS
-from accept_head.trace import check_scored
-from accept_head.trace_values import check_context
+from accept_head.trace.config import check_scored
+from accept_head.trace.values import check_context
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options, use_cpu_only
 from accept_head.training.learn.base import Labelled, fit_base, qualities, train_quality
 from accept_head.training.learn.data import PackedTraces, StepSampler, TraceData

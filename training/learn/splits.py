@@ -11,7 +11,8 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from accept_head.errors import InputError
-from accept_head.trace import TraceConfig, check_coupled, check_made_by, read_traces
+from accept_head.trace.config import TraceConfig, check_coupled, check_made_by
+from accept_head.trace.shards import read_traces
 from accept_head.training.learn.data import split_dev
 
 

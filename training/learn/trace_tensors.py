@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from accept_head.signals import SIGNALS
-from accept_head.trace import ALTERNATIVE_COLUMNS
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 
 READ_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "accepted", "acceptance", "overlap", *SIGNALS)
 

@@ -23,7 +23,7 @@ from accept_head.head_config import HeadConfig
 from accept_head.pair import check_same_vocabulary, load_tokenizer
 from accept_head.prompts import load_prompts
 from accept_head.signals import SIGNALS
-from accept_head.trace import read_traces
+from accept_head.trace.shards import read_traces
 from accept_head.training.learn.recipe import Recipe
 from accept_head.training.plan.estimate import DEVICES, CollectCost, TrainCost
 from accept_head.training.plan.model_shape import ModelShape

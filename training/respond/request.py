@@ -14,7 +14,7 @@ from accept_head.errors import InputError
 from accept_head.files import sha256
 from accept_head.pair import Pair, output_size
 from accept_head.sampling import Sampling
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.transformers import until_end
 
 SUPPRESSED = -100.0  # the lowest logit bias that an OpenAI-compatible endpoint takes

@@ -14,7 +14,7 @@ from accept_head.errors import InputError
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.stored import StoredResponses
 from accept_head.training.respond.transformers import Said, generation_halving, respond_with_logits
 

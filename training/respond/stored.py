@@ -11,7 +11,8 @@ from pathlib import Path
 
 from accept_head.errors import InputError
 from accept_head.prompts import Prompt
-from accept_head.trace import TraceConfig, check_made_by, finished_config, read_shard
+from accept_head.trace.config import TraceConfig, check_made_by
+from accept_head.trace.shards import finished_config, read_shard
 
 
 @dataclass(frozen=True)

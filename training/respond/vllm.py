@@ -16,7 +16,7 @@ from typing import Any
 from accept_head.errors import InputError
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 from accept_head.training.launch import use_cpu_only
 from accept_head.training.respond.request import EngineRequest
 from accept_head.training.respond.responders import Batch, answered

@@ -18,7 +18,8 @@ import pytest
 from accept_head import InputError, Sampling
 from accept_head.pair import end_ids
 from accept_head.prompts import load_prompts
-from accept_head.trace import TraceConfig, read_traces
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import read_traces
 from accept_head.training.respond.openai import ServerResponder
 from accept_head.training.respond.transformers import respond
 from accept_head.training.respond.vllm import VllmResponder, engine_environment

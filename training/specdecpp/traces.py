@@ -1,8 +1,8 @@
-"""`accept-head import-specdecpp`: what the SpecDec++ research code leaves → a head, or traces that train one.
+"""Their data as traces: what a trace holds beyond the data is worked out by the models that made them.
 
-Their data hold the target's responses, the tokens that the draft drew along them, and the acceptance probability of
-each. What a trace holds beyond that is a forward away: the draft signals are the draft's, and the overlap, the target's
-log-probability and the divergence are of both models.
+The data hold the target's responses, the tokens that the draft drew along them, and the acceptance probability of each.
+The draft signals take a forward of the draft. The overlap, the target's log-probability and the divergence take one of
+both models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, divergence, overlap
 from accept_head.errors import InputError
-from accept_head.files import sha256, writable_folder
+from accept_head.files import sha256
 from accept_head.pair import (
     check_same_vocabulary,
     checkpoint_fingerprint,
@@ -36,9 +36,10 @@ from accept_head.pair import (
 from accept_head.prompts import Prompt, prompts_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.signals import SIGNALS, draft_signals
-from accept_head.specdecpp import Record, read_checkpoint, read_records, save_imported
-from accept_head.trace import IMPORTED, UNSCORED, TraceConfig, missing_shards, write_shard
+from accept_head.trace.config import IMPORTED, UNSCORED, TraceConfig
+from accept_head.trace.shards import missing_shards, write_shard
 from accept_head.training.collect.collector import prepare_folder
+from accept_head.training.specdecpp.records import Record, read_records
 
 OF_TARGET = ("overlap", "target_logprob", "divergence")
 CHUNK = 256  # positions whose probabilities are worked out at once
@@ -48,83 +49,30 @@ CHECKED_RECORDS = 8  # held against the models before anything is written
 FAR_PROBABILITY, FAR_LOGPROB = 0.1, 0.5
 
 
-def import_specdecpp(
-    out: str,
-    checkpoint: str | None = None,
-    data: str | None = None,
-    target: str | None = None,
-    draft: str | None = None,
-    score: bool = True,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    shard_size: int = 64,
-    dtype: str = "auto",
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-) -> None:
-    """Turn what the SpecDec++ research code leaves into a head (--checkpoint) or into traces (--data).
+def import_records(data: Path, pair: DataPair, sampling: Sampling, out: Path, *, shard_size: int) -> TraceConfig:
+    """Write the traces of a data file to a folder, or those that an interrupted import has left to write.
 
-    Imported traces train heads. They are not dev traces, nor can they be replayed: the target did not say the text
-    together with the drawn tokens.
-
-    Args:
-        out: Folder for the head, or for the traces.
-        checkpoint: Their acceptance head: a folder or Hub name with config.json and model.safetensors.
-        data: Their JSON file, with the fields prefix, tokens, draft and p_acc.
-        target: Of `data`: the target that said the responses, a folder or Hub name.
-        draft: Of `data`: the draft that drew the tokens.
-        score: Let the target read the responses too, for what the data do not say: overlap, target_logprob and
-            divergence. Without it they stay unknown, and the traces can only train heads that predict `token`.
-        temperature: Of the distributions that p_acc was computed from; the research code's are plain softmaxes.
-        top_k: Likewise; 0 keeps all.
-        top_p: Likewise; 1 keeps all.
-        min_p: Likewise; 0 keeps all.
-        shard_size: Records in one shard.
-        dtype: auto, float32, bfloat16 or float16; of the models.
-        device_map: `auto` spreads the target over all devices.
-        trust_remote_code: Run model code that comes with the models.
+    Raises InputError when the data are not those of this pair and sampling, or when the folder holds other traces.
     """
-    if (checkpoint is None) == (data is None):
-        given = "neither of them is" if data is None else "both are"
-        raise InputError(f"one of --checkpoint and --data says what to import, but {given} given")
-    if shard_size < 1:
-        raise InputError(f"shard_size is {shard_size}, expected a positive integer")
-    if checkpoint is not None:
-        if target is not None or draft is not None:
-            raise InputError("--target and --draft are of --data: a checkpoint does not say which pair it is of")
-        head = read_checkpoint(checkpoint)
-        writable_folder(Path(out).parent)
-        save_imported(head, Path(out), checkpoint)
-        print(f"{out}: depth {head.config.depth}, hidden size {head.config.hidden_size}, predicts token")
-        return
-    if target is None or draft is None:
-        raise InputError(
-            f"--data takes --target and --draft, but --{'target' if target is None else 'draft'} is missing"
-        )
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    models = _Models.load(target, draft, score, dtype, device_map, trust_remote_code)
-    records = read_records(Path(str(data)), models.vocab_size)
-    models.check_lengths(records, str(data))
-    config = models.trace_config(records, sampling, shard_size, sha256(Path(str(data)).read_bytes()))
-    models.check_made_by(records[:CHECKED_RECORDS], sampling, str(data))
-    folder = prepare_folder(Path(out), config)
+    records = read_records(data, pair.vocab_size)
+    pair.check_lengths(records, str(data))
+    config = pair.trace_config(records, sampling, shard_size, sha256(data.read_bytes()))
+    pair.check_made_by(records[:CHECKED_RECORDS], sampling, str(data))
+    folder = prepare_folder(out, config)
     progress = tqdm(unit="record", desc="import", smoothing=0.1)
     for shard in missing_shards(folder, config):
         first = shard * shard_size
-        mine = range(first, first + config.shard_rows(shard))
         rows = []
-        for index in mine:
-            rows.append(_trace(records[index], index, models.columns(records[index], sampling), config))
+        for index in range(first, first + config.shard_rows(shard)):
+            rows.append(_trace(records[index], index, pair.columns(records[index], sampling), config))
             progress.update()
         write_shard(folder, shard, rows)
     progress.close()
-    print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
+    return config
 
 
 @dataclass(frozen=True)
-class _Models:
+class DataPair:
     """The pair of the data. target: None where it is not asked. vocab_size: ids that are scored."""
 
     names: tuple[str, str]  # target, draft
@@ -136,7 +84,7 @@ class _Models:
     @classmethod
     def load(
         cls, target: str, draft: str, score: bool, dtype: str, device_map: str | None, trust_remote_code: bool
-    ) -> _Models:
+    ) -> DataPair:
         if score:
             pair = load_pair(target, draft, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
             return cls((target, draft), pair.target, pair.draft, pair.tokenizer, pair.vocab_size)

@@ -1,0 +1,54 @@
+"""One record of a trace: a target response and, at each of its positions, what the draft would have proposed.
+
+It also says how the proposal would have fared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+# Per position i of the response, all of the response's length:
+POSITION_COLUMNS = {
+    "response_ids": "int32",  # X_i, the target's token
+    "draft_ids": "int32",  # Y_i ∼ q, coupled with X_i
+    "accepted": "bool",  # whether Y_i is accepted; then Y_i = X_i. Of scored text: whether Y_i = X_i
+    "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
+    "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
+    "target_logprob": "float32",  # log p(X_i)
+    # KL(p ‖ q), nats, of both models' softmax at this temperature (1 when greedy), before top-k and such, which would
+    # make it infinite. A policy may use it of verified positions only (DSDE).
+    "divergence": "float32",
+    # The draft signals (signals.py), of the plain softmax when decoding is greedy:
+    "draft_logprob": "float32",  # log q(Y_i)
+    "draft_entropy": "float32",  # −Σ q log q, nats
+    "draft_max_prob": "float32",  # max_y q(y)
+}
+
+# What else the draft might have drawn (alternatives.py): TraceConfig.alternatives draws of each position, one position
+# after the other. These columns are there only if the config names a number.
+ALTERNATIVE_COLUMNS = {
+    "alternative_ids": "int32",  # Y' ∼ q
+    "alternative_logprob": "float32",  # log q(Y')
+    "alternative_acceptance": "float32",  # a(Y')
+}
+
+
+def trace_features(*, alternatives: bool = False) -> Features:
+    """The schema of one record, as `datasets.Features`."""
+    from datasets import Features, List, Value
+
+    kinds = POSITION_COLUMNS | (ALTERNATIVE_COLUMNS if alternatives else {})
+    columns = {name: List(Value(kind)) for name, kind in kinds.items()}
+    return Features(
+        {
+            "index": Value("int64"),  # the prompt's line in the prompts file
+            "id": Value("string"),
+            "domain": Value("string"),  # "" when the prompts name none
+            "finished": Value("bool"),  # whether the response ended by itself, with an end-of-sequence token
+            "prompt_ids": List(Value("int32")),
+            **columns,
+        }
+    )
