@@ -1,12 +1,12 @@
 """Question: how near does the rule that knows costs, and no threshold, come to the best threshold of a grid?
 
-By replay of the embedded pair's test prompts through the decode loop's questions, at every c = t_draft / t_target and
-batch size, at T = 1 and greedily. A forward of n tokens takes (1 − share) + share·n times that of one, the share of a
-token being 0.5 % or 2 %: little where weights are read, much where many rows are computed. The loop pads verification
-to the widest row, as ours does.
+By replay of the embedded pair's test prompts, asking the policies as the decode loop does, at every
+c = t_draft / t_target and batch size, at T = 1 and greedily. A forward of n tokens takes (1 − share) + share·n times
+that of one token. share is 0.5 % or 2 %: little where reading the weights takes the time, much where many rows are
+computed. The loop pads verification to the widest row, as ours does.
 
 grid: the head's rule, each row by itself, at 24 thresholds; the best one *on these prompts* is what is compared with.
-costs: the head with threshold 1 and `costs=`: the rule of docs/theory.md §5 summed over the rows, λ and ρ learnt on
+costs: the head with threshold 1 and `costs=`, the rule of docs/theory.md §5 summed over the rows; λ and ρ are learnt on
 the way, from nothing. fixed: the best draft length of all, on these prompts, too.
 
 OMP_NUM_THREADS=1 python benchmarks/cost_aware.py [--batches 1 4 16 64] [--temperatures 1 0]
@@ -25,11 +25,12 @@ from record import RESULTS, TINY, write_result
 from rich.console import Console
 from rich.table import Table
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.files import read_json
-from accept_head.inference.policies import BatchStopPolicy, FixedPolicy, HeadPolicy
-from accept_head.inference.policies.batch_stop import OURS
+from accept_head.inference.policies.batch_stop import OURS, BatchStopPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import DraftPolicy, VerifyOutcome
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds

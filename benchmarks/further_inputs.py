@@ -1,9 +1,10 @@
 """Question: what could a head read besides the draft's signals, and what would it be worth, on a published pair?
 
-On the traces of real_pair.py: the base (a logistic regression on nine functions of the signals) with further columns,
-fitted to the first PARTS train parts, its ridge chosen on dev prompts, and its binary KL there. `difference` is to
-the base alone, with a 95 % bootstrap interval over prompts: below 0 is better. Choosing the ridge on the prompts that
-are judged helps wide inputs a little. `depth`: of what only the target can tell, how many positions back it is known.
+On the traces of real_pair.py. The base, a logistic regression on nine functions of the signals, gets further columns.
+It is fitted to the first PARTS train parts; its ridge is chosen on dev prompts, and its binary KL is taken there.
+`difference` is to the base alone, with a 95 % bootstrap interval over prompts; below 0 is better. Choosing the ridge on
+the prompts that are judged helps wide inputs a little. `depth`: how many positions back an input is known that only the
+target can tell.
 
 python benchmarks/further_inputs.py [--temperature 1]
 """

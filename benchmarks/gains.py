@@ -1,10 +1,11 @@
 """Question: does real decoding gain what the ladder says by replay?
 
-Of the ladder's rungs those that its aims compare: the shipped head, the paper's head, vLLM's online estimator, each
-with the setting that was chosen on dev prompts for its c, and the best fixed K. All decode the 240 test prompts of the
-embedded pair for real, at T = 1 several times with other random numbers, and greedily. Replay is of traces of as many
-seeds. A gain is that over the fixed K, by eq. 3.1 with counted forwards. Intervals, and the difference to the replayed
-gain in standard errors (z), are bootstraps over prompts, each drawn with all its decoded and replayed responses.
+Four rungs of the ladder are compared: the default head of then, the paper's head and vLLM's online estimator, each with
+the setting that was chosen on dev prompts for its c, and the best fixed K. All decode the 240 test prompts of the
+embedded pair for real: greedily, and at T = 1 several times with other random numbers. Replay is of traces of as many
+seeds. A gain is the gain over the fixed K, by eq. 3.1 with counted forwards. Intervals, and the difference to the
+replayed gain in standard errors (z), are bootstraps over prompts; a prompt is drawn with all its decoded and replayed
+responses.
 
 python benchmarks/ladder.py                                    # makes the heads, and ladder.json
 python benchmarks/gains.py [--temperatures 1 0] [--seeds 4]    # about a quarter of an hour a seed on one core
@@ -22,11 +23,13 @@ from record import RESULTS, TINY, write_result
 from tqdm import tqdm
 
 from accept_head import Pair, load_pair
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference import generate
-from accept_head.inference.policies import FixedPolicy, HeadPolicy, OnlineLogisticPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds

@@ -1,10 +1,10 @@
 """Question: is a head at the drawn token read faster at lag 0 (paper's algorithm) or at lag 1 (the authors' code)?
 
-Trains, on the demo's traces (collected first when they are not there), heads that read the state at the drawn token:
-the paper's recipe and ours with exact packing and signals; and, for reference, the default one, which reads the state
-before it and has no lag. Decodes dev prompts at every threshold, at T = 1 and T = 0. throughput: eq. 3.1 with the costs
-regressed here, every draft forward counted, also the one that lag 0 spends on a token it then does not draw.
-wall_ratio: tokens/s of lag 1 over lag 0 at their best thresholds, batch 1, prompts interleaved.
+Trains heads that read the state at the drawn token on the demo's traces, which are collected first when they are not
+there: the paper's recipe, and ours with exact packing and signals. For reference it also trains the default head, which
+reads the state before the token and has no lag. Decodes dev prompts at every threshold, at T = 1 and T = 0. throughput:
+by eq. 3.1 with the costs regressed here; every draft forward counts, also the one that lag 0 spends on a token that it
+then does not draw. wall_ratio: tokens/s of lag 1 over lag 0 at their best thresholds, batch 1, prompts interleaved.
 
 python benchmarks/head_lag.py
 """

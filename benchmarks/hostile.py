@@ -3,11 +3,11 @@
     python benchmarks/hostile.py --write                                          # all kinds
     python benchmarks/hostile.py --share 0.05 --kind "prompts JSONL" --show 5     # a look at one
 
-Each input goes through the front door, `accept_head.cli.main`, in a worker process. It fails the test when the command
-raises, prints anything but one line `accept-head: error: …` with exit code 2, takes over SECONDS of processor time,
-needs more than MEMORY beyond the loaded libraries and models, opens a file for writing outside the output folder,
-changes a file there, unpickles, or starts a program. A worker that hangs or dies is replaced, and the input that did it
-is recorded.
+Each input goes through the front door, `accept_head.cli.main`, in a worker process. An input fails the test if the
+command raises; prints anything but one line `accept-head: error: …` with exit code 2; takes over SECONDS of processor
+time; needs more than MEMORY beyond the loaded libraries and models; opens a file for writing outside the output folder,
+or changes a file there; unpickles; or starts a program. A worker that hangs or dies is replaced, and the input that did
+it is recorded.
 """
 
 from __future__ import annotations

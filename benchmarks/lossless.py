@@ -20,31 +20,27 @@ from torch import Tensor
 
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.cost import BatchForwardCost, PairCosts
-from accept_head.inference.policies import (
-    AdaEdlPolicy,
-    AdaSpecPolicy,
-    BanditPolicy,
-    BatchMapPolicy,
-    BudgetPolicy,
-    ConfidencePolicy,
-    CumulativeConfidencePolicy,
-    DsdePolicy,
-    EntropyPolicy,
-    FixedPolicy,
-    GoodputPolicy,
-    HeadPolicy,
-    HfConfidencePolicy,
-    HfHeuristicPolicy,
-    LeviathanPolicy,
-    MaxProbPolicy,
-    MeanMaxProbPolicy,
-    OnlineLogisticPolicy,
-    OnlineSignalsPolicy,
-    RecalibratedHeadPolicy,
-    SvipPolicy,
-)
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
+from accept_head.inference.policies.bandit import BanditPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
-from accept_head.inference.policies.online.signals import prior_base
+from accept_head.inference.policies.budget import BudgetPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.dsde import DsdePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.goodput import GoodputPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
+from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
+from accept_head.inference.policies.leviathan import LeviathanPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.signals import OnlineSignalsPolicy, prior_base
+from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal
 from accept_head.inference.replay.lossless import HIDDEN, PROVED, Enumerated, Shape, enumerate_rounds
 from accept_head.signals import SIGNALS

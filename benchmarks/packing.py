@@ -1,8 +1,8 @@
 """Question: which way of feeding traces to the draft makes the better head: token mixing, exact packing, the prefix?
 
-Token mixing (the paper, r = 0.15; here also 0.5) and exact packing train heads that read the state at the drawn token;
-the prefix packing those that read the state before it, and so decide one draft forward earlier. On the embedded pair
-without top-k, 800 responses to the train prompts: sampled ones at T = 1; greedily, half of them sampled text with
+Token mixing (the paper, r = 0.15; here also 0.5) and exact packing train heads that read the state at the drawn token.
+Prefix packing trains heads that read the state before it, and so decide one draft forward earlier. On the embedded pair
+without top-k, 800 responses to the train prompts: sampled ones at T = 1; greedily, half of them are sampled text with
 greedy labels. Exact packing feeds the draft more tokens a trace ([x, X, Y] instead of [x, Z]), so it is also trained
 for as many epochs as make equal draft tokens. Every head is trained twice, with seeds 0 and 1: how far the two are
 apart is the noise of training. Thresholds and bounds are chosen on the dev prompts and judged on the test prompts, as

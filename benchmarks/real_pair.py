@@ -1,18 +1,18 @@
 """Question: what does a head gain on a published pair, and how much text does it take?
 
-Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, T = 1 without top-k and greedily. Train and dev prompts are of MBPP,
-GSM8K, Dolly and tool calls; test prompts of HumanEval and Spec-Bench, and, `alike`, of the train prompts' kind: no
-choice is made on either. `both` is all of them. Everything is priced by replay, for every c = t_draft / t_target; each
-rule with the setting that is best on dev, a head with the threshold that `accept-head tune` finds there by cost.
-`by the grid`: a head with the best of a grid on dev, as a rule.
+Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, at T = 1 without top-k and greedily. Train and dev prompts are of MBPP,
+GSM8K, Dolly and tool calls. There are two sets of test prompts, on which nothing is chosen: `test` is of HumanEval and
+Spec-Bench, `alike` is of the train prompts' kind; `both` is all of them. Everything is priced by replay, for every
+c = t_draft / t_target. A rule has the setting that is best on dev, a head has the threshold that `accept-head tune`
+finds there by cost. `by the grid`: a head with the best of a grid on dev, like a rule.
 
-python ../shared/real/fetch_models.py qwen runs/models/qwen     # the weights; needs `gguf`
-python benchmarks/real_pair.py collect                          # what is missing of the traces in benchmarks/traces
-python benchmarks/real_pair.py ladder                           # heads on the train traces that are there; the result
-python benchmarks/real_pair.py domains                          # what a residual is worth where it was not trained
+python benchmarks/real_pair.py collect     # what is missing of the traces in benchmarks/traces
+python benchmarks/real_pair.py ladder      # heads on the train traces that are there; the result
+python benchmarks/real_pair.py domains     # what a residual is worth where it was not trained
 
-Collecting all of it takes 5 hours on 2 cores that have instructions for bfloat16 (avx512_bf16), in which everything is
-computed, as it would be served; on others it takes days. It goes on where it was.
+The weights are read from runs/models/qwen: benchmarks/traces/README.md says which they are. Collecting takes 5 hours on
+2 cores with instructions for bfloat16 (avx512_bf16), in which everything is computed; on others it takes days. It goes
+on where it was.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from torch import Tensor
 
 from accept_head import AcceptanceHead
 from accept_head.calibration import quality
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens
@@ -51,7 +51,8 @@ from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.tune.heads import load_heads
 from accept_head.objective import binary_kl
 from accept_head.pair import checkpoint_fingerprint, load_model
-from accept_head.trace import CONFIG_NAME, TraceConfig, missing_shards
+from accept_head.trace.config import CONFIG_NAME, TraceConfig
+from accept_head.trace.shards import missing_shards
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn import run
 from accept_head.training.learn.splits import Splits, read_splits

@@ -1,4 +1,4 @@
-"""Question: how much of what retraining a head would regain after a shift does online recalibration regain, by itself?
+"""Question: how much of what retraining a head would regain after a shift does online recalibration regain by itself?
 
 Heads of one recipe on the embedded pair, and shifts between what a head was trained on and what is served:
 domain       trained on maths, serves stories and prose: the stream that `train=true` was made on
@@ -6,24 +6,27 @@ to_maths     trained on stories and prose, serves maths; to_code: serves code
 temperature  trained at T = 1, serves T = 0.6
 greedy       trained at T = 1, serves greedily
 target       trained with the target, serves with one that was fine-tuned on code (the draft stays)
-Test prompts are served one after the other, by replay (eq. 3.1, c = 0.126), in one stream that the recalibration begins
-without knowing anything. Thresholds are tuned on dev prompts: of the head's own distribution for (a) and (b), of the
-new one for (c). share_regained = (b − a) / (c − a), 95 % by bootstrap over prompts.
+Test prompts are served one after the other, by replay (eq. 3.1, c = 0.126), in one stream. The recalibration knows
+nothing when it begins. Thresholds are tuned on dev prompts: of the head's own distribution for (a) and (b), of the new
+one for (c). share_regained = (b − a) / (c − a), 95 % by bootstrap over prompts.
 
-shifted (a); online (b), the old threshold; online_trained (b), the same with train=true, the head itself learns on, of
-the drafted tokens and of the alternatives to them that verification can judge; alone_trained, of the drafted ones only;
-online_by_costs (b), no threshold, rounds end by costs; retrained (c). `after`: the stream begins with the text that the
-retrained head learnt from, served once, in its order; what is judged is the test prompts again, which come after. To
-compare: online_without_state, the head's last layer stays as it is; slope_and_intercepts, nothing but these is learnt;
-fitted_offline, they are fitted on dev prompts of the new distribution, which is the most that they can do; retuned, no
-correction, but the threshold that is best on these. second_half: the share regained of the second half of the stream,
-when most of what it is about to learn is learnt.
+shifted (a)           the head as it is
+online (b)            `online=true` with the old threshold
+online_trained (b)    `train=true` as well: the head itself learns on, of the drafted tokens and of the alternatives to
+                      them that verification can judge
+alone_trained (b)     the same, of the drafted tokens only
+online_by_costs (b)   no threshold: rounds end by costs
+retrained (c)         a head of the same recipe, trained on the new distribution
+To compare: online_without_state, the head's last layer stays as it is. slope_and_intercepts, nothing else is learnt.
+fitted_offline, these are fitted on dev prompts of the new distribution, which is the most that they can do. retuned, no
+correction, but the threshold that is best on these. second_half: the share regained in the second half of the stream.
+`after`: the stream begins with the text that the retrained head learnt from, served once and in its order; the test
+prompts come after it, and only they are judged.
 
-The first run makes the fine-tuned target (8 minutes on one core), traces (25) and heads (7), under runs/shift, and
-resumes there; it needs `--data`, the folder of texts that checkpoints/recipe reads. What is there already is used as
-it is; the replays take 6 minutes.
+The first run makes the fine-tuned target (8 minutes on one core), traces (25) and heads (7) under runs/shift, and
+resumes there. It needs `--data`, the folder that `make pair` reads. The replays take 6 minutes.
 
-python benchmarks/shift.py --data ../shared/data
+python benchmarks/shift.py --data DATA
 """
 
 from __future__ import annotations
@@ -123,7 +126,7 @@ def main() -> None:
         rows[name] = bench.shift(*SHIFTS[name])
         print(json.dumps({name: rows[name]}), flush=True)
     result = {"costs": asdict(COSTS), "head": RECIPE, "shifts": {name: rows[name] for name in SHIFTS if name in rows}}
-    print(f"wrote {write_result('shift', result, 'python benchmarks/shift.py --data ../shared/data')}")
+    print(f"wrote {write_result('shift', result, 'python benchmarks/shift.py --data DATA')}")
 
 
 # --- targets, traces, heads ------------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Question: how well does each signal foretell a token's acceptance? DSDE's table II, on a pair of your own.
 
-Pearson's r with the acceptance probability a(Y_i), over all positions of the traces: the draft's entropy, max q and
-log q(Y_i), known when Y_i is drawn; the mean divergence of the 10 positions before, and WVIR, the ratio of variances in
-the 10 and the 30 before (positions with fewer than 2 before them are left out of those two); and trained heads' P̂.
+Pearson's r with the acceptance probability a(Y_i), over all positions of the traces, of
+- the draft's entropy, max q and log q(Y_i), which are known when Y_i is drawn;
+- the mean divergence of the 10 positions before, and WVIR, the ratio of its variances in the 10 and the 30 positions
+  before (both leave out positions with fewer than 2 before them);
+- trained heads' P̂.
 Intervals: 95 %, by bootstrap over prompts.
 
 python benchmarks/signals.py                                         # the embedded pair, T = 1 and T = 0
@@ -20,9 +22,9 @@ import numpy as np
 import torch
 from record import TINY, write_result
 
-from accept_head.cli import quiet_libraries
-from accept_head.inference.policies import HeadPolicy
+from accept_head.command.libraries import quiet_libraries
 from accept_head.inference.policies.divergence import LONG, variance_ratio
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens

@@ -1,11 +1,11 @@
 """Question: what does a sweep of 20 heads cost next to one head?
 
 The paper's grid (SpecDec++ table 3: depth 0 to 4, w_rej 1, 3, 6, 12) in one `accept-head train`, against the same
-command for one head: of depth 3, and of the largest depth. Whole processes, start-up included, one after another in
-turn, so that a slow moment of the machine touches all of them; the fastest of the repeats counts, CPU seconds stand
-beside. `fit` is the training alone. All of it on two threads (`--threads`, what `accept-head train` takes by itself
-where it may use two cores: the draft runs a batch ahead of the heads), and on one. Then: how far the weights of the
-sweep's heads are from those of the heads trained alone.
+command for one head, of depth 3 and of the largest depth. Whole processes with their start-up run in turns, so that a
+slow moment of the machine touches all of them. The fastest of the repeats counts, and CPU seconds stand beside it.
+`fit` is the training alone. All of it runs on two threads (`--threads`; two is what `accept-head train` takes by itself
+on two cores: the draft runs a batch ahead of the heads), and on one. Then: how far the weights of the sweep's heads are
+from those of the heads trained alone.
 
 OMP_NUM_THREADS=1 python benchmarks/sweep.py [--repeats 3] [--threads 2 1] [--traces FOLDER with train and dev]
 """

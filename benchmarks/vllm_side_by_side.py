@@ -367,7 +367,7 @@ def _r_squared(relative: np.ndarray) -> float:
 
 
 def _against_fixed(cell: dict[str, Any]) -> str:
-    """What the issue asks: drafted tokens per accepted token, against a fixed K with as many target calls."""
+    """Drafted tokens per accepted token, against a fixed K with as many target calls."""
     lines = [f"{'':24}drafted/accepted  target calls/token  draft forwards/token  tokens/s"]
     for found in cell["heads_against_fixed"]:
         best = " (best)" if found["fixed"] == cell["best_static"] else ""

@@ -1,14 +1,14 @@
 """Question: does vLLM with a head serve thousands of mixed requests just as vLLM without speculation does?
 
-Two servers on loopback, one after the other, get the same requests: greedy and sampled, streamed and not, cancelled,
-with stop strings, grammars, penalties and logprobs; prompts that are long, too long, empty, a single token; values that
-are refused. In phases of another concurrency each, up to 32; after each phase the server is left to fall idle and is
-looked at. What may not be, and makes the script fail, each relative to plain vLLM:
+Two servers on loopback get the same requests, one server after the other. Requests are greedy and sampled, streamed and
+not, cancelled, with stop strings, grammars, penalties and logprobs. Prompts are long, too long, empty or a single
+token; some values are refused. There are several phases, each with another concurrency, up to 32. After each phase the
+server is left to fall idle and is looked at. The script fails if, next to plain vLLM, there is
 
 - another status or error message for any request, or another line of kind ERROR in the log;
 - another token, text or reason to finish in any greedy response (of a cancelled one: in what had arrived);
-- cache blocks or requests that are left when the server is idle; memory that grows (MEMORY_GROWTH, MEMORY_SLOPE);
-- accepted or verified tokens in `vllm:accept_head_*` that are not those of vLLM's own counters.
+- a cache block or a request left when the server is idle, or memory that grows (MEMORY_GROWTH, MEMORY_SLOPE);
+- a count of accepted or verified tokens in `vllm:accept_head_*` that is not that of vLLM's own counters.
 
 .venv-vllm/bin/python benchmarks/vllm_soak.py     # benchmarks/results/vllm_soak.json: 12 minutes on 2 busy cores
 """

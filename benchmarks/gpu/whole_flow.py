@@ -7,7 +7,7 @@ recorded.
 
 Models and traces stay in --work: where that is gone, with its machine, everything is made and measured anew.
 
-python benchmarks/gpu/whole_flow.py --text .gpu-text [--stages train flow bench assisted] [--minutes 9] [--tiny]
+python benchmarks/gpu/whole_flow.py --text runs/gpu-text [--stages train flow bench assisted] [--minutes 9] [--tiny]
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from prepare_text import tiny_text
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
 from accept_head.inference.bench.figures import TWIN
-from accept_head.inference.policies import POLICIES, make_policy
-from accept_head.inference.policy import check_lossless
+from accept_head.inference.policies.registry import POLICIES, make_policy
+from accept_head.inference.policies.drafting import check_lossless
 from accept_head.inference.profile.forwards import measure_forwards
 from accept_head.inference.verbs.bench import bench
 from accept_head.inference.verbs.profile import profile
