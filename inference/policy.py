@@ -17,9 +17,8 @@ from torch import Tensor
 
 from accept_head.alternatives import Alternatives
 from accept_head.errors import InputError
-from accept_head.inference.kernels.signals import Plain, signals_at_once, signals_of_q_at_once, usable
+from accept_head.inference.kernels.signals import PlainSoftmax, signals_of
 from accept_head.pair import Forward
-from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob
 
 
 class Signal(Enum):
@@ -77,7 +76,7 @@ class DraftStep:
         depth: int,
         token_ids: Tensor | None,
         active: Tensor,
-        q: Tensor | Plain,
+        q: Tensor | PlainSoftmax,
         fed: Forward,
         ahead: Forward | None,
     ) -> DraftStep:
@@ -97,21 +96,12 @@ class DraftStep:
         )
 
 
-def _of_q(needs: frozenset[Signal], q: Tensor | Plain, ids: Tensor | None) -> tuple[Tensor | None, ...]:
+def _of_q(needs: frozenset[Signal], q: Tensor | PlainSoftmax, ids: Tensor | None) -> tuple[Tensor | None, ...]:
     """LOGPROB, ENTROPY, MAX_PROB, those that are needed, and all together where they come so."""
     if not needs:
         return None, None, None, None
-    if isinstance(q, Plain) or (usable(q) and needs - {Signal.MAX_PROB}):  # a maximum alone is one operation
-        at_once = signals_at_once(q.logits, ids).signals if isinstance(q, Plain) else signals_of_q_at_once(q, ids)
-        known = needs if ids is not None else needs - {Signal.LOGPROB}
-        each = zip(OF_Q_IN_ORDER, at_once.unbind(-1), strict=True)
-        return *(value if signal in known else None for signal, value in each), at_once if ids is not None else None
-    return (
-        draft_logprob(q, ids) if Signal.LOGPROB in needs and ids is not None else None,
-        draft_entropy(q) if Signal.ENTROPY in needs else None,
-        draft_max_prob(q) if Signal.MAX_PROB in needs else None,
-        None,
-    )
+    logprob, entropy, max_prob = (signal in needs for signal in OF_Q_IN_ORDER)
+    return signals_of(q, ids, logprob=logprob, entropy=entropy, max_prob=max_prob)
 
 
 @dataclass(frozen=True)

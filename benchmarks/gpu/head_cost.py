@@ -5,9 +5,8 @@
 The draft has the shape of Llama 3.2 1B, random weights, bf16, a vocabulary of 128,256. Each of the three is captured as
 one CUDA graph, and they are replayed in turns: the difference has the caches as a forward leaves them, and not a head
 whose weights lie there from the last replay. Beside it: the same launched one by one (eager), with kernels that begin
-when those ahead of them have ended (late), and with torch's operations in place of the kernels of fused_signals and
-fused_head. The bytes say what no kernel can go below: a head
-that is read once for each forward costs at least its share of the bytes.
+when those ahead of them have ended (late), and with torch's operations in place of the kernels of signals and head. The
+bytes say what no kernel can go below: a head that is read once for each forward costs at least its share of the bytes.
 
 python benchmarks/gpu/head_cost.py [--batches 1 8 32] [--temperatures 0 1] [--replays 100] [--tiny]
 """
@@ -34,7 +33,7 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.engine.backends import choose
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
-from accept_head.inference.kernels import signals as fused_signals
+from accept_head.inference.kernels import launch, signals, usable
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep
 from accept_head.pair import Forward, hidden_size, output_size
@@ -62,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     cells, _ = open_cells("head_cost", options, context_tokens=CONTEXT_TOKENS, head_of_the_aim=AIM)
     draft = build(SMALL_DRAFT if options.tiny else LLAMA_32_1B, dtype=torch.float32 if options.tiny else torch.bfloat16)
     on_gpu = draft.device.type == "cuda"
-    kernels = fused_signals.usable(torch.empty(0, device=draft.device))
+    kernels = usable.usable(torch.empty(0, device=draft.device), signals.CHECK)
     check_served(draft, "auto")
     backend = choose(draft, "auto")
     without = [] if on_gpu else ["no CUDA device: eager only"]
@@ -81,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 def modes_of(on_gpu: bool, kernels: bool) -> list[tuple[str, str]]:
     """How calls are made, and by what; what is used where it can be comes first."""
-    early = kernels and fused_signals.launch(torch.device("cuda", torch.cuda.current_device()))["EARLY"]
+    early = kernels and launch.early_options(torch.device("cuda", torch.cuda.current_device()))["EARLY"]
     ways = [*(["kernels"] if kernels else []), *(["late kernels"] if early else []), "torch"]
     modes = itertools.product(["graph", "eager"] if on_gpu else ["eager"], ways)
     return [each for each in modes if each != ("eager", "late kernels")]  # where launching takes longer than either
@@ -174,9 +173,9 @@ def _forward(scene: Scene) -> Callable[[], Forward]:
 def _kernels(way: str, device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         if way == "late kernels":
-            stack.enter_context(patch.dict(fused_signals._early, {device: False}))
+            stack.enter_context(patch.dict(launch._early, {device: False}))
         if way == "torch":
-            stack.enter_context(patch.object(fused_signals, "_triton", lambda: False))
+            stack.enter_context(patch.object(usable, "_enabled", lambda: False))
         yield
 
 

@@ -27,13 +27,13 @@ from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import Finished, Request
 from accept_head.inference.decode.steps import Steps
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.decode.verify import Verified, verify, verify_greedy, verify_match
 from accept_head.inference.decode.waiting import Waiting
 from accept_head.inference.engine.backends import Attention
 from accept_head.inference.engine.cache import CachedModel, Compile
 from accept_head.inference.engine.graphs import GraphBackend, graph_backend
 from accept_head.inference.engine.memory import MemoryPlan
 from accept_head.inference.kernels.sampling import draw
+from accept_head.inference.kernels.verify import Verified, verify, verify_greedy, verify_match
 from accept_head.inference.policy import (
     OF_Q,
     DraftPolicy,

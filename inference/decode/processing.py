@@ -14,8 +14,8 @@ from transformers import LogitsProcessor
 
 from accept_head.errors import InputError
 from accept_head.inference.decode.rows import Rows
-from accept_head.inference.kernels import sampling as fused_sampling
-from accept_head.inference.kernels.signals import Plain, usable
+from accept_head.inference.kernels.sampling import probabilities
+from accept_head.inference.kernels.signals import PlainSoftmax, plain_softmax
 from accept_head.sampling import Sampling
 
 # Processors of transformers that look at more than the prefix they are given: called again for a rejected token, or for
@@ -73,13 +73,11 @@ class Processing:
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        return fused_sampling.probabilities(scores, self.sampling)
+        return probabilities(scores, self.sampling)
 
-    def signal_probabilities(self, scores: Tensor, q: Tensor | None) -> Tensor | Plain:
-        """What draft signals are read from: q, or, greedy, the plain softmax, which need not be made for kernels."""
-        if q is None:
-            return Plain(scores) if usable(scores) else scores.float().softmax(-1)
-        return self.sampling.signal_probabilities(scores, q)
+    def signal_probabilities(self, scores: Tensor, q: Tensor | None) -> Tensor | PlainSoftmax:
+        """What draft signals are read from: q, or, in greedy decoding, the plain softmax."""
+        return plain_softmax(scores) if q is None else self.sampling.signal_probabilities(scores, q)
 
     def _penalise_repetition(self, scores: Tensor, rows: Rows, offset: int) -> Tensor:
         """Divide the positive scores of the tokens before each slot by the penalty, multiply the negative ones."""

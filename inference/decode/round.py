@@ -8,7 +8,7 @@ from torch import Tensor
 
 from accept_head.inference.decode.drafted import Drafted
 from accept_head.inference.decode.rows import Rows
-from accept_head.inference.decode.verify import Verified
+from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policy import VerifyOutcome
 
 

@@ -18,11 +18,10 @@ from accept_head.cost import DecodeCounts
 from accept_head.errors import InputError
 from accept_head.inference.decode.drafted import Drafted, Going
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.decode.verify import Verified
-from accept_head.inference.kernels import rows as fused_loop
-from accept_head.inference.kernels.rows import usable
+from accept_head.inference.kernels import rows as on_device
+from accept_head.inference.kernels.rows import RoundCounts, RowState
+from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policy import VerifyOutcome
-from accept_head.randomness import uniforms
 
 
 @dataclass(frozen=True)
@@ -188,79 +187,37 @@ class Rows:
         for row in rows:
             self.host_fed[row] = self.host_lengths[row] - 1
 
-    def window(self, starts: Tensor, width: int) -> Tensor:
-        """Tokens (batch, width) of each row from its own start; what lies beyond a row's length is arbitrary."""
-        index = starts[:, None] + torch.arange(width, device=starts.device)
-        return self.tokens.gather(1, index.clamp(max=self.tokens.shape[1] - 1))
+    @property
+    def state(self) -> RowState:
+        return RowState(*(getattr(self, name) for name in RowState._fields))
 
     def set_uniforms(self, seed: int, slots: int) -> None:
         """This round's random numbers, `slots` for each purpose of each row."""
-        fused_loop.set_uniforms(self, seed, slots) if usable(self.tokens) else self.set_uniforms_in_torch(seed, slots)
-
-    def set_uniforms_in_torch(self, seed: int, slots: int) -> None:
-        slot, purpose = (torch.arange(n, device=self.keys.device) for n in (slots, self.uniforms.shape[1]))
-        keys, rounds = self.keys[:, None, None], self.rounds[:, None, None]
-        self.uniforms[..., :slots] = uniforms(seed, keys, rounds, slot, purpose[:, None])
+        on_device.write_uniforms(self.uniforms, self.keys, self.rounds, seed, slots)
 
     def last(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
         """(batch,) where the last so many tokens of each row begin, and what stands from there on, (batch, width)."""
-        return fused_loop.last(self, tokens, width) if usable(self.tokens) else self.last_in_torch(tokens, width)
-
-    def last_in_torch(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
-        starts = (self.lengths - tokens).clamp(min=0)
-        return starts, self.window(starts, width)
+        return on_device.last_tokens(self.tokens, self.lengths, tokens, width)
 
     def go_on(self, depth: int, token_ids: Tensor, going: Going, stopping: Stopping) -> Going:
         """Put (batch,) drafted tokens behind the accepted ones, where nobody counts them until they are accepted → how
         far the rows are, and which of them go on.
 
         What is drawn is kept, so not drafting beyond an end token changes no distribution."""
-        if usable(self.tokens):
-            return fused_loop.go_on(self, depth, token_ids, stopping.end_ids, going)
-        return self.go_on_in_torch(depth, token_ids, going, stopping)
-
-    def go_on_in_torch(self, depth: int, token_ids: Tensor, going: Going, stopping: Stopping) -> Going:
-        place = (self.lengths + depth - 1).clamp(max=self.tokens.shape[1] - 1)
-        self.tokens.scatter_(1, place[:, None], token_ids[:, None])
-        lengths = going.lengths + going.active
-        active = going.active & ~stopping.is_end(token_ids) & (lengths < going.budget)
-        return going._replace(active=active, lengths=lengths)
+        active, drawn = on_device.write_drawn(
+            self.tokens, self.lengths, depth, token_ids, stopping.end_ids, going.budget, going.active, going.lengths
+        )
+        return going._replace(active=active, lengths=drawn)
 
     def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> VerifyOutcome:
         """Keep the accepted tokens and the next one, cut after an end token."""
-        if usable(self.tokens):
-            accepted, live, lengths = fused_loop.accept(self, drafted, verified, stopping.end_ids)
-        else:
-            accepted, live, lengths = self.accept_in_torch(drafted, verified, stopping)
+        counts = RoundCounts(verified.accepted, verified.next_ids, drafted.lengths, drafted.in_vain, drafted.submitted)
+        accepted, live, lengths = on_device.accept(
+            self.state, counts, stopping.end_ids, drafted.slots, any_drawn=bool(drafted.ids)
+        )
         return VerifyOutcome(
             drafted=drafted.lengths, submitted=drafted.submitted, accepted=accepted, live=live, lengths=lengths
         )
-
-    def accept_in_torch(
-        self, drafted: Drafted, verified: Verified, stopping: Stopping
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(batch,) accepted, which rows were live, and their lengths now."""
-        width = drafted.slots
-        place = (self.lengths + verified.accepted).clamp(max=self.tokens.shape[1] - 1)
-        self.tokens.scatter_(1, place[:, None], verified.next_ids[:, None])
-        emitted = (verified.accepted + 1) * self.live
-        ends = stopping.is_end(self.window(self.lengths, width + 1))
-        ends &= torch.arange(width + 1, device=ends.device) < emitted[:, None]
-        ended = ends.any(-1)
-        emitted = torch.where(ended, ends.int().argmax(-1) + 1, emitted)
-        accepted = torch.minimum(verified.accepted, emitted) * self.live
-        if drafted.ids:  # the draft has been fed everything up to the last token it drew
-            self.fed.copy_(self.lengths + torch.minimum(verified.accepted, drafted.lengths - 1))
-        self.lengths += emitted
-        self.rounds += self.live
-        self.drafted += drafted.lengths
-        self.submitted += drafted.submitted
-        self.accepted += accepted
-        self.draft_forwards += drafted.lengths + drafted.in_vain
-        self.round_accepted.copy_(accepted)
-        live = self.live.clone()
-        self.live &= ~ended & (self.lengths < self.max_lengths)
-        return accepted, live, self.lengths.clone()
 
     def sync(self, stopping: Stopping) -> list[Finished]:
         """Tell the host where the rows are, the sync that ends a round, and hand out those that are finished."""

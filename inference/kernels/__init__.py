@@ -1,4 +1,5 @@
-"""Triton kernels for a round's small work, each beside the torch that says what it computes.
+"""Operations of a round that are a few Triton kernels on a GPU, and torch elsewhere.
 
-Read first: signals.py.
+Each module is one operation: the function to call, the torch reference and the launch of its kernels. usable.py decides
+between the two. Read first: usable.py, then signals.py.
 """

@@ -1,9 +1,9 @@
-"""A head as depth + 1 kernels for the few rows of a decoding step, where Triton and a GPU are.
+"""A head's scores for the few rows of a decoding step: depth + 1 kernels.
 
-At those sizes each of torch's operations, 17 of them for the default head, costs more to start than to do, and what is
-left is reading the weights once: in bfloat16 where the model's own are in half precision. What is the same for all
-tokens is folded into the weights, as in `AcceptanceHead.scorer`: the mean and deviation of signals, that of embeddings,
-and, where it is small enough, the projection of every token's embedding.
+At those sizes each of torch's operations, 17 of them for the default head, costs more to start than to do. What is left
+is reading the weights once, in bfloat16 where the model's own are in half precision. What is the same for all tokens is
+folded into the weights, as in `make_scorer`, which is the torch reference: the mean and deviation of signals, that of
+embeddings, and, where it is small enough, the projection of every token's embedding.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import torch
 from torch import Tensor
 
 from accept_head.base import BASE_FUNCTIONS
-from accept_head.head import TABLE_BYTES, AcceptanceHead, Predicts, Score
-from accept_head.inference.kernels.signals import counters, holds, launch, power_of_two, start_late, usable
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.scorer import TABLE_BYTES, Score, make_scorer, on_raw_signals
+from accept_head.head_config import Predicts
+from accept_head.inference.kernels.launch import counters, dense, early_options, power_of_two, triton_kernels
+from accept_head.inference.kernels.signals import CHECK as SIGNALS_CHECK
+from accept_head.inference.kernels.usable import Check, passes, usable
 from accept_head.signals import SIGNALS
 
 # More rows than these are better served by products of matrices.
@@ -29,17 +33,17 @@ HALF = (torch.bfloat16, torch.float16)
 TABLE_ROWS = 1 << 14  # that are worked out at once
 
 
-def fused_scorer(
+def scorer_of(
     head: AcceptanceHead, prediction: Predicts = "token", beside: Callable[[Tensor], Tensor] | None = None
 ) -> Score:
-    """`head.scorer(prediction, beside)`; its kernels serve up to MOST_ROWS states on a GPU, itself all others. What
-    stands `beside` is torch's own work, on the state that the kernels leave."""
-    plain = head.scorer(prediction, beside)  # refuses what the head does not predict
+    """`make_scorer(head, prediction, beside)`, by kernels for up to MOST_ROWS states on a GPU. `beside` is always
+    computed by torch, from the state that the kernels leave."""
+    in_torch = make_scorer(head, prediction, beside)  # refuses what the head does not predict
     embeddings = head.embeddings if head.config.reads_embedding else None
-    together = embeddings is None or embeddings.device == head.device
-    if not (usable(next(head.parameters())) and head.dtype is torch.float32 and together):
-        return plain
-    return FusedHead(head, prediction, plain, beside)
+    on_one_device = embeddings is None or embeddings.device == head.device
+    if usable(next(head.parameters()), SIGNALS_CHECK) and head.dtype is torch.float32 and on_one_device:
+        return KernelScorer(head, prediction, in_torch, beside)
+    return in_torch
 
 
 @dataclass(frozen=True)
@@ -62,20 +66,20 @@ class Packed:
     bias: Tensor
 
 
-class FusedHead:
-    """See `fused_scorer`."""
+class KernelScorer:
+    """See `scorer_of`. in_torch: what scores the states that the kernels do not take."""
 
     def __init__(
         self,
         head: AcceptanceHead,
         prediction: Predicts,
-        plain: Score,
+        in_torch: Score,
         beside: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.head, self.plain, self.beside, self.config = head, plain, beside, head.config
+        self.head, self.in_torch, self.beside, self.config = head, in_torch, beside, head.config
         self.places = [0, 1] if prediction == "both" else [head.index_of(prediction)]
         self.packed: dict[torch.dtype, Packed] = {}
-        self.tried: dict[tuple[torch.dtype, bool], bool] = {}
+        self.passed: dict[tuple[torch.dtype, bool], bool] = {}
 
     def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
         """hidden: (..., hidden_size), which a base alone does not look at; signals: (..., 3); token_ids: (...) → (...),
@@ -85,33 +89,29 @@ class FusedHead:
             token_ids is not None or not self.config.reads_embedding
         )
         if read is None or not given or not self._takes(read):
-            return self.plain(hidden, signals, token_ids)
+            return self.in_torch(hidden, signals, token_ids)
         return self._scored(read, signals, token_ids)
 
     def _takes(self, read: Tensor) -> bool:
         rows = read.numel() // read.shape[-1]
-        if not 0 < rows <= MOST_ROWS or not usable(read) or read.dtype is torch.float64:
+        if not 0 < rows <= MOST_ROWS or not usable(read, SIGNALS_CHECK) or read.dtype is torch.float64:
             return False
-        return self._proven(packed_dtype(read.dtype), rows > 1)
+        return self._passed(packed_dtype(read.dtype), rows > 1)
 
-    def _proven(self, dtype: torch.dtype, several: bool) -> bool:
-        """Tried once for each way to multiply: kernels that this GPU cannot run, or gets wrong, are not used."""
-        if (dtype, several) not in self.tried:
-            device = self.head.device
+    def _passed(self, dtype: torch.dtype, several: bool) -> bool:
+        """Whether the kernels agree with torch, tried once for each way to multiply."""
+        if (dtype, several) not in self.passed:
+            check = Check("the head", lambda _: self._compare(dtype, several))
+            self.passed[dtype, several] = passes(check, self.head.device)
+        return self.passed[dtype, several]
 
-            def agrees() -> bool:
-                return holds(lambda: self._agree(dtype, several), "the head", device)
-
-            self.tried[dtype, several] = agrees() or (start_late(device) and agrees())
-        return self.tried[dtype, several]
-
-    def _agree(self, dtype: torch.dtype, several: bool) -> None:
+    def _compare(self, dtype: torch.dtype, several: bool) -> None:
         """Raises AssertionError where the kernels say anything else than torch does."""
         device, rows = self.head.device, 1 + several
         hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
         signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
         ids = torch.zeros(rows, dtype=torch.long, device=device)
-        expected, read = self.plain(hidden, signals, ids), hidden if self.config.residual else signals
+        expected, read = self.in_torch(hidden, signals, ids), hidden if self.config.residual else signals
         torch.testing.assert_close(self._scored(read, signals, ids), expected, rtol=1e-2, atol=1e-2)
 
     def _scored(self, read: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
@@ -134,13 +134,13 @@ def packed_dtype(of_states: torch.dtype) -> torch.dtype:
 
 def table_bytes(head: AcceptanceHead, dtype: torch.dtype) -> int:
     """Of the projected embeddings of all tokens."""
-    return len(head._embeddings()) * head.config.channels * dtype.itemsize
+    return len(head.attached_embeddings()) * head.config.channels * dtype.itemsize
 
 
 def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
-    """What a scorer takes when it first scores such states: 0 if it has done so, or is not a `FusedHead`."""
+    """Memory that a scorer takes when it first scores such states: 0 if it has done so, or is no `KernelScorer`."""
     dtype = packed_dtype(of_states)
-    if not isinstance(score, FusedHead) or dtype in score.packed:
+    if not isinstance(score, KernelScorer) or dtype in score.packed:
         return 0
     head, config = score.head, score.config
     numbers = len(BASE_FUNCTIONS) if config.base else len(SIGNALS)  # that a token's signals go in as
@@ -164,7 +164,7 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
     config = head.config
     base, bias = None, torch.zeros(len(places), device=head.device)
     if config.base:
-        base, bias = head._as_they_come(head.base.weight[places])
+        base, bias = on_raw_signals(head, head.base.weight[places])
         bias = bias + head.base.bias[places]
     if not config.residual:
         nothing = torch.empty(len(places), 0, device=head.device)
@@ -173,10 +173,10 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
     scale = table = embedding = None
     shift = head.state_input.bias.detach() if config.standardised else None
     if config.signals:
-        scale, offset = head._as_they_come(head.signal_input.weight)
+        scale, offset = on_raw_signals(head, head.signal_input.weight)
         shift = offset if shift is None else shift + offset
     if config.reads_embedding:
-        embeddings = head._embeddings()
+        embeddings = head.attached_embeddings()
         folded = head.embedding_input.weight / (config.embedding_std or 1.0)
         if table_bytes(head, dtype) <= TABLE_BYTES:
             table = torch.empty(len(embeddings), len(folded), dtype=dtype, device=folded.device)
@@ -190,8 +190,8 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
         shift,
         table,
         embedding,
-        [block.linear.weight.to(dtype).contiguous() for block in head._blocks()],
-        [block.linear.bias.detach() for block in head._blocks()],
+        [block.linear.weight.to(dtype).contiguous() for block in head.residual_blocks()],
+        [block.linear.bias.detach() for block in head.residual_blocks()],
         head.output.weight[places].to(dtype).contiguous(),
         base,
         head.output.bias[places] + bias,
@@ -204,14 +204,13 @@ def _run(
     """read: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
     layer read, (rows, channels) float32, which is nothing of use unless it is asked for: it then takes a kernel more.
     """
-    from accept_head.inference.kernels.triton import signals as kernels
-
-    read = read if read.stride(-1) == 1 else read.contiguous()
+    kernels = triton_kernels("head")
+    read = dense(read)
     (rows, size), (outputs, channels) = read.shape, packed.output.shape
     signals = signals.reshape(rows, -1).contiguous() if signals is not None else None
     x, y = torch.empty(2, rows, channels, dtype=torch.float32, device=read.device)
     scores = torch.empty(rows, outputs, dtype=torch.float32, device=read.device)
-    shape, how = _shape(rows, channels, packed.output.dtype), launch(read.device)
+    shape, how = _shape(rows, channels, packed.output.dtype), early_options(read.device)
     grid = (-(-channels // shape["CHANNELS"]), -(-rows // shape["ROWS"]))
 
     def pointer(tensor: Tensor | None, wanted: object = True) -> Tensor:

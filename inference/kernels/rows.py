@@ -1,139 +1,263 @@
-"""The loop's bookkeeping, one kernel a step, where Triton and a GPU are.
+"""The loop's bookkeeping: a round's random numbers, what stands at the rows' ends, and what a round changes of them.
 
 In torch it is a hundred operations a round, and another dozen a drafted token, on a few numbers a row: on a GPU each
-takes two microseconds to do next to nothing. Here are four kernels for them. They give the same numbers to the bit:
-that is tried once, against torch, before they are used.
+takes two microseconds to do next to nothing. Here each step is one kernel. Kernels and torch give the same numbers to
+the bit.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accept_head.inference.kernels import signals as fused_signals
-from accept_head.inference.kernels.signals import holds, power_of_two
-from accept_head.randomness import seed_state
-
-if TYPE_CHECKING:
-    from accept_head.inference.decode.drafted import Drafted, Going
-    from accept_head.inference.decode.rows import Rows
-    from accept_head.inference.decode.stopping import Stopping
-    from accept_head.inference.decode.verify import Verified
+from accept_head.inference.kernels.launch import power_of_two, triton_kernels
+from accept_head.inference.kernels.usable import Check, usable
+from accept_head.randomness import seed_state, uniforms
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can take it, and work on its device. ACCEPT_HEAD_KERNELS=0 in the environment says no."""
-    return (tensor.is_cuda or fused_signals.ON_ANY_DEVICE) and fused_signals._triton() and _proven(tensor.device)
+class RowState(NamedTuple):
+    """What the host keeps of its rows on the device, and a round changes in place.
+
+    tokens: (batch, columns). The others are (batch,): tokens of each row; how many it may have; how many the draft was
+    fed; whether it goes on; and counts of its rounds and of its tokens. round_accepted: of the last round.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    max_lengths: Tensor
+    fed: Tensor
+    live: Tensor
+    rounds: Tensor
+    drafted: Tensor
+    submitted: Tensor
+    accepted: Tensor
+    draft_forwards: Tensor
+    round_accepted: Tensor
 
 
-def set_uniforms(rows: Rows, seed: int, slots: int) -> None:
-    """`slots` random numbers of this round for each purpose of each row."""
-    from accept_head.inference.kernels.triton import rows as kernels
+class RoundCounts(NamedTuple):
+    """What a round did, (batch,) each. verified, next_ids: candidates that were accepted, and the token behind them.
+    drafted: tokens that the row drew. in_vain: draft forwards beyond one a drawn token. submitted: tokens that were
+    verified."""
 
-    out, purposes = rows.uniforms, rows.uniforms.shape[1]
+    verified: Tensor
+    next_ids: Tensor
+    drafted: Tensor
+    in_vain: Tensor
+    submitted: Tensor
+
+
+class Accepted(NamedTuple):
+    """What a round came to, (batch,) each: tokens that count as accepted; which rows took part; their lengths now."""
+
+    accepted: Tensor
+    live: Tensor
+    lengths: Tensor
+
+
+# --- a round's random numbers ----------------------------------------------------------------------------------------
+
+
+def write_uniforms(out: Tensor, keys: Tensor, rounds: Tensor, seed: int, slots: int) -> None:
+    """The first `slots` numbers of this round for each purpose. out: (batch, purposes, ≥ slots); keys, rounds:
+    (batch,)."""
+    if usable(out, CHECK):
+        write_uniforms_by_kernel(out, keys, rounds, seed, slots)
+    else:
+        write_uniforms_in_torch(out, keys, rounds, seed, slots)
+
+
+def write_uniforms_in_torch(out: Tensor, keys: Tensor, rounds: Tensor, seed: int, slots: int) -> None:
+    slot, purpose = (torch.arange(n, device=keys.device) for n in (slots, out.shape[1]))
+    out[..., :slots] = uniforms(seed, keys[:, None, None], rounds[:, None, None], slot, purpose[:, None])
+
+
+def write_uniforms_by_kernel(out: Tensor, keys: Tensor, rounds: Tensor, seed: int, slots: int) -> None:
+    purposes = out.shape[1]
     state = torch.full((1,), seed_state(seed), dtype=torch.int64, device=out.device)
     with torch.cuda.device_of(out):
-        kernels.uniform_numbers[(len(out),)](
-            out, rows.keys, rows.rounds, state, out.stride(0), out.stride(1), slots,
+        triton_kernels("rows").uniform_numbers[(len(out),)](
+            out, keys, rounds, state, out.stride(0), out.stride(1), slots,
             PURPOSES=purposes, BLOCK=power_of_two(purposes * slots),
         )  # fmt: skip
 
 
-def last(rows: Rows, tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """See `Rows.last`."""
-    from accept_head.inference.kernels.triton import rows as kernels
+# --- the last tokens of each row -------------------------------------------------------------------------------------
 
-    starts, window = torch.empty_like(rows.lengths), rows.tokens.new_empty(len(rows.lengths), width)
+
+def last_tokens(tokens: Tensor, lengths: Tensor, count: int, width: int) -> tuple[Tensor, Tensor]:
+    """(batch,) where the last `count` tokens of each row begin, and what stands from there on, (batch, width). What
+    lies beyond a row's length is arbitrary."""
+    if usable(tokens, CHECK):
+        return last_tokens_by_kernel(tokens, lengths, count, width)
+    return last_tokens_in_torch(tokens, lengths, count, width)
+
+
+def last_tokens_in_torch(tokens: Tensor, lengths: Tensor, count: int, width: int) -> tuple[Tensor, Tensor]:
+    starts = (lengths - count).clamp(min=0)
+    return starts, _window(tokens, starts, width)
+
+
+def last_tokens_by_kernel(tokens: Tensor, lengths: Tensor, count: int, width: int) -> tuple[Tensor, Tensor]:
+    starts, window = torch.empty_like(lengths), tokens.new_empty(len(lengths), width)
     with torch.cuda.device_of(starts):
-        kernels.last_tokens[(len(starts),)](
-            rows.tokens, rows.lengths, starts, window, width, rows.tokens.shape[1], tokens, BLOCK=power_of_two(width)
+        triton_kernels("rows").last_tokens[(len(starts),)](
+            tokens, lengths, starts, window, width, tokens.shape[1], count, BLOCK=power_of_two(width)
         )
     return starts, window
 
 
-def go_on(rows: Rows, depth: int, ids: Tensor, end_ids: Tensor, going: Going) -> Going:
-    """See `Rows.go_on`."""
-    from accept_head.inference.kernels.triton import rows as kernels
+def _window(tokens: Tensor, starts: Tensor, width: int) -> Tensor:
+    """Tokens (batch, width) of each row from its own start."""
+    index = starts[:, None] + torch.arange(width, device=starts.device)
+    return tokens.gather(1, index.clamp(max=tokens.shape[1] - 1))
 
-    active, lengths = torch.empty_like(going.active), torch.empty_like(going.lengths)
+
+# --- after a token is drawn ------------------------------------------------------------------------------------------
+
+
+def write_drawn(
+    tokens: Tensor,
+    lengths: Tensor,
+    depth: int,
+    ids: Tensor,
+    end_ids: Tensor,
+    budget: Tensor,
+    active: Tensor,
+    drawn: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Write the `depth`-th drawn token of each row, (batch,) ids, behind its accepted ones. Returns which rows go on,
+    and how many tokens each has drawn, from (batch,) active and drawn. A row stops at its budget and at an end token.
+    """
+    given = tokens, lengths, depth, ids, end_ids, budget, active, drawn
+    return write_drawn_by_kernel(*given) if usable(tokens, CHECK) else write_drawn_in_torch(*given)
+
+
+def write_drawn_in_torch(
+    tokens: Tensor,
+    lengths: Tensor,
+    depth: int,
+    ids: Tensor,
+    end_ids: Tensor,
+    budget: Tensor,
+    active: Tensor,
+    drawn: Tensor,
+) -> tuple[Tensor, Tensor]:
+    place = (lengths + depth - 1).clamp(max=tokens.shape[1] - 1)
+    tokens.scatter_(1, place[:, None], ids[:, None])
+    drawn = drawn + active
+    return active & ~_is_end(ids, end_ids) & (drawn < budget), drawn
+
+
+def write_drawn_by_kernel(
+    tokens: Tensor,
+    lengths: Tensor,
+    depth: int,
+    ids: Tensor,
+    end_ids: Tensor,
+    budget: Tensor,
+    active: Tensor,
+    drawn: Tensor,
+) -> tuple[Tensor, Tensor]:
+    now_active, now_drawn = torch.empty_like(active), torch.empty_like(drawn)
     with torch.cuda.device_of(ids):
-        kernels.after_draw[(len(ids),)](
-            rows.tokens, rows.lengths, ids, end_ids, going.budget, going.active, going.lengths, active, lengths, depth,
-            rows.tokens.shape[1], len(end_ids), BLOCK=_block(end_ids),
+        triton_kernels("rows").after_draw[(len(ids),)](
+            tokens, lengths, ids, end_ids, budget, active, drawn, now_active, now_drawn, depth, tokens.shape[1],
+            len(end_ids), BLOCK=_block(end_ids),
         )  # fmt: skip
-    return going._replace(active=active, lengths=lengths)
+    return now_active, now_drawn
 
 
-def accept(rows: Rows, drafted: Drafted, verified: Verified, end_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Rows.accept` → (batch,) accepted, which rows were live, and their lengths now."""
-    from accept_head.inference.kernels.triton import rows as kernels
-
-    width = drafted.slots + 1
-    kept, live, lengths = (torch.empty_like(each) for each in (rows.lengths, rows.live, rows.lengths))
-    with torch.cuda.device_of(kept):
-        kernels.accept[(len(kept),)](
-            rows.tokens, rows.lengths, rows.max_lengths, rows.fed, rows.live, end_ids,
-            verified.accepted, verified.next_ids, drafted.lengths, drafted.in_vain, drafted.submitted,
-            rows.rounds, rows.drafted, rows.submitted, rows.accepted, rows.draft_forwards,
-            rows.round_accepted, kept, live, lengths, width, rows.tokens.shape[1], len(end_ids),
-            DRAFTED=bool(drafted.ids), WIDTH=power_of_two(width), BLOCK=_block(end_ids),
-        )  # fmt: skip
-    return kept, live, lengths
+def _is_end(ids: Tensor, end_ids: Tensor) -> Tensor:
+    """Which of (...) ids are end tokens."""
+    # Not torch.isin, for which a GPU's host waits where there are many of them.
+    return (ids[..., None] == end_ids).any(-1)
 
 
 def _block(end_ids: Tensor) -> int:
     return power_of_two(max(1, len(end_ids)))
 
 
-@cache
-def _proven(device: torch.device) -> bool:
-    """Tried once, against torch."""
-    return holds(lambda: agree(device), "the loop", device)
+# --- after a round is verified ---------------------------------------------------------------------------------------
 
 
-def agree(device: torch.device, batch: int = 9, slots: int = 6, tries: int = 6) -> None:
-    """Raises AssertionError where the kernels say anything else than `Rows` does in torch."""
-    from accept_head.inference.decode.drafted import Drafted, Going
-    from accept_head.inference.decode.rows import Rows
-    from accept_head.inference.decode.stopping import Stopping
-    from accept_head.inference.decode.verify import Verified
+def accept(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots: int, *, any_drawn: bool) -> Accepted:
+    """Keep the accepted tokens and the next one, cut after an end token. slots: most tokens that a row submitted."""
+    given = rows, counts, end_ids, slots, any_drawn
+    return accept_by_kernel(*given) if usable(rows.tokens, CHECK) else accept_in_torch(*given)
 
+
+def accept_in_torch(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots: int, any_drawn: bool) -> Accepted:
+    verified, lengths = counts.verified, rows.lengths
+    place = (lengths + verified).clamp(max=rows.tokens.shape[1] - 1)
+    rows.tokens.scatter_(1, place[:, None], counts.next_ids[:, None])
+    emitted = (verified + 1) * rows.live
+    ends = _is_end(_window(rows.tokens, lengths, slots + 1), end_ids)
+    ends &= torch.arange(slots + 1, device=ends.device) < emitted[:, None]
+    ended = ends.any(-1)
+    emitted = torch.where(ended, ends.int().argmax(-1) + 1, emitted)
+    accepted = torch.minimum(verified, emitted) * rows.live
+    if any_drawn:  # the draft has been fed everything up to the last token it drew
+        rows.fed.copy_(lengths + torch.minimum(verified, counts.drafted - 1))
+    lengths.add_(emitted)
+    rows.rounds.add_(rows.live)
+    rows.drafted.add_(counts.drafted)
+    rows.submitted.add_(counts.submitted)
+    rows.accepted.add_(accepted)
+    rows.draft_forwards.add_(counts.drafted + counts.in_vain)
+    rows.round_accepted.copy_(accepted)
+    live = rows.live.clone()
+    rows.live.logical_and_(~ended & (lengths < rows.max_lengths))
+    return Accepted(accepted, live, lengths.clone())
+
+
+def accept_by_kernel(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots: int, any_drawn: bool) -> Accepted:
+    made = Accepted(*(torch.empty_like(each) for each in (rows.lengths, rows.live, rows.lengths)))
+    with torch.cuda.device_of(made.accepted):
+        triton_kernels("rows").accept[(len(made.accepted),)](
+            rows.tokens, rows.lengths, rows.max_lengths, rows.fed, rows.live, end_ids,
+            counts.verified, counts.next_ids, counts.drafted, counts.in_vain, counts.submitted,
+            rows.rounds, rows.drafted, rows.submitted, rows.accepted, rows.draft_forwards,
+            rows.round_accepted, *made, slots + 1, rows.tokens.shape[1], len(end_ids),
+            DRAFTED=any_drawn, WIDTH=power_of_two(slots + 1), BLOCK=_block(end_ids),
+        )  # fmt: skip
+    return made
+
+
+# --- the check -------------------------------------------------------------------------------------------------------
+
+BY_KERNEL = write_uniforms_by_kernel, last_tokens_by_kernel, write_drawn_by_kernel, accept_by_kernel
+IN_TORCH = write_uniforms_in_torch, last_tokens_in_torch, write_drawn_in_torch, accept_in_torch
+
+
+def compare(device: torch.device, batch: int = 9, slots: int = 6, tries: int = 6) -> None:
+    """Raises AssertionError where the kernels say or leave anything else than torch does."""
     random = torch.Generator().manual_seed(0)
 
     def numbers(most: int, *shape: int) -> Tensor:
         return torch.randint(0, most, shape or (batch,), generator=random).to(device)
 
     for number in range(tries):
-        stopping = Stopping(range(0, 2 * number, 2), [], device)
-        values = {"tokens": numbers(9, batch, 20 + slots), "lengths": 1 + numbers(20), "keys": numbers(1 << 62)}
-        values |= {"rounds": numbers(99), "live": numbers(4) > 0, "fed": numbers(3), "max_lengths": 10 + numbers(24)}
-        going = Going(numbers(slots), numbers(3) > 0, numbers(slots), numbers(2))
-        drawn = Drafted(numbers(slots), numbers(slots), numbers(2), slots - 1, ids=[numbers(9)] * (number % 2))
-        verified, ids = Verified(numbers(slots), numbers(9)), numbers(9)
+        end_ids = torch.arange(0, 2 * number, 2, device=device)
+        state = RowState(
+            tokens=numbers(9, batch, 20 + slots), lengths=1 + numbers(20), max_lengths=10 + numbers(24),
+            fed=numbers(3), live=numbers(4) > 0, rounds=numbers(99), drafted=numbers(9), submitted=numbers(9),
+            accepted=numbers(9), draft_forwards=numbers(9), round_accepted=numbers(9),
+        )  # fmt: skip
+        keys, ids, progress = numbers(1 << 62), numbers(9), (numbers(slots), numbers(3) > 0, numbers(slots))
+        counts = RoundCounts(numbers(slots), numbers(9), numbers(slots), numbers(2), numbers(slots))
         found = []
-        for by in (_by_kernels, _by_torch):
-            rows = Rows(batch, 20, slots, device)
-            for name, value in values.items():
-                getattr(rows, name).copy_(value)
-            made = by(rows, slots - 1, ids, going, drawn, verified, stopping)
-            found.append([*(each.clone() for each in rows.tensors), *made])
+        for uniforms_of, last_of, drawn_of, accepted_of in (BY_KERNEL, IN_TORCH):
+            rows = RowState(*(each.clone() for each in state))
+            random_numbers = torch.zeros(batch, 3, slots - 1, dtype=torch.float64, device=device)
+            uniforms_of(random_numbers, keys, rows.rounds, 7, slots - 1)
+            said = [random_numbers, *last_of(rows.tokens, rows.lengths, 2, slots - 1)]
+            said += drawn_of(rows.tokens, rows.lengths, slots - 1, ids, end_ids, *progress)
+            said += accepted_of(rows, counts, end_ids, slots - 1, number % 2 == 1)
+            found.append([*said, *rows])
         torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
-def _by_kernels(
-    rows: Rows, slots: int, ids: Tensor, going: Going, drawn: Drafted, verified: Verified, stopping: Stopping
-) -> list[Tensor]:
-    set_uniforms(rows, 7, slots)
-    before = [*last(rows, 2, slots), *go_on(rows, slots, ids, stopping.end_ids, going)]
-    return [*before, *accept(rows, drawn, verified, stopping.end_ids)]
-
-
-def _by_torch(
-    rows: Rows, slots: int, ids: Tensor, going: Going, drawn: Drafted, verified: Verified, stopping: Stopping
-) -> list[Tensor]:
-    rows.set_uniforms_in_torch(7, slots)
-    before = [*rows.last_in_torch(2, slots), *rows.go_on_in_torch(slots, ids, going, stopping)]
-    return [*before, *rows.accept_in_torch(drawn, verified, stopping)]
+CHECK = Check("the loop", compare)

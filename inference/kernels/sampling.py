@@ -1,7 +1,7 @@
-"""Top-k, softmax and draws in five kernels, where Triton and a GPU are.
+"""From scores to probabilities, and a draw from them: top-k, softmax and draws in five kernels.
 
 In torch, top-k alone is a dozen kernels; a softmax of one row, or a sum over it, is one program's work, while the rest
-of the GPU waits. Together that is nearly a tenth of a 1B draft's forward, for each token. Here every row is split.
+of the GPU waits. Together that is nearly a tenth of a 1B draft's forward, for each token. The kernels split every row.
 
 What is kept, and where draws fall, is what `accept_head.sampling` says, up to rounding: probabilities are float32, and
 draws go by their sums in float64, as there.
@@ -9,14 +9,13 @@ draws go by their sums in float64, as there.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from accept_head import sampling as in_torch
-from accept_head.inference.kernels import signals as fused_signals
-from accept_head.inference.kernels.signals import counters, holds, power_of_two, signals_at_once
+from accept_head.inference.kernels.launch import counters, dense, power_of_two, triton_kernels
+from accept_head.inference.kernels.signals import logits_signals_by_kernel
+from accept_head.inference.kernels.usable import Check, usable
 from accept_head.sampling import Sampling
 
 GROUP, PART, LARGE_PART = 256, 1024, 4096  # tokens: of which one maximum is taken; and of a program
@@ -25,31 +24,24 @@ MOST_CANDIDATES = MOST_KEPT * GROUP
 FEW_ROWS = 16
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can take it, and work on its device. ACCEPT_HEAD_KERNELS=0 in the environment says no."""
-    return (tensor.is_cuda or fused_signals.ON_ANY_DEVICE) and fused_signals._triton() and _proven(tensor.device)
-
-
 def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """`sampling.probabilities(scores)`. scores: (..., vocab) → float32, the same shape."""
     served = not sampling.greedy and sampling.top_p == 1 and not sampling.min_p and sampling.top_k <= MOST_KEPT
-    if not served or not scores.numel() or not usable(scores):
-        return sampling.probabilities(scores)
-    return _probabilities(scores, sampling)
+    if served and scores.numel() and usable(scores, CHECK):
+        return probabilities_by_kernels(scores, sampling)
+    return sampling.probabilities(scores)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """`accept_head.sampling.draw`. weights: (..., vocab); uniform: (...) → ids (...)."""
-    if not weights.numel() or weights.dtype is torch.float64 or not usable(weights):
-        return in_torch.draw(weights, uniform)
-    return _draw(weights, uniform)
+    if weights.numel() and weights.dtype is not torch.float64 and usable(weights, CHECK):
+        return draw_by_kernel(weights, uniform)
+    return in_torch.draw(weights, uniform)
 
 
-def _probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
-    from accept_head.inference.kernels.triton import sampling as kernels
-
-    logits = scores.reshape(-1, scores.shape[-1])
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+def probabilities_by_kernels(scores: Tensor, sampling: Sampling) -> Tensor:
+    kernels = triton_kernels("sampling")
+    logits = dense(scores.reshape(-1, scores.shape[-1]))
     (rows, vocab), device = logits.shape, logits.device
     q = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     cold, k = 1 / sampling.temperature, min(sampling.top_k, vocab)
@@ -71,7 +63,7 @@ def _probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
             )  # fmt: skip
         else:
             temperature = torch.full((rows,), sampling.temperature, device=device)
-            signals, _, largest = signals_at_once(logits, None, temperature)
+            signals, _, largest = logits_signals_by_kernel(logits, None, temperature)
         kernels.write_softmax[(rows, splits)](
             logits, kth, top, inverse, largest, signals, q, vocab, logits.stride(0), cold,
             FILTERED=bool(k), BLOCK=PART,
@@ -79,11 +71,8 @@ def _probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     return q.view(scores.shape)
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    from accept_head.inference.kernels.triton import sampling as kernels
-
-    rows = weights.reshape(-1, weights.shape[-1])
-    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+def draw_by_kernel(weights: Tensor, uniform: Tensor) -> Tensor:
+    rows = dense(weights.reshape(-1, weights.shape[-1]))
     numbers = uniform.double().reshape(-1)
     (count, vocab), device = rows.shape, rows.device
     part = PART if count <= FEW_ROWS else LARGE_PART
@@ -91,20 +80,14 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     sums = torch.empty(count, splits, dtype=torch.float64, device=device)
     ids = torch.empty(count, dtype=torch.int64, device=device)
     with torch.cuda.device_of(rows):
-        kernels.draw_tokens[(count, splits)](
+        triton_kernels("sampling").draw_tokens[(count, splits)](
             rows, numbers, sums, counters(device, count), ids, vocab, rows.stride(0), numbers.stride(0),
             BLOCK=part, SPLITS=power_of_two(splits),
         )  # fmt: skip
     return ids.view(uniform.shape)
 
 
-@cache
-def _proven(device: torch.device) -> bool:
-    """Tried once, against torch."""
-    return holds(lambda: agree(device), "sampling", device)
-
-
-def agree(device: torch.device, vocab: int = 3 * PART + 7, rows: int = 3) -> None:
+def compare(device: torch.device, vocab: int = 3 * PART + 7, rows: int = 3) -> None:
     """Raises AssertionError where the kernels say anything else than torch does: of numbers of which many are equal,
     of negative ones, and where more or less than k exceed the bound."""
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +96,11 @@ def agree(device: torch.device, vocab: int = 3 * PART + 7, rows: int = 3) -> Non
     for scores in (normal.to(device), normal.sub(40).to(device), normal.round().to(device, torch.bfloat16)):
         for top_k in (0, 5, 20):
             sampling = Sampling(temperature=0.7, top_k=top_k)
-            found, expected = _probabilities(scores, sampling), sampling.probabilities(scores)
+            found, expected = probabilities_by_kernels(scores, sampling), sampling.probabilities(scores)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
             torch.testing.assert_close(found > 0, expected > 0, rtol=0, atol=0)
-            torch.testing.assert_close(_draw(expected, numbers), in_torch.draw(expected, numbers), rtol=0, atol=0)
+            drawn = draw_by_kernel(expected, numbers)
+            torch.testing.assert_close(drawn, in_torch.draw(expected, numbers), rtol=0, atol=0)
+
+
+CHECK = Check("sampling", compare)

@@ -1,35 +1,71 @@
-"""The draft's signals of a step in one pass over its logits, or over q, where Triton and a GPU are.
+"""The draft's signals of a step: log q(Y), the entropy and max q.
 
-What torch does for them in a dozen passes and kernels (softmax, its logarithm, a product, sums, a maximum, a gather)
-is then one kernel. The numbers are those of `accept_head.signals`, up to the order of float32 sums.
+What torch does in a dozen passes and kernels (softmax, its logarithm, a product, sums, a maximum, a gather) is one
+kernel that reads the logits, or q, once. The numbers are those of `accept_head.signals`, up to the order of float32
+sums.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accept_head.signals import SIGNALS, signals_of_logits
+from accept_head.inference.kernels.launch import counters, dense, early_options, power_of_two, triton_kernels
+from accept_head.inference.kernels.usable import Check, usable
+from accept_head.signals import SIGNALS, draft_entropy, draft_logprob, draft_max_prob, signals_of_logits
 
-# Tests set it, to run the kernels in Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
-ON_ANY_DEVICE = False
 # Tokens of a part: small where few rows have to fill a GPU, large where parts are many anyway.
 FEW_ROWS, SMALL_PART, LARGE_PART = 4, 1024, 4096
-LEAST_COUNTERS = 4096
-HOPPER = (9, 0)  # compute capability
 
 
-class Plain(NamedTuple):
-    """Logits (batch, vocab) that stand for their softmax, which nobody has made."""
+class PlainSoftmax(NamedTuple):
+    """The softmax of logits (batch, vocab) that has not been computed, because a kernel reads the logits themselves."""
 
     logits: Tensor
+
+
+class Signals(NamedTuple):
+    """(batch,) each, None where it was not asked for or Y is not drawn yet. together: (batch, 3) in the order of
+    SIGNALS, where a kernel computed all three for a drawn Y; else None."""
+
+    logprob: Tensor | None
+    entropy: Tensor | None
+    max_prob: Tensor | None
+    together: Tensor | None
+
+
+def plain_softmax(logits: Tensor) -> Tensor | PlainSoftmax:
+    """The distribution (batch, vocab) to give `signals_of` when its logits (batch, vocab) are at hand."""
+    return PlainSoftmax(logits) if usable(logits, CHECK) else logits.float().softmax(-1)
+
+
+def signals_of(
+    q: Tensor | PlainSoftmax, ids: Tensor | None, *, logprob: bool, entropy: bool, max_prob: bool
+) -> Signals:
+    """The signals that are asked for, at least one. q: (batch, vocab). ids: (batch,) Y, or None before it is drawn,
+    when there is no logprob."""
+    logprob = logprob and ids is not None
+    # A maximum alone is one operation of torch, and one kernel reads no less.
+    if isinstance(q, PlainSoftmax):
+        together = logits_signals_by_kernel(q.logits, ids).signals
+    elif usable(q, CHECK) and (logprob or entropy):
+        together = q_signals_by_kernel(q, ids)
+    else:
+        return Signals(
+            draft_logprob(q, ids) if logprob and ids is not None else None,
+            draft_entropy(q) if entropy else None,
+            draft_max_prob(q) if max_prob else None,
+            None,
+        )
+    of_logprob, of_entropy, of_max_prob = together.unbind(-1)
+    return Signals(
+        of_logprob if logprob else None,
+        of_entropy if entropy else None,
+        of_max_prob if max_prob else None,
+        together if ids is not None else None,
+    )
 
 
 class OfLogits(NamedTuple):
@@ -41,122 +77,50 @@ class OfLogits(NamedTuple):
     largest: Tensor
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can take it, and work on its device. ACCEPT_HEAD_KERNELS=0 in the environment says no."""
-    return (tensor.is_cuda or ON_ANY_DEVICE) and _triton() and _proven(tensor.device)
-
-
-@cache
-def _triton() -> bool:
-    return os.environ.get("ACCEPT_HEAD_KERNELS") != "0" and find_spec("triton") is not None
-
-
-@cache
-def _proven(device: torch.device) -> bool:
-    """Tried once, against torch: a compiler may be missing, or a GPU be too old for what Triton makes."""
-    logits = torch.linspace(-3, 3, 3 * LARGE_PART, device=device).sin().mul(5).view(2, -1)
-    ids, ones = logits.argmin(-1), torch.ones(2, device=device)
-    expected = torch.stack(signals_of_logits(logits, ones, ids), -1)
-    _early[device] = _can_start_early(device)
-
-    def agree() -> None:
-        torch.testing.assert_close(signals_at_once(logits, ids, ones).signals, expected, rtol=1e-3, atol=1e-3)
-
-    return holds(agree, "signals", device) or (start_late(device) and holds(agree, "signals", device))
-
-
-def holds(check: Callable[[], None], what: str, device: torch.device) -> bool:
-    """Whether kernels pass a check on that device; the log says why not. Whatever fails, there is another way."""
-    try:
-        check()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        log = logging.getLogger(__name__)
-        log.warning("accept-head: no kernels for %s on %s (%s), hence slower", what, device, reason)
-        for each in _counters.get(device, []):
-            each.zero_()  # a kernel that broke off has left them as they were then, and others go on with them
-        return False
-    return True
-
-
-_early: dict[torch.device, bool] = {}  # kernels begin there before those ahead of them have ended
-
-
-def _can_start_early(device: torch.device) -> bool:
-    """NVIDIA's Hopper and later can. ACCEPT_HEAD_EARLY=0 in the environment says no."""
-    if device.type != "cuda" or torch.version.cuda is None or os.environ.get("ACCEPT_HEAD_EARLY") == "0":
-        return False
-    return torch.cuda.get_device_capability(device) >= HOPPER
-
-
-def start_late(device: torch.device) -> bool:
-    """From now on kernels begin there when those ahead of them have ended. Whether that is another way than before."""
-    before, _early[device] = _early.get(device, False), False
-    return before
-
-
-def launch(device: torch.device) -> dict[str, Any]:
-    """How kernels are launched there, see `fused_kernels`."""
-    return {"EARLY": True, "launch_pdl": True} if _early.get(device) else {"EARLY": False}
-
-
-def signals_at_once(logits: Tensor, ids: Tensor | None, temperature: Tensor | None = None) -> OfLogits:
+def logits_signals_by_kernel(logits: Tensor, ids: Tensor | None, temperature: Tensor | None = None) -> OfLogits:
     """Of q = softmax(logits / temperature), which is not made.
 
     logits: (batch, vocab), any float dtype, −inf allowed; rows need not be close together in memory. ids: (batch,) Y;
     None: the most likely token. temperature: (batch,) above 0; None: 1.
     """
-    from accept_head.inference.kernels.triton import signals as kernels
-
-    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = dense(logits)
     rows, vocab = logits.shape
     part, splits = _parts(rows, vocab)
     tops, totals, moments = torch.empty(3, rows, splits, dtype=torch.float32, device=logits.device)
     places = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    made = _empty(rows, logits.device)
+    made = OfLogits(
+        torch.empty(rows, len(SIGNALS), dtype=torch.float32, device=logits.device),
+        torch.empty(rows, dtype=torch.float32, device=logits.device),
+        torch.empty(rows, dtype=torch.int64, device=logits.device),
+    )
     per_row = temperature is not None
     temperature = logits if temperature is None else temperature.float().contiguous()  # a pointer is needed
     drawn = places if ids is None else ids.contiguous()
     with torch.cuda.device_of(logits):
-        kernels.logits_signals[(rows, splits)](
+        triton_kernels("signals").logits_signals[(rows, splits)](
             logits, temperature, drawn, tops, totals, moments, places, counters(logits.device, rows), *made, vocab,
             logits.stride(0), PER_ROW=per_row, GREEDY=ids is None, BLOCK=part, SPLITS=power_of_two(splits),
-            **launch(logits.device),
+            **early_options(logits.device),
         )  # fmt: skip
     return made
 
 
-def signals_of_q_at_once(q: Tensor, ids: Tensor | None) -> Tensor:
+def q_signals_by_kernel(q: Tensor, ids: Tensor | None) -> Tensor:
     """Of probabilities q, (batch, vocab) → (batch, 3) float32, in the order of SIGNALS. ids: (batch,) Y; None: it is
     not drawn yet, and the first is not written."""
-    from accept_head.inference.kernels.triton import signals as kernels
-
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = dense(q)
     rows, vocab = q.shape
     part, splits = _parts(rows, vocab)
     tops, moments = torch.empty(2, rows, splits, dtype=torch.float32, device=q.device)
     signals = torch.empty(rows, len(SIGNALS), dtype=torch.float32, device=q.device)
     drawn = tops if ids is None else ids.contiguous()
     with torch.cuda.device_of(q):
-        kernels.q_signals[(rows, splits)](
+        triton_kernels("signals").q_signals[(rows, splits)](
             q, drawn, tops, moments, counters(q.device, rows), signals, vocab, q.stride(0),
             DRAWN=ids is not None, BLOCK=part, SPLITS=power_of_two(splits),
-            **launch(q.device),
+            **early_options(q.device),
         )  # fmt: skip
     return signals
-
-
-_counters: dict[torch.device, list[Tensor]] = {}
-
-
-def counters(device: torch.device, count: int) -> Tensor:
-    """(at least count,) int32 zeros, which every launch leaves as it found them. One for a device: launches follow each
-    other on one stream. Made before a graph is captured, in the run that warms it up; graphs then hold its address, so
-    that none is ever given back."""
-    made = _counters.setdefault(device, [])
-    if not made or len(made[-1]) < count:
-        made.append(torch.zeros(max(count, LEAST_COUNTERS), dtype=torch.int32, device=device))
-    return made[-1]
 
 
 def _parts(rows: int, vocab: int) -> tuple[int, int]:
@@ -165,13 +129,12 @@ def _parts(rows: int, vocab: int) -> tuple[int, int]:
     return part, -(-vocab // part)
 
 
-def _empty(rows: int, device: torch.device) -> OfLogits:
-    return OfLogits(
-        torch.empty(rows, len(SIGNALS), dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device),
-    )
+def compare(device: torch.device) -> None:
+    """Raises AssertionError where the kernel says anything else than torch does."""
+    logits = torch.linspace(-3, 3, 3 * LARGE_PART, device=device).sin().mul(5).view(2, -1)
+    ids, ones = logits.argmin(-1), torch.ones(2, device=device)
+    expected = torch.stack(signals_of_logits(logits, ones, ids), -1)
+    torch.testing.assert_close(logits_signals_by_kernel(logits, ids, ones).signals, expected, rtol=1e-3, atol=1e-3)
 
 
-def power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+CHECK = Check("signals", compare)

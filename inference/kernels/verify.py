@@ -1,40 +1,70 @@
-"""Verification in one kernel, where Triton and a GPU are.
+"""Lossless verification of a batch of drafts of different lengths (Leviathan 2023, Alg. 1, docs/theory.md §1).
 
 In torch the ratio test is thirty operations a round and a match ten, all but one on a few numbers a row; the one that
-is not reads whole distributions three times over. Here they are read once, by as many programs as a GPU has room for.
-
-What is accepted is what `verify` says to the bit. Tokens are redrawn as `accept_head.sampling` draws, up to rounding.
+is not reads whole distributions three times over. A kernel reads them once, with as many programs as a GPU has room
+for. It accepts what torch accepts to the bit, and redraws as `accept_head.sampling` draws, up to rounding.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from accept_head.inference.kernels import signals as fused_signals
-from accept_head.inference.kernels.sampling import FEW_ROWS, LARGE_PART, PART
-from accept_head.inference.kernels.signals import counters, holds, power_of_two
+from accept_head.acceptance import acceptance_probability, residual
+from accept_head.inference.kernels.launch import counters, dense, power_of_two, triton_kernels
+from accept_head.inference.kernels.sampling import FEW_ROWS, LARGE_PART, PART, draw
+from accept_head.inference.kernels.usable import Check, usable
 
 
-def usable(tensor: Tensor) -> bool:
-    """Whether the kernels can take it, and work on its device. ACCEPT_HEAD_KERNELS=0 in the environment says no."""
-    return (tensor.is_cuda or fused_signals.ON_ANY_DEVICE) and fused_signals._triton() and _proven(tensor.device)
+class Verified(NamedTuple):
+    """accepted: (batch,) draft tokens accepted, from the first on. next_ids: (batch,) the token that follows them.
+    acceptance: (batch, k) a(Y) of each, by the ratio test; in slots that a row has not drafted it means nothing."""
+
+    accepted: Tensor
+    next_ids: Tensor
+    acceptance: Tensor | None = None
 
 
-def by_ratio(
+def verify(
     p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `verify.verify`, of float32 and one slot at least → (batch,) accepted, (batch,) ids, (batch, k) acceptance.
+) -> Verified:
+    """Accept Y_i with probability min(1, p(Y_i)/q(Y_i)) until the first rejection; redraw that one from the residual,
+    or draw a bonus token from p when all are accepted.
 
-    Raises ValueError where p or q are of another type: pointers have one.
+    p: (batch, k + 1, vocab), the target at each draft position and after the last. q: (batch, k, vocab) and draft_ids:
+    (batch, k), of which row r uses the first drafted[r]. accept_uniform: (batch, k); redraw_uniform: (batch,).
     """
-    from accept_head.inference.kernels.triton import verify as kernels
+    if draft_ids.shape[1] == 0:
+        return Verified(torch.zeros_like(drafted), draw(p[:, 0], redraw_uniform))
+    if p.dtype is q.dtype is torch.float32 and len(p) and usable(p, CHECK):
+        return ratio_by_kernel(p, q, draft_ids, drafted, accept_uniform, redraw_uniform)
+    return ratio_in_torch(p, q, draft_ids, drafted, accept_uniform, redraw_uniform)
 
+
+def ratio_in_torch(
+    p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
+) -> Verified:
+    """With one slot at least."""
+    k = draft_ids.shape[1]
+    acceptance = acceptance_probability(p[:, :k], q, draft_ids)
+    accepted = _leading(accept_uniform < acceptance, drafted)
+    row = torch.arange(len(p), device=p.device)
+    p_next = p[row, accepted]  # (batch, vocab)
+    q_next = q[row, accepted.clamp(max=k - 1)]
+    rejected = (accepted < drafted)[:, None]
+    next_ids = draw(torch.where(rejected, residual(p_next, q_next), p_next), redraw_uniform)
+    return Verified(accepted, next_ids, acceptance)
+
+
+def ratio_by_kernel(
+    p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
+) -> Verified:
+    """With one slot at least. Raises ValueError where p or q are not float32, which the kernel's pointers are of."""
     if p.dtype is not torch.float32 or q.dtype is not torch.float32:
         raise ValueError(f"p is {p.dtype} and q {q.dtype}, expected float32")
-    p, q, draft_ids, accept_uniform = (_close(each) for each in (p, q, draft_ids, accept_uniform.double()))
+    p, q, draft_ids, accept_uniform = (dense(each) for each in (p, q, draft_ids, accept_uniform.double()))
     redraw_uniform = redraw_uniform.double()
     (batch, slots), vocab, device = draft_ids.shape, p.shape[-1], p.device
     part = PART if batch <= FEW_ROWS else LARGE_PART
@@ -43,46 +73,61 @@ def by_ratio(
     acceptance = torch.empty(batch, slots, dtype=torch.float32, device=device)
     accepted, ids = torch.empty(2, batch, dtype=torch.int64, device=device)
     with torch.cuda.device_of(p):
-        kernels.accept_by_ratio[(batch, splits)](
+        triton_kernels("verify").accept_by_ratio[(batch, splits)](
             p, q, draft_ids, drafted, accept_uniform, redraw_uniform, acceptance, accepted, ids, sums,
             counters(device, batch), vocab, slots, p.stride(0), p.stride(1), q.stride(0), q.stride(1),
             draft_ids.stride(0), accept_uniform.stride(0), redraw_uniform.stride(0),
             BLOCK=part, SPLITS=power_of_two(splits), SLOTS=power_of_two(slots),
         )  # fmt: skip
-    return accepted, ids, acceptance
+    return Verified(accepted, ids, acceptance)
 
 
-def by_match(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> tuple[Tensor, Tensor]:
-    """See `verify.verify_greedy` → (batch,) accepted, (batch,) ids."""
-    from accept_head.inference.kernels.triton import verify as kernels
+def verify_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:
+    """Sampler match: draw X_i ∼ p at each position and accept Y_i if it is X_i; the first X that is not follows them.
+    Acceptance is Σ p·q, lower than the ratio test's, but emitted tokens are the target's own draws whatever was drafted
+    or dropped: every policy is lossless.
 
-    target_ids, draft_ids = _close(target_ids), _close(draft_ids)
+    p: (batch, k + 1, vocab); uniform: (batch, k + 1), one number a position; the rest as in `verify`.
+    """
+    return verify_greedy(draw(p, uniform), draft_ids, drafted)
+
+
+def verify_greedy(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
+    """The limit of one-hot p and q: a draft token is accepted if it is the target's own choice.
+
+    target_ids: (batch, k + 1), the target's argmax at each draft position and after the last; the rest as in `verify`.
+    """
+    if draft_ids.numel() and usable(draft_ids, CHECK):
+        return match_by_kernel(target_ids, draft_ids, drafted)
+    return match_in_torch(target_ids, draft_ids, drafted)
+
+
+def match_in_torch(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
+    accepted = _leading(target_ids[:, :-1] == draft_ids, drafted)
+    return Verified(accepted, target_ids.gather(1, accepted[:, None])[:, 0])
+
+
+def match_by_kernel(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
+    target_ids, draft_ids = dense(target_ids), dense(draft_ids)
     batch, slots = draft_ids.shape
     accepted, ids = torch.empty(2, batch, dtype=torch.int64, device=draft_ids.device)
     with torch.cuda.device_of(draft_ids):
-        kernels.accept_by_match[(batch,)](
+        triton_kernels("verify").accept_by_match[(batch,)](
             target_ids, draft_ids, drafted, accepted, ids, slots, target_ids.stride(0), draft_ids.stride(0),
             SLOTS=power_of_two(slots),
         )  # fmt: skip
-    return accepted, ids
+    return Verified(accepted, ids)
 
 
-def _close(tensor: Tensor) -> Tensor:
-    """Its last dimension without gaps."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def _leading(passed: Tensor, drafted: Tensor) -> Tensor:
+    """How many of each row's own drafts passed before the first that did not. passed: (batch, k) → (batch,)."""
+    within = torch.arange(passed.shape[1], device=passed.device) < drafted[:, None]
+    return (passed & within).long().cumprod(-1).sum(-1)
 
 
-@cache
-def _proven(device: torch.device) -> bool:
-    """Tried once, against torch."""
-    return holds(lambda: agree(device), "verification", device)
-
-
-def agree(device: torch.device, batch: int = 5, vocab: int = 2 * PART + 7) -> None:
+def compare(device: torch.device, batch: int = 5, vocab: int = 2 * PART + 7) -> None:
     """Raises AssertionError where the kernels say anything else than torch does: of drafts of different lengths, of
     which all, none or some are accepted, from models that agree, do not, or drop tokens that the other keeps."""
-    from accept_head.inference.decode.verify import verify_greedy_in_torch, verify_in_torch
-
     random = torch.Generator().manual_seed(0)
     for slots in (1, 3, 4, 6):
         p = torch.randn(batch, slots + 1, vocab, generator=random).mul(2)
@@ -98,13 +143,16 @@ def agree(device: torch.device, batch: int = 5, vocab: int = 2 * PART + 7) -> No
         drafted[:2], ids[:2, slots - 1] = slots, q[:2, slots - 1].argmin(-1)  # which q does not keep
         numbers = torch.rand(2, batch, slots, generator=random, dtype=torch.float64).to(device)
         given = p, q, ids, drafted, numbers[0], numbers[1, :, 0]
-        _same(by_ratio(*given), verify_in_torch(*given))
+        _same(ratio_by_kernel(*given), ratio_in_torch(*given))
         targets = torch.cat([ids, ids[:, :1]], dim=1)
         targets[2:] = torch.randint(0, 3, targets[2:].shape, generator=random).to(device)
         few = ids.where(torch.arange(batch, device=device)[:, None] < 2, ids % 3)
-        _same(by_match(targets, few, drafted), verify_greedy_in_torch(targets, few, drafted))
+        _same(match_by_kernel(targets, few, drafted), match_in_torch(targets, few, drafted))
 
 
-def _same(found: tuple[Tensor, ...], expected: tuple[Tensor | None, ...]) -> None:
-    for mine, theirs in zip(found, expected, strict=False):
+def _same(found: Verified, expected: Verified) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+CHECK = Check("verification", compare)

@@ -12,7 +12,7 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, HeadConfig, Score
 from accept_head.head_use import HeadOrigin
-from accept_head.inference.kernels.head import fused_scorer
+from accept_head.inference.kernels.head import scorer_of
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal, constant_budget
 
@@ -88,7 +88,7 @@ class HeadPolicy(ThresholdPolicy):
         self.earlier: DraftStep | None = None
 
     def _scorer(self, head: AcceptanceHead) -> Score:
-        return fused_scorer(head, "both" if self.predicts_next else "token")
+        return scorer_of(head, "both" if self.predicts_next else "token")
 
     def start(self, batch: int, device: torch.device) -> None:
         """Raises InputError where the head is elsewhere: its weights are folded by then, so it is not moved."""

@@ -30,12 +30,12 @@ from transformers import PreTrainedModel
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import DraftPolicy, DraftStep
 from accept_head.inference.decode import loop as decode
-from accept_head.inference.decode import verify
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.kernels import verify
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policy import Verifier
 from accept_head.signals import SIGNALS

@@ -149,6 +149,6 @@ def standing_in():
     """compile="graphs" works on a CPU."""
     backend = ReplayedGraphs()
     with ExitStack() as stack:
-        for module in ("decode", "cache"):
+        for module in ("decode.loop", "engine.cache"):
             stack.enter_context(patch(f"accept_head.inference.{module}.graph_backend", lambda device: backend))
         yield backend

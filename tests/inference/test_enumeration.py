@@ -17,10 +17,10 @@ from accept_head import Sampling
 from accept_head.acceptance import residual
 from accept_head.inference import generate
 from accept_head.inference.decode import loop as decode
-from accept_head.inference.decode import verify
 from accept_head.inference.decode.loop import Decoder
-from accept_head.inference.decode.verify import Verified
 from accept_head.inference.engine.attention import AttentionKinds
+from accept_head.inference.kernels import verify
+from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policies import (
     AdaEdlPolicy,
     ConfidencePolicy,

@@ -19,10 +19,11 @@ from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.base import places_of
 from accept_head.head.scorer import make_scorer
 from accept_head.inference import generate
-from accept_head.inference.kernels import head as fused_head
-from accept_head.inference.kernels import signals as fused_signals
-from accept_head.inference.kernels.head import FusedHead, bytes_to_pack, fused_scorer
-from accept_head.inference.kernels.signals import Plain, signals_at_once, signals_of_q_at_once
+from accept_head.inference.kernels import head as head_operation
+from accept_head.inference.kernels import launch, signals
+from accept_head.inference.kernels import usable as door
+from accept_head.inference.kernels.head import KernelScorer, bytes_to_pack, scorer_of
+from accept_head.inference.kernels.signals import PlainSoftmax, logits_signals_by_kernel, q_signals_by_kernel
 from accept_head.inference.policies import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
@@ -44,7 +45,7 @@ runs = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
     if INTERPRETED:  # which multiplies the bits of bfloat16 as if they were integers
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
 
@@ -101,12 +102,12 @@ def test_signals_of_logits_are_those_of_float64(name):
     logits, ids = random_logits(rows, vocab, dtype, kept=kept)
     for temperature in (None, torch.rand(rows) * 2 + 0.2):
         given = None if temperature is None else temperature.to(DEVICE)
-        found = signals_at_once(logits, ids, given)
+        found = logits_signals_by_kernel(logits, ids, given)
         expected, lse = float64_signals(logits, ids, np.ones(rows) if temperature is None else temperature)
         np.testing.assert_allclose(found.signals.cpu(), expected, rtol=2e-5, atol=2e-5)
         np.testing.assert_allclose(found.lse.cpu(), lse, rtol=1e-5, atol=1e-5)
         assert found.largest.equal(logits.argmax(-1))
-        greedy = signals_at_once(logits, None, given).signals
+        greedy = logits_signals_by_kernel(logits, None, given).signals
         expected, _ = float64_signals(logits, logits.argmax(-1), np.ones(rows) if temperature is None else temperature)
         np.testing.assert_allclose(greedy.cpu(), expected, rtol=2e-5, atol=2e-5)
 
@@ -119,7 +120,7 @@ def test_logits_that_lie_apart_and_large_ones():
     assert not logits.is_contiguous()
     ids = ids.clamp(max=2499)
     expected, _ = float64_signals(logits, ids, np.ones(4))
-    np.testing.assert_allclose(signals_at_once(logits, ids).signals.cpu(), expected, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(logits_signals_by_kernel(logits, ids).signals.cpu(), expected, rtol=1e-3, atol=1e-3)
 
 
 @runs
@@ -128,11 +129,11 @@ def test_ties_go_to_the_first_and_a_certain_token_has_no_entropy():
     logits[0, [4999, 1500, 2600]] = 2.0  # in several parts
     logits[1, [700, 3]] = -1.0  # in one
     logits[2, 1024] = 5.0
-    found = signals_at_once(logits, torch.tensor([2600, 700, 1024], device=DEVICE))
+    found = logits_signals_by_kernel(logits, torch.tensor([2600, 700, 1024], device=DEVICE))
     assert found.largest.tolist() == [1500, 3, 1024]
     expected = [[-np.log(3), np.log(3), 1 / 3], [-np.log(2), np.log(2), 1 / 2], [0, 0, 1]]
     np.testing.assert_allclose(found.signals.cpu(), expected, atol=1e-6)
-    never = signals_at_once(logits, torch.tensor([0, 0, 0], device=DEVICE)).signals
+    never = logits_signals_by_kernel(logits, torch.tensor([0, 0, 0], device=DEVICE)).signals
     assert never[:, 0].tolist() == pytest.approx([LEAST_LOG] * 3)  # not −inf
 
 
@@ -143,11 +144,11 @@ def test_signals_of_q_are_those_of_float64(name):
     logits, ids = random_logits(rows, vocab, kept=kept)
     q = logits.softmax(-1)
     expected, _ = float64_signals(logits, ids, np.ones(rows))
-    np.testing.assert_allclose(signals_of_q_at_once(q, ids).cpu(), expected, rtol=2e-5, atol=2e-5)
-    undrawn = signals_of_q_at_once(q, None)[:, 1:]
+    np.testing.assert_allclose(q_signals_by_kernel(q, ids).cpu(), expected, rtol=2e-5, atol=2e-5)
+    undrawn = q_signals_by_kernel(q, None)[:, 1:]
     np.testing.assert_allclose(undrawn.cpu(), expected[:, 1:], rtol=2e-5, atol=2e-5)
     one_hot = torch.nn.functional.one_hot(ids, vocab).float()
-    np.testing.assert_allclose(signals_of_q_at_once(one_hot, ids).cpu(), [[0.0, 0.0, 1.0]] * rows, atol=1e-6)
+    np.testing.assert_allclose(q_signals_by_kernel(one_hot, ids).cpu(), [[0.0, 0.0, 1.0]] * rows, atol=1e-6)
 
 
 WRONG = {
@@ -164,12 +165,12 @@ WRONG = {
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_a_wrong_combination_would_show(wrong, monkeypatch, tmp_path):
-    use_kernels(monkeypatch, tmp_path, "fused_kernels", WRONG.get(wrong))
+    use_kernels(monkeypatch, tmp_path, "sync" if wrong == "nobody is last" else "signals", WRONG.get(wrong))
     logits, ids = random_logits(2, 9000)
     logits[:, [20, 30]] = logits.amax(-1, keepdim=True) + 1  # two equals
     temperature = torch.tensor([0.7, 1.3])
     expected, _ = float64_signals(logits, ids, temperature)
-    found = signals_at_once(logits, ids, temperature.to(DEVICE))
+    found = logits_signals_by_kernel(logits, ids, temperature.to(DEVICE))
     right = np.allclose(found.signals.cpu(), expected, rtol=1e-3, atol=1e-3) and found.largest.tolist() == [20, 20]
     assert right is (wrong is None)
 
@@ -177,10 +178,10 @@ def test_a_wrong_combination_would_show(wrong, monkeypatch, tmp_path):
 @runs
 def test_counters_are_zero_again_after_every_launch():
     logits, ids = random_logits(5, 5000)
-    signals_at_once(logits, ids)
-    signals_of_q_at_once(logits.softmax(-1), ids)
-    fused_scorer(head_of("narrow"))(*inputs(11))
-    assert not fused_signals.counters(logits.device, 1).any()
+    logits_signals_by_kernel(logits, ids)
+    q_signals_by_kernel(logits.softmax(-1), ids)
+    scorer_of(head_of("narrow"))(*inputs(11))
+    assert not launch.counters(logits.device, 1).any()
 
 
 @runs
@@ -188,7 +189,7 @@ def test_a_draft_step_has_what_is_needed_and_no_more():
     logits, ids = random_logits(3, 2000)
     expected, _ = float64_signals(logits, ids, np.ones(3))
     fed = Forward(logits[:, None], logits[:, None])
-    for q in (Plain(logits), logits.softmax(-1)):
+    for q in (PlainSoftmax(logits), logits.softmax(-1)):
         step = DraftStep.of(OF_Q, 1, ids, ids > 0, q, fed, None)
         assert step.signals is not None
         for column, value in enumerate((step.logprob, step.entropy, step.max_prob)):
@@ -264,15 +265,15 @@ def float64_probability(head, hidden, signals, ids, prediction):
 def test_the_head_is_that_of_float64(name, monkeypatch):
     """As a table of embeddings, and where that is too large."""
     head = head_of(name)
-    for table_bytes in (fused_head.TABLE_BYTES, 0):
-        monkeypatch.setattr(fused_head, "TABLE_BYTES", table_bytes)
+    for table_bytes in (head_operation.TABLE_BYTES, 0):
+        monkeypatch.setattr(head_operation, "TABLE_BYTES", table_bytes)
         for prediction in (*head.config.predictions, *(["both"] if head.config.predicts == "both" else [])):
-            score = fused_scorer(head, prediction)
-            assert isinstance(score, FusedHead)
+            score = scorer_of(head, prediction)
+            assert isinstance(score, KernelScorer)
             for rows in (1, 3, 11):
                 given = inputs(rows)
                 found, expected = score(*given), float64_probability(head, *given, prediction)
-                assert score.tried[torch.float32, rows > 1]
+                assert score.passed[torch.float32, rows > 1]
                 assert found.shape == expected.shape
                 torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
                 assert rows < 11 or expected.std() > 0.02
@@ -286,15 +287,15 @@ def test_what_stands_beside_is_that_of_the_state_in_float64(name, monkeypatch):
     """As a head whose last layer is corrected online reads it: the state, scaled to length 1."""
     head = head_of(name)
     prediction = "both" if head.config.predicts == "both" else "token"
-    score, states = fused_scorer(head, prediction, beside=unit_state(head)), []
-    assert isinstance(score, FusedHead)
+    score, states = scorer_of(head, prediction, beside=unit_state(head)), []
+    assert isinstance(score, KernelScorer)
     head.output.register_forward_pre_hook(lambda _, read: states.append(read[0].double()))
     for shape in ((1,), (3,), (2, 4)):
         hidden, signals, ids = inputs(math.prod(shape))
         given = hidden.view(*shape, -1), signals.view(*shape, -1), ids.view(shape)
         plain = make_scorer(head, prediction, beside=unit_state(head))(*given)
         torch.testing.assert_close(score(*given), plain, rtol=1e-4, atol=1e-5)
-        assert score.tried == dict.fromkeys(score.tried, True)
+        assert score.passed == dict.fromkeys(score.passed, True)
         found = score(*given).reshape(math.prod(shape), -1).double()
         predictions = 2 if prediction == "both" else 1
         expected = float64_probability(head, hidden, signals, ids, prediction).view(-1, predictions)
@@ -307,7 +308,7 @@ def test_what_stands_beside_is_that_of_the_state_in_float64(name, monkeypatch):
 @runs
 def test_every_part_of_the_head_counts():
     head = head_of("narrow")
-    score, (hidden, signals, ids) = fused_scorer(head), inputs(4)
+    score, (hidden, signals, ids) = scorer_of(head), inputs(4)
     before = score(hidden, signals, ids)
     for changed in ((hidden + 0.1, signals, ids), (hidden, signals + 0.1, ids), (hidden, signals, (ids + 1) % VOCAB)):
         assert not torch.isclose(score(*changed), before, atol=1e-5).any()
@@ -329,14 +330,14 @@ def test_states_in_half_precision_are_scored_with_weights_in_bfloat16(name, dtyp
     """And nothing else is rounded, for one row or, by tensor cores, for more."""
     head = head_of(name)
     prediction = "both" if head.config.predicts == "both" else head.config.predictions[0]
-    monkeypatch.setattr(fused_head, "DOT_BLOCK", 64)  # several of them
-    for table_bytes in (fused_head.TABLE_BYTES, 0):
-        monkeypatch.setattr(fused_head, "TABLE_BYTES", table_bytes)
+    monkeypatch.setattr(head_operation, "DOT_BLOCK", 64)  # several of them
+    for table_bytes in (head_operation.TABLE_BYTES, 0):
+        monkeypatch.setattr(head_operation, "TABLE_BYTES", table_bytes)
         for rows in (1, 6, 17):
             hidden, signals, ids = inputs(rows)
-            score = fused_scorer(head, prediction)
+            score = scorer_of(head, prediction)
             found = score(hidden.to(dtype), signals, ids)
-            assert score.tried == {(torch.bfloat16, rows > 1): True}
+            assert score.passed == {(torch.bfloat16, rows > 1): True}
             assert found.dtype is torch.float32 and list(score.packed) == [torch.bfloat16]
             exact = float64_probability(head, hidden.to(dtype), signals, ids, prediction)
             assert 0 < (found.double() - exact).abs().max() < 0.01
@@ -356,13 +357,13 @@ WRONG_BASES = {
 @pytest.mark.parametrize("wrong", [None, *WRONG_BASES])
 def test_a_wrong_base_would_show(wrong, monkeypatch, tmp_path):
     """Where log-odds are hard: tokens that are all but certain, certain, and all but impossible."""
-    use_kernels(monkeypatch, tmp_path, "fused_kernels", WRONG_BASES.get(wrong))
-    monkeypatch.setattr(FusedHead, "_agree", lambda *_: None)
+    use_kernels(monkeypatch, tmp_path, "head", WRONG_BASES.get(wrong))
+    monkeypatch.setattr(KernelScorer, "_compare", lambda *_: None)
     logprob = torch.tensor([-3e-6, -0.029, -0.031, 0.0, -87.0], device=DEVICE)
     signals = torch.stack([logprob, -3 * logprob, logprob.exp().clamp(min=0.3)], dim=-1)
     head, (hidden, _, ids) = head_of("base"), inputs(5)
     exact = float64_probability(head, hidden, signals, ids, "token")
-    found = fused_scorer(head)(hidden, signals, ids).double()
+    found = scorer_of(head)(hidden, signals, ids).double()
     assert torch.allclose(found, exact, rtol=1e-5, atol=1e-6) is (wrong is None)
 
 
@@ -376,11 +377,11 @@ WRONG_PRODUCTS = {
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG_PRODUCTS])
 def test_a_wrong_product_would_show(wrong, monkeypatch, tmp_path):
-    monkeypatch.setattr(fused_head, "DOT_BLOCK", 64)
-    use_kernels(monkeypatch, tmp_path, "fused_kernels", WRONG_PRODUCTS.get(wrong))
+    monkeypatch.setattr(head_operation, "DOT_BLOCK", 64)
+    use_kernels(monkeypatch, tmp_path, "products", WRONG_PRODUCTS.get(wrong))
     head, (hidden, signals, ids) = head_of("signals"), inputs(6)
-    monkeypatch.setattr(FusedHead, "_agree", lambda *_: None)
-    found = fused_scorer(head)(hidden.bfloat16(), signals, ids).double()
+    monkeypatch.setattr(KernelScorer, "_compare", lambda *_: None)
+    found = scorer_of(head)(hidden.bfloat16(), signals, ids).double()
     exact = float64_probability(in_bfloat16(head), hidden.bfloat16(), signals, ids, "token")
     assert torch.allclose(found, exact, rtol=1e-4, atol=1e-5) is (wrong is None)
 
@@ -390,9 +391,9 @@ def test_a_wrong_product_would_show(wrong, monkeypatch, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_packed_is_what_the_memory_plan_has(name, dtype, monkeypatch):
     head = head_of(name)
-    for most in (fused_head.TABLE_BYTES, 0):
-        monkeypatch.setattr(fused_head, "TABLE_BYTES", most)
-        score = FusedHead(head, head.config.predictions[0], make_scorer(head, head.config.predictions[0]))
+    for most in (head_operation.TABLE_BYTES, 0):
+        monkeypatch.setattr(head_operation, "TABLE_BYTES", most)
+        score = KernelScorer(head, head.config.predictions[0], make_scorer(head, head.config.predictions[0]))
         planned = bytes_to_pack(score, dtype)
         score(*(each.to(dtype) if each.is_floating_point() else each for each in inputs(2)))
         packed = score.packed[dtype]
@@ -409,10 +410,10 @@ def test_what_is_packed_is_what_the_memory_plan_has(name, dtype, monkeypatch):
 @runs
 def test_many_rows_and_what_the_kernels_cannot_take_go_to_torch():
     head = head_of("narrow")
-    score, many = fused_scorer(head), inputs(fused_head.MOST_ROWS + 1)
+    score, many = scorer_of(head), inputs(head_operation.MOST_ROWS + 1)
     torch.testing.assert_close(score(*many), make_scorer(head)(*many))
     assert not score.packed
-    assert not isinstance(fused_scorer(head.double()), FusedHead)
+    assert not isinstance(scorer_of(head.double()), KernelScorer)
 
 
 @runs
@@ -426,10 +427,10 @@ def test_decoding_is_the_same_with_them(sampling, monkeypatch):
     results = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+            monkeypatch.setattr(door, "_enabled", lambda: False)
         head = random_head(16, signals=True, reads="before").to(DEVICE)
         policy = HeadPolicy(head, 0.5, k_max=5)
-        assert isinstance(policy.probability, FusedHead) is fused
+        assert isinstance(policy.probability, KernelScorer) is fused
         options = {"max_new_tokens": 8, "sampling": sampling, "end_token_ids": []}
         results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
     assert results[0].tokens == results[1].tokens
@@ -443,19 +444,19 @@ def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog
     def fails(*_):
         raise RuntimeError("no kernel image")
 
-    fused_signals._proven.cache_clear()
+    monkeypatch.setattr(door, "_passed", {})
     with monkeypatch.context() as patch:
-        patch.setattr(fused_signals, "counters", fails)
-        assert not fused_signals.usable(torch.zeros(1, device=DEVICE))
-    fused_signals._proven.cache_clear()
-    monkeypatch.setattr(fused_head, "_run", fails)
+        patch.setattr(signals, "counters", fails)
+        assert not door.usable(torch.zeros(1, device=DEVICE), signals.CHECK)
+    monkeypatch.setattr(door, "_passed", {})
+    monkeypatch.setattr(head_operation, "_run", fails)
     head, given = head_of("paper"), inputs(2)
-    torch.testing.assert_close(fused_scorer(head)(*given), make_scorer(head)(*given))
+    torch.testing.assert_close(scorer_of(head)(*given), make_scorer(head)(*given))
     assert "no kernels for signals" in caplog.text and "no kernels for the head" in caplog.text
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
-    assert not fused_signals.usable(torch.zeros(1))
+    monkeypatch.setattr(door, "_enabled", lambda: False)
+    assert not door.usable(torch.zeros(1), signals.CHECK)
     head = random_head(16)
-    assert not isinstance(fused_scorer(head), FusedHead)
+    assert not isinstance(scorer_of(head), KernelScorer)

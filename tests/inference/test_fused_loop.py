@@ -14,8 +14,8 @@ import torch
 
 from accept_head import Sampling
 from accept_head.inference import generate, make_policy
-from accept_head.inference.kernels import rows as fused_loop
-from accept_head.inference.kernels import signals as fused_signals
+from accept_head.inference.kernels import rows as bookkeeping
+from accept_head.inference.kernels import usable as door
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair
@@ -38,8 +38,8 @@ def own_memory():
 
 @runs
 def test_they_do_what_torch_does():
-    fused_loop.agree(DEVICE, batch=37, slots=9, tries=12)
-    fused_loop.agree(DEVICE, batch=1, slots=2)
+    bookkeeping.compare(DEVICE, batch=37, slots=9, tries=12)
+    bookkeeping.compare(DEVICE, batch=1, slots=2)
 
 
 WRONG = {
@@ -64,12 +64,12 @@ WRONG = {
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
-    use_kernels(monkeypatch, tmp_path, "loop_kernels", WRONG.get(wrong))
+    use_kernels(monkeypatch, tmp_path, "rows", WRONG.get(wrong))
     if wrong is None:
-        fused_loop.agree(DEVICE)
+        bookkeeping.compare(DEVICE)
     else:
         with pytest.raises(AssertionError):
-            fused_loop.agree(DEVICE)
+            bookkeeping.compare(DEVICE)
 
 
 @runs
@@ -78,17 +78,16 @@ def test_decoding_is_the_same_with_them(sampling, monkeypatch):
     pair, used = toy_pair(), []
     for model in (pair.target, pair.draft):
         model.to(DEVICE)
-    accept = fused_loop.accept
-    monkeypatch.setattr(fused_loop, "accept", lambda *given: used.append(1) or accept(*given))
+    accept = bookkeeping.accept_by_kernel
     results = []
     for kernels in (False, True):
-        monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", kernels)
+        monkeypatch.setattr(door, "ON_ANY_DEVICE", kernels)
         if not kernels:
-            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+            monkeypatch.setattr(door, "_enabled", lambda: False)
         else:
             monkeypatch.undo()
-            monkeypatch.setattr(fused_loop, "accept", lambda *given: used.append(1) or accept(*given))
-            monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+            monkeypatch.setattr(bookkeeping, "accept_by_kernel", lambda *given: used.append(1) or accept(*given))
+            monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
         policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
         options = {"max_new_tokens": 9, "sampling": sampling, "end_token_ids": [2], "batch_size": 2, "seed": 5}
         results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
@@ -100,21 +99,26 @@ def test_decoding_is_the_same_with_them(sampling, monkeypatch):
 
 @runs
 def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
 
     def fails(*_):
         raise RuntimeError("no kernel image")
 
-    for broken in (fails, lambda *given: [each + 1 for each in fused_loop._by_torch(*given)]):
-        fused_loop._proven.cache_clear()
+    def says_another_length(*given):
+        accepted = bookkeeping.accept_by_kernel(*given)
+        return accepted._replace(lengths=accepted.lengths + 1)
+
+    for broken in (fails, says_another_length):
+        monkeypatch.setattr(door, "_passed", {})
         with monkeypatch.context() as patch:
-            patch.setattr(fused_loop, "_by_kernels", broken)
-            assert not fused_loop.usable(torch.zeros(1, device=DEVICE))
+            patch.setattr(bookkeeping, "BY_KERNEL", (*bookkeeping.BY_KERNEL[:-1], broken))
+            assert not door.usable(torch.zeros(1, device=DEVICE), bookkeeping.CHECK)
         assert "no kernels for the loop" in caplog.text
-    fused_loop._proven.cache_clear()
-    assert fused_loop.usable(torch.zeros(1, device=DEVICE))
+        caplog.clear()
+    monkeypatch.setattr(door, "_passed", {})
+    assert door.usable(torch.zeros(1, device=DEVICE), bookkeeping.CHECK)
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
-    assert not fused_loop.usable(torch.zeros(1))
+    monkeypatch.setattr(door, "_enabled", lambda: False)
+    assert not door.usable(torch.zeros(1), bookkeeping.CHECK)

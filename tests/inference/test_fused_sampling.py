@@ -1,6 +1,6 @@
 """Top-k, softmax and draws by kernels, against float64 and against torch. On a GPU, or in Triton's interpreter:
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_sampling.py     (part of `make test-vllm`)
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_operations.py     (part of `make test-vllm`)
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 
 from accept_head import Sampling, sampling
 from accept_head.inference import generate, make_policy
-from accept_head.inference.kernels import sampling as fused_sampling
-from accept_head.inference.kernels import signals as fused_signals
+from accept_head.inference.kernels import launch
+from accept_head.inference.kernels import sampling as operations
+from accept_head.inference.kernels import usable as door
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import OutOfBounds, checked_memory
 from tests.inference.toy import toy_pair
@@ -34,7 +35,7 @@ runs = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
     with checked_memory() if INTERPRETED and TRITON else nullcontext():
         yield
 
@@ -68,7 +69,9 @@ def expected_of(logits, temperature, top_k):
 def test_probabilities_are_those_of_float64(kind, vocab, dtype):
     logits = logits_of(kind, vocab).to(dtype)
     for temperature, top_k in ((1.0, 50), (0.6, 1), (1.7, 64), (0.8, 0)):
-        found = fused_sampling._probabilities(logits, Sampling(temperature=temperature, top_k=top_k)).cpu().numpy()
+        found = (
+            operations.probabilities_by_kernels(logits, Sampling(temperature=temperature, top_k=top_k)).cpu().numpy()
+        )
         expected = expected_of(logits, temperature, top_k)
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-9)
         if top_k:
@@ -96,7 +99,7 @@ def test_draws_are_those_of_torch(kind, vocab):
     numbers = torch.rand(64, generator=generator, dtype=torch.float64).to(DEVICE)
     numbers[:4] = torch.tensor([0.0, LAST, 2.0**-53, 0.5])
     for count in (1, 3, 64):  # with parts of both sizes
-        found = fused_sampling._draw(weights[:count], numbers[:count])
+        found = operations.draw_by_kernel(weights[:count], numbers[:count])
         assert torch.equal(found, sampling.draw(weights[:count], numbers[:count]))
         assert (weights[:count].gather(1, found[:, None]) > 0).all()
 
@@ -105,15 +108,15 @@ def test_draws_are_those_of_torch(kind, vocab):
 def test_shapes_and_what_the_kernels_do_not_serve():
     scores = logits_of("normal", 300, 6).view(2, 3, 300)
     plain = Sampling(temperature=0.9, top_k=20)
-    q = fused_sampling.probabilities(scores, plain)
+    q = operations.probabilities(scores, plain)
     assert q.shape == scores.shape
     torch.testing.assert_close(q, plain.probabilities(scores), rtol=1e-4, atol=1e-7)
     numbers = torch.rand(4, 2, 3, dtype=torch.float64, device=DEVICE)[1]
-    assert torch.equal(fused_sampling.draw(q, numbers), sampling.draw(q, numbers))
-    assert torch.equal(fused_sampling.draw(q[:, 1], numbers[:, 1]), sampling.draw(q[:, 1], numbers[:, 1]))
+    assert torch.equal(operations.draw(q, numbers), sampling.draw(q, numbers))
+    assert torch.equal(operations.draw(q[:, 1], numbers[:, 1]), sampling.draw(q[:, 1], numbers[:, 1]))
     for other in (Sampling(temperature=0), Sampling(top_p=0.8), Sampling(min_p=0.1), Sampling(top_k=65)):
-        assert torch.equal(fused_sampling.probabilities(scores, other), other.probabilities(scores))
-    assert fused_sampling.probabilities(scores[:, :0], plain).shape == (2, 0, 300)
+        assert torch.equal(operations.probabilities(scores, other), other.probabilities(scores))
+    assert operations.probabilities(scores[:, :0], plain).shape == (2, 0, 300)
 
 
 FOUND = 'begin = tl.atomic_add(counts + row * 2, count, sem="relaxed")'
@@ -136,12 +139,12 @@ WRONG = {
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
-    use_kernels(monkeypatch, tmp_path, "sampling_kernels", WRONG.get(wrong))
+    use_kernels(monkeypatch, tmp_path, "sampling", WRONG.get(wrong))
     if wrong is None:
-        fused_sampling.agree(DEVICE)
+        operations.compare(DEVICE)
     else:  # or it goes so far astray that it touches what is not its own
         with pytest.raises(Exception, match=r"(?i)not close|not equal|mismatch|beside the tensors"):
-            fused_sampling.agree(DEVICE)
+            operations.compare(DEVICE)
 
 
 @runs
@@ -150,19 +153,19 @@ def test_memory_of_others_is_not_touched(monkeypatch, tmp_path):
     """All tests here would show it."""
     masked = "tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)\n    tl.store"
     change = masked, masked.replace(", mask=token < vocab, other=0.0", "")
-    use_kernels(monkeypatch, tmp_path, "sampling_kernels", change)
+    use_kernels(monkeypatch, tmp_path, "sampling", change)
     weights = torch.rand(1, 700)
     with pytest.raises(Exception, match="beside the tensors") as raised:
-        fused_sampling._draw(weights, torch.rand(1, dtype=torch.float64))
+        operations.draw_by_kernel(weights, torch.rand(1, dtype=torch.float64))
     assert isinstance(raised.value, OutOfBounds) or isinstance(raised.value.__cause__, OutOfBounds)
 
 
 @runs
 def test_counters_are_zero_again_after_every_launch():
     for top_k in (50, 0):
-        q = fused_sampling._probabilities(logits_of("steep", 5000, 5), Sampling(top_k=top_k))
-        fused_sampling._draw(q, torch.rand(5, dtype=torch.float64, device=DEVICE))
-        assert not fused_signals.counters(q.device, 1).any()
+        q = operations.probabilities_by_kernels(logits_of("steep", 5000, 5), Sampling(top_k=top_k))
+        operations.draw_by_kernel(q, torch.rand(5, dtype=torch.float64, device=DEVICE))
+        assert not launch.counters(q.device, 1).any()
 
 
 @runs
@@ -170,13 +173,13 @@ def test_decoding_is_the_same_with_them(monkeypatch):
     pair, used = toy_pair(), []
     for model in (pair.target, pair.draft):
         model.to(DEVICE)
-    draw = fused_sampling._draw
-    monkeypatch.setattr(fused_sampling, "_draw", lambda *given: used.append(1) or draw(*given))
-    assert fused_sampling.usable(torch.zeros(1, device=DEVICE))
+    draw = operations.draw_by_kernel
+    monkeypatch.setattr(operations, "draw_by_kernel", lambda *given: used.append(1) or draw(*given))
+    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
     results = []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+            monkeypatch.setattr(door, "_enabled", lambda: False)
         used.clear()
         policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
         options = {"max_new_tokens": 9, "sampling": Sampling(temperature=1.1, top_k=3), "batch_size": 2, "seed": 5}
@@ -192,15 +195,15 @@ def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog
         raise RuntimeError("no kernel image")
 
     for broken in (fails, lambda weights, numbers: sampling.draw(weights, numbers) + 1):
-        fused_sampling._proven.cache_clear()
+        monkeypatch.setattr(door, "_passed", {})
         with monkeypatch.context() as patch:
-            patch.setattr(fused_sampling, "_draw", broken)
-            assert not fused_sampling.usable(torch.zeros(1, device=DEVICE))
+            patch.setattr(operations, "draw_by_kernel", broken)
+            assert not door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
         assert "no kernels for sampling" in caplog.text
-    fused_sampling._proven.cache_clear()
-    assert fused_sampling.usable(torch.zeros(1, device=DEVICE))
+    monkeypatch.setattr(door, "_passed", {})
+    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
-    assert not fused_sampling.usable(torch.zeros(1))
+    monkeypatch.setattr(door, "_enabled", lambda: False)
+    assert not door.usable(torch.zeros(1), operations.CHECK)

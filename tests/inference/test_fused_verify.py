@@ -1,6 +1,6 @@
 """Verification by kernels, against docs/theory.md §1 in numpy and against torch. On a GPU, or in Triton's interpreter:
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_verify.py     (part of `make test-vllm`)
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_operations.py     (part of `make test-vllm`)
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 
 from accept_head import Sampling
 from accept_head.inference import generate, make_policy
-from accept_head.inference.decode.verify import verify, verify_greedy, verify_in_torch
-from accept_head.inference.kernels import signals as fused_signals
-from accept_head.inference.kernels import verify as fused_verify
+from accept_head.inference.kernels import launch
+from accept_head.inference.kernels import usable as door
+from accept_head.inference.kernels import verify as operations
+from accept_head.inference.kernels.verify import verify, verify_greedy
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair
@@ -34,7 +35,7 @@ runs = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
-    monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
+    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
     with checked_memory() if INTERPRETED and TRITON else nullcontext():
         yield
 
@@ -72,9 +73,9 @@ def by_numpy(p, q, ids, drafted, numbers, redraws):
 @pytest.mark.parametrize("batch, slots, vocab", [(1, 1, 5), (3, 4, 1024), (7, 5, 2500), (40, 3, 5000)])
 def test_the_ratio_test_is_that_of_the_paper(batch, slots, vocab, distance):
     given = round_of(batch, slots, vocab, distance)
-    accepted, ids, acceptance = fused_verify.by_ratio(*given)
+    accepted, ids, acceptance = operations.ratio_by_kernel(*given)
     assert (accepted.tolist(), ids.tolist()) == by_numpy(*given)
-    assert torch.equal(acceptance, verify_in_torch(*given).acceptance)
+    assert torch.equal(acceptance, operations.ratio_in_torch(*given).acceptance)
     assert (given[0][torch.arange(batch), accepted].gather(1, ids[:, None]) > 0).all()
 
 
@@ -89,7 +90,7 @@ def test_emitted_tokens_are_the_targets():
     numbers = torch.rand(2, rows, 1, generator=generator, dtype=torch.float64).to(DEVICE)
     drafted = torch.ones(rows, dtype=torch.long, device=DEVICE)
     spread = p.expand(rows, -1, -1), q.expand(rows, -1, -1)
-    accepted, next_ids, _ = fused_verify.by_ratio(*spread, ids, drafted, numbers[0], numbers[1, :, 0])
+    accepted, next_ids, _ = operations.ratio_by_kernel(*spread, ids, drafted, numbers[0], numbers[1, :, 0])
     first = torch.where(accepted > 0, ids[:, 0], next_ids)
 
     def chance(tokens):
@@ -111,7 +112,7 @@ def test_a_match_is_that_of_equal_tokens(slots):
     ids = torch.randint(0, 3, (50, slots), generator=generator).to(DEVICE)
     ids[:9] = targets[:9, :slots]
     drafted = torch.randint(0, slots + 1, (50,), generator=generator).to(DEVICE)
-    accepted, next_ids = fused_verify.by_match(targets, ids, drafted)
+    accepted, next_ids, _ = operations.match_by_kernel(targets, ids, drafted)
     expected = [
         next((n for n in range(count) if row[n] != own[n]), count)
         for row, own, count in zip(targets.tolist(), ids.tolist(), drafted.tolist(), strict=True)
@@ -123,18 +124,18 @@ def test_a_match_is_that_of_equal_tokens(slots):
 @runs
 def test_memory_with_gaps_and_what_the_kernels_do_not_serve():
     p, q, ids, drafted, numbers, redraws = given = round_of(4, 3, 600, 1.0)
-    accepted, next_ids, acceptance = fused_verify.by_ratio(*given)
+    accepted, next_ids, acceptance = operations.ratio_by_kernel(*given)
     room = torch.full((4, 5, 6, 700), torch.nan, device=DEVICE)
     room[:, 0, :4, :600], room[:, 1, :3, :600] = p, q
     others = torch.full((4, 9), -1, device=DEVICE), torch.full((4, 2, 9), torch.nan, dtype=torch.float64, device=DEVICE)
     others[0][:, 2:5], others[1][:, 0, :3], others[1][:, 1, 0] = ids, numbers, redraws
     apart = room[:, 0, :4, :600], room[:, 1, :3, :600], others[0][:, 2:5], drafted
-    found = fused_verify.by_ratio(*apart, others[1][:, 0, :3], others[1][:, 1, 0])
+    found = operations.ratio_by_kernel(*apart, others[1][:, 0, :3], others[1][:, 1, 0])
     assert all(map(torch.equal, found, (accepted, next_ids, acceptance)))
     transposed = p.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(fused_verify.by_ratio(transposed, *given[1:])[1], next_ids)
+    assert torch.equal(operations.ratio_by_kernel(transposed, *given[1:])[1], next_ids)
     with pytest.raises(ValueError, match=r"p is torch\.float64 and q torch\.float32, expected float32"):
-        fused_verify.by_ratio(p.double(), *given[1:])
+        operations.ratio_by_kernel(p.double(), *given[1:])
     precise = verify(p.double(), q.double(), *given[2:])
     assert precise.acceptance.dtype is torch.float64 and torch.equal(precise.accepted, accepted)
     empty = [each[:0] for each in given]
@@ -169,19 +170,19 @@ WRONG = {
 @runs
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
-    use_kernels(monkeypatch, tmp_path, "verify_kernels", WRONG.get(wrong))
+    use_kernels(monkeypatch, tmp_path, "verify", WRONG.get(wrong))
     if wrong is None:
-        fused_verify.agree(DEVICE)
+        operations.compare(DEVICE)
     else:
         with pytest.raises(Exception, match=r"(?i)not close|not equal|mismatch|beside the tensors"):
-            fused_verify.agree(DEVICE)
+            operations.compare(DEVICE)
 
 
 @runs
 def test_counters_are_zero_again_after_every_launch():
     given = round_of(5, 3, 5000, 1.0)
-    fused_verify.by_ratio(*given)
-    assert not fused_signals.counters(given[0].device, 1).any()
+    operations.ratio_by_kernel(*given)
+    assert not launch.counters(given[0].device, 1).any()
 
 
 @runs
@@ -191,14 +192,14 @@ def test_decoding_is_the_same_with_them(temperature, verifier, monkeypatch):
     pair, used = toy_pair(), []
     for model in (pair.target, pair.draft):
         model.to(DEVICE)
-    for name in ("by_ratio", "by_match"):
-        function = getattr(fused_verify, name)
-        monkeypatch.setattr(fused_verify, name, lambda *given, run=function: used.append(1) or run(*given))
-    assert fused_verify.usable(torch.zeros(1, device=DEVICE))
+    for name in ("ratio_by_kernel", "match_by_kernel"):
+        function = getattr(operations, name)
+        monkeypatch.setattr(operations, name, lambda *given, run=function: used.append(1) or run(*given))
+    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
     results = []
     for kernels in (True, False):
         if not kernels:
-            monkeypatch.setattr(fused_signals, "_triton", lambda: False)
+            monkeypatch.setattr(door, "_enabled", lambda: False)
         used.clear()
         policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
         options = {"max_new_tokens": 9, "sampling": Sampling(temperature=temperature, top_k=3), "batch_size": 2}
@@ -215,29 +216,29 @@ def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog
         raise RuntimeError("no kernel image")
 
     def takes_all(p, q, ids, drafted, *_):
-        return drafted, ids[:, 0], torch.ones(ids.shape)
+        return operations.Verified(drafted, ids[:, 0], torch.ones(ids.shape))
 
     for broken in (fails, takes_all):
-        fused_verify._proven.cache_clear()
+        monkeypatch.setattr(door, "_passed", {})
         with monkeypatch.context() as patch:
-            patch.setattr(fused_verify, "by_ratio", broken)
-            assert not fused_verify.usable(torch.zeros(1, device=DEVICE))
+            patch.setattr(operations, "ratio_by_kernel", broken)
+            assert not door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
         assert "no kernels for verification" in caplog.text
-    fused_verify._proven.cache_clear()
-    assert fused_verify.usable(torch.zeros(1, device=DEVICE))
+    monkeypatch.setattr(door, "_passed", {})
+    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
 
 
 def test_kernels_that_broke_off_leave_no_counts():
-    counts = fused_signals.counters(torch.device("cpu"), 3)
+    counts = launch.counters(torch.device("cpu"), 3)
 
-    def breaks_off():
+    def breaks_off(device):
         counts[1] = 1
         raise RuntimeError("out of resources")
 
-    assert not fused_signals.holds(breaks_off, "tests", counts.device)
+    assert not door.passes(door.Check("tests", breaks_off), counts.device)
     assert not counts.any()
 
 
 def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(fused_signals, "_triton", lambda: False)
-    assert not fused_verify.usable(torch.zeros(1))
+    monkeypatch.setattr(door, "_enabled", lambda: False)
+    assert not door.usable(torch.zeros(1), operations.CHECK)

@@ -16,12 +16,10 @@ import torch
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.head.scorer import make_scorer
-from accept_head.inference.kernels import head as fused_head
-from accept_head.inference.kernels import rows as fused_loop
-from accept_head.inference.kernels import sampling as fused_sampling
-from accept_head.inference.kernels import signals as fused_signals
-from accept_head.inference.kernels import verify as fused_verify
-from accept_head.inference.kernels.head import FusedHead
+from accept_head.inference.kernels import head as head_operation
+from accept_head.inference.kernels import launch, rows, sampling, signals, verify
+from accept_head.inference.kernels import usable as door
+from accept_head.inference.kernels.head import KernelScorer
 from accept_head.signals import SIGNALS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -29,7 +27,8 @@ NVIDIA = importlib.util.find_spec("triton") is not None and importlib.util.find_
 pytestmark = pytest.mark.skipif(not NVIDIA or INTERPRETED, reason="needs Triton's compiler; `make test-vllm` has it")
 
 HOPPER, AMPERE = 90, 80
-HEADS_AND_SIGNALS = ("logits_signals", "q_signals", "head_input", "head_block", "head_last", "head_output")
+SIGNAL_KERNELS = ("logits_signals", "q_signals")
+HEAD = ("head_input", "head_block", "head_last", "head_output")
 LOOP = ("uniform_numbers", "last_tokens", "after_draw", "accept")
 SAMPLING = ("lower_bound", "kth_largest", "write_softmax", "draw_tokens")
 VERIFICATION = ("accept_by_ratio", "accept_by_match")
@@ -64,11 +63,6 @@ def compile_for(architecture, kernel, arguments, options):
 @pytest.fixture
 def launched(monkeypatch):
     """[(name, compiled)] of what would have been launched: nothing is run."""
-    from accept_head.inference.kernels.triton import rows as loop_kernels
-    from accept_head.inference.kernels.triton import sampling as sampling_kernels
-    from accept_head.inference.kernels.triton import signals as fused_kernels
-    from accept_head.inference.kernels.triton import verify as verify_kernels
-
     made = []
 
     class Compiled:
@@ -82,24 +76,26 @@ def launched(monkeypatch):
             made.append((self.kernel.__name__, compile_for(self.architecture, self.kernel, arguments, options)))
 
     def on(architecture, early):
-        groups = ((fused_kernels, HEADS_AND_SIGNALS), (loop_kernels, LOOP), (sampling_kernels, SAMPLING))
-        for kernels, names in (*groups, (verify_kernels, VERIFICATION)):
+        names_of = {"signals": SIGNAL_KERNELS, "head": HEAD, "rows": LOOP, "sampling": SAMPLING, "verify": VERIFICATION}
+        for module, names in names_of.items():
+            kernels = launch.triton_kernels(module)
             for name in names:
                 monkeypatch.setattr(kernels, name, Compiled(getattr(kernels, name), architecture))
-        monkeypatch.setattr(fused_signals, "ON_ANY_DEVICE", True)
-        monkeypatch.setattr(fused_signals, "_proven", lambda device: True)
-        monkeypatch.setattr(FusedHead, "_proven", lambda *_: True)
-        monkeypatch.setitem(fused_signals._early, torch.device("cpu"), early)
+        monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
+        monkeypatch.setattr(door, "passes", lambda check, device: True)
+        monkeypatch.setattr(door, "_passed", {})
+        monkeypatch.setattr(KernelScorer, "_passed", lambda *_: True)
+        monkeypatch.setitem(launch._early, torch.device("cpu"), early)
         return made
 
     return on
 
 
-def signals(rows, dtype):
+def launch_signals(rows, dtype):
     logits, ids = torch.zeros(rows, VOCAB, dtype=dtype), torch.zeros(rows, dtype=torch.long)
-    fused_signals.signals_at_once(logits, ids, torch.ones(rows))
-    fused_signals.signals_at_once(logits, None)
-    fused_signals.signals_of_q_at_once(logits.float(), ids)
+    signals.logits_signals_by_kernel(logits, ids, torch.ones(rows))
+    signals.logits_signals_by_kernel(logits, None)
+    signals.q_signals_by_kernel(logits.float(), ids)
 
 
 BASE = {"base": True, "signal_mean": (0.0,) * 9, "signal_std": (1.0,) * 9}
@@ -115,13 +111,13 @@ HEADS = {
 
 def head(name, rows, dtype, monkeypatch):
     if name == "wide, both":  # its tokens are multiplied, as of a vocabulary too large for a table
-        monkeypatch.setattr(fused_head, "TABLE_BYTES", 0)
+        monkeypatch.setattr(head_operation, "TABLE_BYTES", 0)
     options = {"signals": SIGNALS, "predicts": "token"} | HEADS[name]
     numbers = {"signal_mean": (0.0,) * 3, "signal_std": (1.0,) * 3} if options["signals"] else {}
     made = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, reads="before", **numbers | options))
     if "embedding_std" in options:
         made.attach(torch.zeros(VOCAB, HIDDEN, dtype=dtype))
-    fused = FusedHead(made, options["predicts"], make_scorer(made, options["predicts"]))
+    fused = KernelScorer(made, options["predicts"], make_scorer(made, options["predicts"]))
     fused(torch.zeros(rows, HIDDEN, dtype=dtype), torch.zeros(rows, 3), torch.zeros(rows, dtype=torch.long))
 
 
@@ -155,7 +151,7 @@ def touched_too_early(compiled):
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_signals_fit_into_registers(rows, dtype, early, launched, tmp_path):
     made = launched(HOPPER, early)
-    signals(rows, dtype)
+    launch_signals(rows, dtype)
     check(made, early, {"logits_signals", "q_signals"}, tmp_path)
 
 
@@ -187,7 +183,7 @@ def check(made, early, names, folder):
 def test_the_loops_bookkeeping_fits_into_registers(batch, launched, tmp_path):
     made = launched(HOPPER, False)
     with pytest.raises(AssertionError):  # nothing is computed
-        fused_loop.agree(torch.device("cpu"), batch, slots=9, tries=1)
+        rows.compare(torch.device("cpu"), batch, slots=9, tries=1)
     assert [name for name, _ in made] == list(LOOP)
     assert all(stack_bytes(compiled, tmp_path) == 0 for _, compiled in made)
 
@@ -198,8 +194,8 @@ def test_sampling_fits_into_registers(rows, dtype, launched, tmp_path):
     made = launched(HOPPER, False)
     scores, numbers = torch.zeros(rows, 4 * VOCAB, dtype=dtype), torch.zeros(rows, dtype=torch.float64)
     for top_k in (50, 0):
-        fused_sampling._probabilities(scores, Sampling(temperature=0.7, top_k=top_k))
-    fused_sampling._draw(scores.float(), numbers)
+        sampling.probabilities_by_kernels(scores, Sampling(temperature=0.7, top_k=top_k))
+    sampling.draw_by_kernel(scores.float(), numbers)
     names = ["lower_bound", "kth_largest", "write_softmax", "logits_signals", "write_softmax", "draw_tokens"]
     assert [name for name, _ in made] == names
     assert {name: stack_bytes(compiled, tmp_path) for name, compiled in made} == dict.fromkeys(names, 0)
@@ -215,14 +211,14 @@ def test_verification_fits_into_registers(rows, slots, launched, tmp_path):
         torch.zeros(rows).long(),
     )
     numbers = torch.zeros(2, rows, slots, dtype=torch.float64)
-    fused_verify.by_ratio(p, p[:, 1:], ids[:, 1:], drafted, numbers[0], numbers[1, :, 0])
-    fused_verify.by_match(ids, ids[:, 1:], drafted)
+    verify.ratio_by_kernel(p, p[:, 1:], ids[:, 1:], drafted, numbers[0], numbers[1, :, 0])
+    verify.match_by_kernel(ids, ids[:, 1:], drafted)
     assert [name for name, _ in made] == list(VERIFICATION)
     assert {name: stack_bytes(compiled, tmp_path) for name, compiled in made} == dict.fromkeys(VERIFICATION, 0)
 
 
 def test_what_does_not_fit_is_seen(launched, tmp_path, monkeypatch):
-    monkeypatch.setattr(fused_head, "PRODUCTS_AT_ONCE", 1 << 16)
+    monkeypatch.setattr(head_operation, "PRODUCTS_AT_ONCE", 1 << 16)
     made = launched(HOPPER, True)
     head("linear", 1, torch.bfloat16, monkeypatch)
     assert stack_bytes(dict(made)["head_input"], tmp_path) > 0
@@ -244,7 +240,7 @@ def test_weights_are_read_ahead(launched, monkeypatch):
 
 def test_older_gpus_get_kernels_too(launched, monkeypatch):
     made = launched(AMPERE, False)
-    signals(2, torch.bfloat16)
+    launch_signals(2, torch.bfloat16)
     head("no base", 2, torch.bfloat16, monkeypatch)
     assert len(made) == 3 + 4
 

@@ -13,9 +13,9 @@ from scipy.stats import chisquare
 from accept_head import Sampling
 from accept_head.inference import generate
 from accept_head.inference.decode import loop as decode
-from accept_head.inference.decode import rows
 from accept_head.inference.decode.loop import Decoder
-from accept_head.inference.decode.verify import verify
+from accept_head.inference.kernels import rows
+from accept_head.inference.kernels.verify import verify
 from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
 from tests.inference.enumeration import random_head_policy, uncertain_pair
 from tests.inference.toy import TOKENS, exact_distribution

@@ -1,4 +1,4 @@
-"""The kernels themselves. Imported only where Triton is.
+"""The kernels themselves. `launch.triton_kernels` imports them when one is first launched, as Triton may be missing.
 
 Read first: signals.py.
 """

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""Triton kernels of the loop's bookkeeping: one program a row, all integers but for the random numbers. Imported only
-where Triton is; `fused_loop` says what they are for, and `Rows` what they do, in torch."""
+"""Triton kernels of the loop's bookkeeping: one program a row, all integers but for the random numbers. kernels/rows.py
+launches them, and says in torch what they do.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def accept(
     width, columns, many_ends,
     DRAFTED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What `Rows.accept` does to a row. Grid (rows,).
+    """What `accept_in_torch` does to a row. Grid (rows,).
 
     verified, next_ids: (rows,) candidates that were accepted, and the token behind them. drawn, in_vain, submitted_now:
     (rows,) of this round. kept, was_live, new_lengths: (rows,) what it says of the round. width: candidates a row can

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""Triton kernels of sampling: top-k, softmax and the draw of a few rows of logits. Imported only where Triton is;
-`fused_sampling` says what they are for.
+"""Triton kernels of top-k, softmax and draws, for a few rows of logits; kernels/sampling.py launches them.
 
-As in `fused_kernels`, a row is split among programs, and whichever ends last puts together what all of them left.
+As in signals.py, a row is split among programs, and whichever ends last puts together what all of them left.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from accept_head.inference.kernels.triton.signals import _is_last
+from accept_head.inference.kernels.triton.sync import is_last
 
 LEAST = tl.constexpr(float("-inf"))
 FEW, CHUNK = tl.constexpr(128), tl.constexpr(1024)  # numbers that are sorted; and that are looked at together
@@ -32,7 +31,7 @@ def lower_bound(
     of_group = tl.max(tl.reshape(x, (GROUPS, BLOCK // GROUPS)), 1)
     to = (row * splits + split) * GROUPS + tl.arange(0, GROUPS)
     tl.store(maxima + to, of_group)
-    if _is_last(done + row, splits):
+    if is_last(done + row, splits):
         at = tl.arange(0, ALL)
         largest = tl.load(
             maxima + row * splits * GROUPS + at, mask=at < splits * GROUPS, other=LEAST, cache_modifier=".cg"
@@ -65,7 +64,7 @@ def kth_largest(
         tl.store(candidates + place, x, mask=above > 0)
     if equal > 0:
         tl.atomic_add(counts + row * 2 + 1, equal, sem="relaxed")
-    if _is_last(done + row, splits):
+    if is_last(done + row, splits):
         found = tl.load(counts + row * 2, cache_modifier=".cg")
         equals = tl.load(counts + row * 2 + 1, cache_modifier=".cg")
         begin = candidates + row.to(tl.int64) * MOST
@@ -150,17 +149,17 @@ def draw_tokens(
     token = split * BLOCK + part
     weight = tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)
     tl.store(sums + row * splits + split, tl.sum(weight, 0))
-    if _is_last(done + row, splits):
+    if is_last(done + row, splits):
         at = tl.arange(0, SPLITS)
         sum_of = tl.load(sums + row * splits + at, mask=at < splits, other=0.0, cache_modifier=".cg")
-        chosen, before, threshold = _part_of(sum_of, tl.load(uniforms + row * uniform_stride), SPLITS)
+        chosen, before, threshold = part_of_draw(sum_of, tl.load(uniforms + row * uniform_stride), SPLITS)
         token = chosen * BLOCK + part
         weight = tl.load(begin + token, mask=token < vocab, other=0.0).to(tl.float64)
-        tl.store(ids + row, (chosen * BLOCK + _token_of(weight, before, threshold, BLOCK)).to(tl.int64))
+        tl.store(ids + row, (chosen * BLOCK + token_of_draw(weight, before, threshold, BLOCK)).to(tl.int64))
 
 
 @triton.jit
-def _part_of(sum_of, uniform, SPLITS: tl.constexpr):
+def part_of_draw(sum_of, uniform, SPLITS: tl.constexpr):
     """In which part a draw falls, by the parts' sums; what those before it sum to; and what it has to exceed."""
     at = tl.arange(0, SPLITS)
     up_to = tl.cumsum(sum_of, 0)
@@ -171,7 +170,7 @@ def _part_of(sum_of, uniform, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _token_of(weight, before, threshold, BLOCK: tl.constexpr):
+def token_of_draw(weight, before, threshold, BLOCK: tl.constexpr):
     """On which token of that part; where rounding leaves none, on its last that weighs anything."""
     part = tl.arange(0, BLOCK)
     reached = (before + tl.cumsum(weight, 0) > threshold) & (weight > 0)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""Triton kernels of verification: which candidates are accepted, and which token follows them. Imported only where
-Triton is; `fused_verify` says what they are for, and docs/theory.md §1 what they compute.
+"""Triton kernels of verification: which candidates are accepted, and which token follows them (docs/theory.md §1).
+kernels/verify.py launches them.
 
-As in `fused_kernels`, a row is split among programs, and whichever ends last puts together what all of them left.
+As in signals.py, a row is split among programs, and whichever ends last puts together what all of them left.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from accept_head.inference.kernels.triton.sampling import _part_of, _token_of
-from accept_head.inference.kernels.triton.signals import _is_last
+from accept_head.inference.kernels.triton.sampling import part_of_draw, token_of_draw
+from accept_head.inference.kernels.triton.sync import is_last
 
 
 @triton.jit
@@ -49,15 +49,15 @@ def accept_by_ratio(
     if split == 0:
         tl.store(acceptance + row * slots + slot, ratio, mask=inside)
         tl.store(accepted + row, first.to(tl.int64))
-    if _is_last(done + row, splits):
+    if is_last(done + row, splits):
         at = tl.arange(0, SPLITS)
         sum_of = tl.load(sums + (row * 2 + 1) * splits + at, mask=at < splits, other=0.0, cache_modifier=".cg")
         from_residual = tl.max(sum_of, 0) > 0
         if not from_residual:
             sum_of = tl.load(sums + row * 2 * splits + at, mask=at < splits, other=0.0, cache_modifier=".cg")
-        chosen, before, threshold = _part_of(sum_of, tl.load(redraws + row * redraws_row), SPLITS)
+        chosen, before, threshold = part_of_draw(sum_of, tl.load(redraws + row * redraws_row), SPLITS)
         of_p, of_residual = _weights(p_begin, q_begin, chosen * BLOCK + part, vocab, rejected)
-        found = _token_of(tl.where(from_residual, of_residual, of_p), before, threshold, BLOCK)
+        found = token_of_draw(tl.where(from_residual, of_residual, of_p), before, threshold, BLOCK)
         tl.store(ids + row, (chosen * BLOCK + found).to(tl.int64))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.head import AcceptanceHead, Score
-from accept_head.inference.kernels.head import fused_scorer
+from accept_head.inference.kernels.head import scorer_of
 from accept_head.inference.policies.head import HeadPolicy, Rule
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policies.online.training import OnlineTraining
@@ -113,7 +113,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
             return self.training.score
         if not self.learns_state:
             return super()._scorer(head)
-        return fused_scorer(head, "both" if self.predicts_next else "token", unit_state(head))
+        return scorer_of(head, "both" if self.predicts_next else "token", unit_state(head))
 
     @property
     def in_chunks(self) -> bool:  # type: ignore[override]

@@ -1,0 +1,89 @@
+# mypy: disable-error-code="import-not-found, no-untyped-def"
+"""A few rows of states times a matrix of weights, each of which is read once; used by head.py."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WARPS = tl.constexpr(4)  # of a program
+LINE, LINES = tl.constexpr(64), tl.constexpr(16)  # of the cache, in bfloat16: 128 bytes; and how many at once
+
+
+@triton.jit
+def product(
+    left,
+    offsets,
+    valid,
+    weight,
+    first,
+    channel,
+    channels,
+    size,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """Rows of `left`, that begin at `offsets`, times the rows `channel` of `weight` (channels, size), (ROWS, CHANNELS).
+    first: what `ahead` gave.
+
+    Without DOT all products are float32, which is soonest for one row: all its weights are there already. With DOT,
+    tensor cores multiply, for which 16 rows are as many as one: each of WARPS warps its share of BLOCK numbers, as one
+    product waits for the one before it. Weights are bfloat16 then, and a number of `left` that is not is two such: what
+    is nearest to it, and what is left.
+    """
+    if DOT:
+        total = tl.zeros((WARPS, ROWS, CHANNELS), tl.float32)
+        share = tl.arange(0, WARPS)[:, None] * (BLOCK // WARPS) + tl.arange(0, BLOCK // WARPS)[None, :]
+        from_left = left + offsets[None, :, None]
+        from_weight = weight + channel.to(tl.int64)[None, :, None] * size
+        for start in range(0, size, BLOCK):
+            k = (start + share)[:, None, :]
+            a = tl.load(from_left + k, mask=valid[None, :, None] & (k < size), other=0.0)
+            w = tl.load(from_weight + k, mask=(channel < channels)[None, :, None] & (k < size), other=0.0)
+            w = tl.trans(w, (0, 2, 1))
+            near = a.to(w.dtype)
+            total = tl.dot(near, w, total)
+            if left.dtype.element_ty != weight.dtype.element_ty:
+                total = tl.dot((a.to(tl.float32) - near.to(tl.float32)).to(w.dtype), w, total)
+        return tl.sum(total, 0)
+    else:
+        parts = tl.zeros((ROWS, CHANNELS, BLOCK), tl.float32)  # added up once, at the end
+        w = first
+        for start in range(0, size, BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            a = tl.load(left + offsets[:, None] + k[None, :], mask=valid[:, None] & (k < size)[None, :], other=0.0)
+            parts += a.to(tl.float32)[:, None, :] * w.to(tl.float32)[None, :, :]
+            w = _weights(weight, channel, channels, size, start + BLOCK, BLOCK)
+        return tl.sum(parts, 2)
+
+
+@triton.jit
+def ahead(weight, channel, channels, size, BLOCK: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr):
+    """The first of these weights; with DOT, they are only on their way to the cache."""
+    if DOT:
+        if EARLY:
+            for start in range(0, size, LINES * LINE):
+                k = tl.minimum(start + tl.arange(0, LINES) * LINE, size - 1)
+                at = tl.minimum(channel, channels - 1).to(tl.int64)[:, None] * size + k[None, :]
+                _fetch(weight + at)
+        return 0
+    else:
+        return _weights(weight, channel, channels, size, 0, BLOCK)
+
+
+@triton.jit
+def _fetch(pointers):
+    """What is there comes to the L2 cache; nobody waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _weights(weight, channel, channels, size, start, BLOCK: tl.constexpr):
+    """From place `start` on, of the rows `channel` of `weight` (channels, size); 0 outside."""
+    k = start + tl.arange(0, BLOCK)
+    inside = (channel < channels)[:, None] & (k < size)[None, :]
+    return tl.load(weight + channel.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)
