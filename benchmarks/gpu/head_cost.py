@@ -34,7 +34,7 @@ from accept_head.inference.engine.backends import choose
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.kernels import launch, signals, usable
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep
 from accept_head.pair import Forward, hidden_size, output_size
 from accept_head.sampling import draw

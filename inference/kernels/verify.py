@@ -27,7 +27,7 @@ class Verified(NamedTuple):
     acceptance: Tensor | None = None
 
 
-def verify(
+def by_ratio(
     p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
 ) -> Verified:
     """Accept Y_i with probability min(1, p(Y_i)/q(Y_i)) until the first rejection; redraw that one from the residual,
@@ -82,20 +82,11 @@ def ratio_by_kernel(
     return Verified(accepted, ids, acceptance)
 
 
-def verify_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:
-    """Sampler match: draw X_i ∼ p at each position and accept Y_i if it is X_i; the first X that is not follows them.
-    Acceptance is Σ p·q, lower than the ratio test's, but emitted tokens are the target's own draws whatever was drafted
-    or dropped: every policy is lossless.
-
-    p: (batch, k + 1, vocab); uniform: (batch, k + 1), one number a position; the rest as in `verify`.
-    """
-    return verify_greedy(draw(p, uniform), draft_ids, drafted)
-
-
-def verify_greedy(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
+def by_match(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
     """The limit of one-hot p and q: a draft token is accepted if it is the target's own choice.
 
-    target_ids: (batch, k + 1), the target's argmax at each draft position and after the last; the rest as in `verify`.
+    target_ids: (batch, k + 1), the target's argmax at each draft position and after the last; the rest as for
+    `by_ratio`.
     """
     if draft_ids.numel() and usable(draft_ids, CHECK):
         return match_by_kernel(target_ids, draft_ids, drafted)

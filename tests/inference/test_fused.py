@@ -24,7 +24,7 @@ from accept_head.inference.kernels import launch, signals
 from accept_head.inference.kernels import usable as door
 from accept_head.inference.kernels.head import KernelScorer, bytes_to_pack, scorer_of
 from accept_head.inference.kernels.signals import PlainSoftmax, logits_signals_by_kernel, q_signals_by_kernel
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.pair import Forward

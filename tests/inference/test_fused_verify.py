@@ -18,7 +18,7 @@ from accept_head.inference import generate, make_policy
 from accept_head.inference.kernels import launch
 from accept_head.inference.kernels import usable as door
 from accept_head.inference.kernels import verify as operations
-from accept_head.inference.kernels.verify import verify, verify_greedy
+from accept_head.inference.kernels.verify import by_match, by_ratio
 from tests.inference.changed_kernels import use_kernels
 from tests.inference.memory_check import checked_memory
 from tests.inference.toy import toy_pair
@@ -136,11 +136,11 @@ def test_memory_with_gaps_and_what_the_kernels_do_not_serve():
     assert torch.equal(operations.ratio_by_kernel(transposed, *given[1:])[1], next_ids)
     with pytest.raises(ValueError, match=r"p is torch\.float64 and q torch\.float32, expected float32"):
         operations.ratio_by_kernel(p.double(), *given[1:])
-    precise = verify(p.double(), q.double(), *given[2:])
+    precise = by_ratio(p.double(), q.double(), *given[2:])
     assert precise.acceptance.dtype is torch.float64 and torch.equal(precise.accepted, accepted)
     empty = [each[:0] for each in given]
     assert (
-        verify(*empty).next_ids.shape == (0,) and verify_greedy(ids[:0], ids[:0, :2], drafted[:0]).accepted.numel() == 0
+        by_ratio(*empty).next_ids.shape == (0,) and by_match(ids[:0], ids[:0, :2], drafted[:0]).accepted.numel() == 0
     )
 
 
