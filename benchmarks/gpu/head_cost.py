@@ -30,7 +30,7 @@ from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference.decode.processing import Processing
-from accept_head.inference.engine.backends import choose
+from accept_head.inference.engine.attention.choice import choose
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.kernels import launch, signals, usable

@@ -38,11 +38,11 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import Request
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.engine.backends import choose
+from accept_head.inference.engine.attention.choice import choose
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.profile.device import finish
 from accept_head.pair import Pair

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from accept_head.inference.engine.attention import AttentionKinds, check_rotary
-from accept_head.inference.engine.backends import Attended, Attention, choose
+from accept_head.inference.engine.attention.backend import Attended
+from accept_head.inference.engine.attention.choice import Attention, choose
+from accept_head.inference.engine.attention.kinds import AttentionKinds, check_rotary
 from accept_head.inference.engine.graphs import GraphBackend, Graphs, check_one_device, graph_backend
 from accept_head.pair import Forward, base_model, context_tokens
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
 from accept_head.files import readable_size
-from accept_head.inference.engine.backends import Attention, choose
+from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.cache import FILL_TOKENS, WIDTHS
 from accept_head.inference.engine.proof import check_served
 

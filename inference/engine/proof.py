@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
-from accept_head.inference.engine.backends import Attention, choose, decline
+from accept_head.inference.engine.attention.choice import Attention, choose, decline
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.pair import output_size
 

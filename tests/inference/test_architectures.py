@@ -41,7 +41,7 @@ from transformers import (
 
 from accept_head import InputError
 from accept_head.inference import generate
-from accept_head.inference.engine.attention import AttentionKinds
+from accept_head.inference.engine.attention.kinds import AttentionKinds
 from accept_head.inference.engine.proof import check_served
 from tests.inference.toy import GROUPED, VOCAB, ragged_prompts, tiny, transformers_greedy, two
 

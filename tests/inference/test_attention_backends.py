@@ -27,10 +27,14 @@ from transformers import (
 
 from accept_head import InputError
 from accept_head.inference import generate
-from accept_head.inference.engine import backends as attention_backends
 from accept_head.inference.engine import cache
 from accept_head.inference.engine import proof as support
-from accept_head.inference.engine.backends import FLASH, VARLEN, choose
+from accept_head.inference.engine.attention import choice
+from accept_head.inference.engine.attention import varlen as our_varlen
+from accept_head.inference.engine.attention.backend import KERNELS
+from accept_head.inference.engine.attention.choice import choose
+from accept_head.inference.engine.attention.flash import FLASH
+from accept_head.inference.engine.attention.varlen import VARLEN
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
@@ -62,14 +66,14 @@ def kernels(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(attention_backends, "DEVICES", ("cpu",))
-    monkeypatch.setattr(attention_backends, "DTYPES", (torch.float32,))
+    monkeypatch.setattr(choice, "DEVICES", ("cpu",))
+    monkeypatch.setattr(choice, "DTYPES", (torch.float32,))
     contracts = {"flash": attention_contracts.flash_attn_with_kvcache, "varlen": attention_contracts.varlen_attn}
     for name, contract in contracts.items():
-        monkeypatch.setitem(attention_backends.KERNELS, name, counting(name, contract))
+        monkeypatch.setitem(KERNELS, name, counting(name, contract))
     yield calls
     support._served.clear()  # what was proven with the contracts
-    attention_backends.declined.clear()
+    choice.declined.clear()
 
 
 @torch.no_grad()
@@ -106,13 +110,13 @@ def test_ragged_forwards_equal_those_with_a_mask(name, attention, kernels):
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "gemma3 window"])
 def test_before_torch_2_13_keys_are_packed_not_paged(name, monkeypatch):
     operation = attention_contracts.flash_attention_forward
-    packed = partial(attention_backends.packed_varlen, operation)
-    monkeypatch.setitem(attention_backends.KERNELS, "varlen", packed)
+    packed = partial(our_varlen.packed_varlen, operation)
+    monkeypatch.setitem(KERNELS, "varlen", packed)
     assert_equal_logits(MODELS[name], "varlen")
-    wrong = partial(attention_backends.packed_varlen, lambda q, k, v, cu, first, *a, **o: operation(
+    wrong = partial(our_varlen.packed_varlen, lambda q, k, v, cu, first, *a, **o: operation(
         q, k, v, cu, first.roll(1), *a, **o
     ))  # fmt: skip
-    monkeypatch.setitem(attention_backends.KERNELS, "varlen", wrong)
+    monkeypatch.setitem(KERNELS, "varlen", wrong)
     with pytest.raises(AssertionError):
         assert_equal_logits(MODELS[name], "varlen")
 
@@ -120,14 +124,14 @@ def test_before_torch_2_13_keys_are_packed_not_paged(name, monkeypatch):
 def test_which_of_torchs_functions_it_is(monkeypatch):
     from torch.nn.attention import varlen
 
-    assert attention_backends._varlen_kernel() is varlen.varlen_attn
+    assert our_varlen._varlen_kernel() is varlen.varlen_attn
 
     def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
         """As in torch 2.11."""
 
     monkeypatch.setattr(varlen, "varlen_attn", older)
-    kernel = attention_backends._varlen_kernel()
-    assert kernel.func is attention_backends.packed_varlen
+    kernel = our_varlen._varlen_kernel()
+    assert kernel.func is our_varlen.packed_varlen
     names = {argument.name for argument in kernel.args[0].default._schema.arguments}
     assert set(inspect.signature(attention_contracts.flash_attention_forward).parameters) <= names
 
@@ -182,14 +186,14 @@ def test_wrong_lengths_rows_and_windows_would_show(attention, monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(AssertionError):
             patch.setitem(backend.__dict__, "plan", broken)
             assert_equal_logits(MODELS["llama"], attention)
-    kernel = attention_backends.KERNELS[attention]
+    kernel = KERNELS[attention]
     for shift in (-1, 1):
 
         def other_window(*arguments, window_size, _shift=shift, **options):
             left = window_size[0] + _shift if window_size[0] >= 0 else -1
             return kernel(*arguments, window_size=(left, window_size[1]), **options)
 
-        monkeypatch.setitem(attention_backends.KERNELS, attention, other_window)
+        monkeypatch.setitem(KERNELS, attention, other_window)
         with pytest.raises(AssertionError):
             assert_equal_logits(MODELS["mistral window"], attention)
 
@@ -276,8 +280,8 @@ def as_operations(monkeypatch):
     def varlen(q, keys, values, *cu, scale, window_size, enable_gqa, seqused_k, block_table):
         return paged(q, keys, values, *cu, seqused_k, block_table, scale, *window_size, enable_gqa)
 
-    monkeypatch.setitem(attention_backends.KERNELS, "flash", flash)
-    monkeypatch.setitem(attention_backends.KERNELS, "varlen", varlen)
+    monkeypatch.setitem(KERNELS, "flash", flash)
+    monkeypatch.setitem(KERNELS, "varlen", varlen)
 
 
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
@@ -307,7 +311,7 @@ def test_the_model_has_its_own_attention_again_even_after_an_error(monkeypatch):
     cached = CachedModel(model, 1, 4, attention="flash")
     cached.forward(ids[:, :2], torch.tensor([0]), 0)
     assert model.config._attn_implementation == "sdpa"
-    monkeypatch.setitem(attention_backends.KERNELS, "flash", None)
+    monkeypatch.setitem(KERNELS, "flash", None)
     with pytest.raises(TypeError):
         cached.forward(ids[:, :2], torch.tensor([2]), 2)
     assert model.config._attn_implementation == "sdpa"
@@ -317,11 +321,11 @@ def test_auto_takes_the_first_that_is_there_and_serves_the_model(monkeypatch):
     model = MODELS["llama"]
     assert choose(model) is FLASH
     assert choose(model, traced=True) is VARLEN  # torch.compile cannot trace through flash-attn
-    monkeypatch.setitem(attention_backends.KERNELS, "flash", None)
+    monkeypatch.setitem(KERNELS, "flash", None)
     assert choose(model) is VARLEN
-    monkeypatch.setattr(attention_backends, "DTYPES", (torch.bfloat16, torch.float16))
+    monkeypatch.setattr(choice, "DTYPES", (torch.bfloat16, torch.float16))
     assert choose(model) is None and choose(model, "sdpa") is None
-    monkeypatch.setattr(attention_backends, "DEVICES", ("cuda",))
+    monkeypatch.setattr(choice, "DEVICES", ("cuda",))
     assert choose(model) is None
 
 
@@ -361,7 +365,7 @@ def test_a_backend_that_cannot_serve_a_model_says_why(name, monkeypatch):
     make, attention, reason = REFUSED[name]
     model = make()
     if name == "not installed":
-        monkeypatch.setitem(attention_backends.KERNELS, "flash", None)
+        monkeypatch.setitem(KERNELS, "flash", None)
     with pytest.raises(InputError, match=reason):
         CachedModel(model, 1, 4, attention=attention, compile="default" if name == "traced" else "none")
 
@@ -372,7 +376,7 @@ def test_auto_falls_back_when_what_it_chose_fails_and_an_explicit_choice_does_no
     def fails(*_, **__):
         raise RuntimeError("no kernel image is available")
 
-    monkeypatch.setitem(attention_backends.KERNELS, "flash", fails)
+    monkeypatch.setitem(KERNELS, "flash", fails)
     with pytest.raises(InputError, match="no kernel image"):
         generate(target, draft, [[1, 2]], policy="fixed:2", attention="flash")
     result = generate(target, draft, [[1, 2]], policy="fixed:2", max_new_tokens=6, end_token_ids=[])

@@ -13,7 +13,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from accept_head.inference.engine.backends import BACKENDS, choose, refusal
+from accept_head.inference.engine.attention.choice import BACKENDS, choose, refusal
 from accept_head.inference.engine.proof import check_served
 from tests.inference.test_attention_backends import WINDOW, ragged_logits
 from tests.inference.toy import tiny
