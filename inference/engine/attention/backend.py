@@ -1,0 +1,123 @@
+"""A kernel that reads the ragged cache as it lies in memory: no mask, no copies, no repeated heads.
+
+It takes each row's number of keys, and aligns causality to the bottom right: of `new` queries in a row of `length`
+keys, query i sees the first length − new + i + 1. With new tokens written at a row's own end, that is the rule of the
+ragged cache.
+
+It is registered with transformers under a name of its own, and a model has it while a `CachedModel` runs the model.
+What the model is then given as its attention mask is a *plan*: the row lengths, as an int32 tensor of four dimensions,
+which transformers builds no mask for, but hands on to the attention like any 4-D mask. It is an ordinary input on the
+device: nothing is read by the host, and shapes depend on batch and width alone, so that a captured graph follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+Kernel = Callable[..., Any]
+KERNELS: dict[str, Kernel | None] = {}  # those that were looked for
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel and how the ragged cache maps to it.
+
+    plan: (positions (rows, new), cache rows (rows,) or None for all, slots a row, key heads) → the plan. attend: the
+    kernel, query (rows, heads, new, channels), keys and values (batch, key heads, slots, channels), plan, scale, window
+    and cap → (rows, new, heads, channels). page: slots of a row are a multiple of it.
+    """
+
+    name: Literal["flash", "varlen"]
+    registered: str  # with transformers, which takes "flash" in a name for its own
+    load: Callable[[], Kernel]  # raises ImportError, or OSError
+    plan: Callable[[Tensor, Tensor | None, int, int], Tensor]
+    attend: Callable[..., Tensor]
+    needs: str  # what has to be there
+    page: int = 1
+    caps: bool = False  # can it cap the scores?
+    traced: bool = False  # may torch.compile trace through it?
+
+    @property
+    def kernel(self) -> Kernel | None:
+        if self.name not in KERNELS:
+            try:
+                KERNELS[self.name] = self.load()
+            except (ImportError, OSError):  # not there, or built for another torch
+                KERNELS[self.name] = None
+        return KERNELS[self.name]
+
+    def slots(self, wanted: int) -> int:
+        """At least so many slots a row."""
+        return -(-wanted // self.page) * self.page
+
+
+class Attended:
+    """A model whose attention is a backend's while it is run through `around`, and its own otherwise."""
+
+    def __init__(self, model: PreTrainedModel, backend: Backend):
+        self.backend = backend
+        # Layers ask their own config; a model may have several.
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        self.configs: list[Any] = list(configs.values())
+        capped = caps_scores(model)
+        self.name = f"{backend.registered}_capped" if capped else backend.registered
+        AttentionInterface.register(self.name, _attention(backend, capped))
+        text: Any = model.config.get_text_config(decoder=True)
+        self.heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+
+    def plan(self, positions: Tensor, rows: Tensor | None, slots: int) -> Tensor:
+        """What stands for the mask; see `Backend`."""
+        return self.backend.plan(positions, rows, slots, self.heads)
+
+    def around(self, run: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
+        """`run`, in which the model's attention is the backend's whenever it is wanted."""
+
+        @wraps(run)
+        def attended(*arguments: Any, **options: Any) -> Any:
+            if not wanted():
+                return run(*arguments, **options)
+            own = [config._attn_implementation_internal for config in self.configs]
+            try:
+                for config in self.configs:
+                    config._attn_implementation_internal = self.name
+                return run(*arguments, **options)
+            finally:
+                for config, name in zip(self.configs, own, strict=True):
+                    config._attn_implementation_internal = name
+
+        return attended
+
+
+def _attention(backend: Backend, capped: bool) -> Callable[..., tuple[Tensor, None]]:
+    """The backend as transformers calls it."""
+
+    def attention(
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,  # a plan
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        cap = softcap if capped and softcap is not None else 0.0
+        return backend.attend(query, key, value, attention_mask, scale, window, cap), None
+
+    return attention
+
+
+def caps_scores(model: PreTrainedModel) -> bool:
+    """Whether the model caps its scores as it is: under `sdpa` transformers leaves the cap of its config out."""
+    text = model.config.get_text_config(decoder=True)
+    return bool(getattr(text, "attn_logit_softcapping", None)) and model.config._attn_implementation == "eager"
