@@ -462,6 +462,7 @@ def warmed_main(box: Sandbox) -> Callable[[Sequence[str]], int]:
     is the same as before is parsed once: they are not what is spoiled."""
     import jsonargparse
 
+    import accept_head.inference.decode.file as decode_file
     import accept_head.inference.verbs.generate as generate_file
     import accept_head.pair as pair
     import accept_head.training.learn.run as run
@@ -470,7 +471,7 @@ def warmed_main(box: Sandbox) -> Callable[[Sequence[str]], int]:
 
     for name in ("load_pair", "load_model", "load_tokenizer", "checkpoint_fingerprint"):
         once = remembered(getattr(pair, name))
-        for module in (generate_file, run, specdecpp):
+        for module in (decode_file, generate_file, run, specdecpp):
             if hasattr(module, name):
                 setattr(module, name, once)
     jsonargparse.auto_cli = parsed_once(jsonargparse.auto_cli)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ import numpy as np
 from rich.progress import track
 
 from accept_head.cost import ForwardCosts
+from accept_head.inference.bench.arms import P90, arm_maker
 from accept_head.inference.bench.arrivals import Arrival
 from accept_head.inference.bench.figures import (
     TWIN,
@@ -37,15 +38,14 @@ from accept_head.inference.bench.replay import latency_noise, replay_all, replay
 from accept_head.inference.decode.chunks import Chunk
 from accept_head.inference.decode.generate import check_tenants, make_decoder, make_requests
 from accept_head.inference.decode.rows import Request
-from accept_head.inference.engine.backends import Attention
+from accept_head.inference.engine.attention.choice import Attention
 from accept_head.inference.engine.cache import Compile
-from accept_head.inference.policies import FixedPolicy, make_policy
-from accept_head.inference.policy import DraftPolicy, Verifier
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policy import Verifier
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
-
-P90 = "slo_ms=p90"
 
 Item = TypeVar("Item")
 
@@ -144,7 +144,7 @@ class Job:
 
     def _prepare(self, batch: int, sampling: Sampling, requests: Sequence[Request]) -> tuple[Stage, Arms, str]:
         """The stage, warmed up; all arms; and the static K that runs twice, which is the fastest of the warm-up."""
-        arms = {name: _maker(name, self.pair) for name in self.names}
+        arms = {name: arm_maker(name, self.pair) for name in self.names}
         policies = [make() for make in arms.values()]
         for policy in policies:
             check_tenants(policy, (request.tenant for request in requests))
@@ -164,29 +164,9 @@ class Job:
         speeds = warm_up(stage, arms, requests)
         if any(P90 in name for name in self.names):
             limit = slo_base(pilot(stage, requests, self.seed))
-            arms = {name: _maker(name, self.pair, limit) for name in self.names}
+            arms = {name: arm_maker(name, self.pair, limit) for name in self.names}
         twin = max(self.statics, key=speeds.__getitem__)
         return stage, {**arms, twin + TWIN: arms[twin]}, twin
-
-
-def _maker(name: str, pair: Pair, limit: float = 1.0) -> Callable[[], DraftPolicy]:
-    """Makes a policy that has learnt nothing. One whose steps can be captured is made once, and forgets, so that what
-    was captured for it serves all its runs."""
-    made: list[DraftPolicy] = []
-
-    def make() -> DraftPolicy:
-        policy = made[0] if made else make_policy(resolved(name, limit), pair)
-        made[:] = [policy] if policy.carries is not None else []
-        if made:
-            policy.forget()
-        return policy
-
-    return make
-
-
-def resolved(name: str, limit: float) -> str:
-    """The SPEC with the limit, in seconds a token, in its place."""
-    return name.replace(P90, f"slo_ms={1e3 * limit:.4f}")
 
 
 def _shown(items: Iterator[Item], what: str, total: int) -> list[Item]:

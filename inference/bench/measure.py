@@ -17,9 +17,10 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import DecodeStats, Finished, Request
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.pair import Pair, end_ids
+from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
 
 LEAST_PROMPTS = 4  # of a chunk: with fewer the clock's own jitter shows
@@ -91,6 +92,12 @@ class Stage:
         wall, cpu = time.perf_counter(), time.process_time()
         finished = list(self.run(requests, policy, seed, count))
         return time.perf_counter() - wall, time.process_time() - cpu, rounds, finished
+
+
+def each_fills(prompts: Sequence[Prompt], batch: int) -> bool:
+    """Does each domain fill a batch? Then chunks are of one domain each, and show which static K is best for it."""
+    domains = [prompt.domain for prompt in prompts]
+    return all(domains.count(domain) >= batch for domain in set(domains))
 
 
 def make_chunks(

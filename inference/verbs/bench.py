@@ -7,39 +7,30 @@ hidden file beside the output when it is finished, so that an interrupted run go
 
 from __future__ import annotations
 
-import datetime
-import inspect
 import math
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from rich.console import Console
+from typing import Any
 
 from accept_head.console import make_console
 from accept_head.errors import InputError
-from accept_head.files import atomic_path, sha256, writable_file, write_json
-from accept_head.inference.bench.arrivals import Arrival, read_trace
-from accept_head.inference.bench.cells import Job, resolved
+from accept_head.files import writable_file, write_json
+from accept_head.inference.bench.arms import arm_names, check_all_lossless
+from accept_head.inference.bench.arrivals import read_trace
+from accept_head.inference.bench.cells import Job
 from accept_head.inference.bench.figures import Clock
-from accept_head.inference.bench.plots import draw_plots
-from accept_head.inference.bench.tables import cell_table, trace_table
+from accept_head.inference.bench.header import header
+from accept_head.inference.bench.measure import each_fills
+from accept_head.inference.bench.run import Place, measured, write_plots
 from accept_head.inference.costs.files import forward_costs
 from accept_head.inference.decode.chunks import Chunk
-from accept_head.inference.engine.backends import Attention
+from accept_head.inference.decode.unfinished import Unfinished
+from accept_head.inference.engine.attention.choice import Attention
 from accept_head.inference.engine.cache import Compile
-from accept_head.inference.policies import make_policy
-from accept_head.inference.policies.content import content_hash
-from accept_head.inference.policy import Verifier, check_lossless
-from accept_head.inference.profile.device import device_name
-from accept_head.inference.verbs.generate import Kept
+from accept_head.inference.policy import Verifier
 from accept_head.inference.verbs.options import explained
-from accept_head.pair import checkpoint_fingerprint, context_tokens, load_pair
-from accept_head.prompts import Prompt, load_prompts, prompts_fingerprint
+from accept_head.pair import context_tokens, load_pair
+from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 
 BATCHES, TEMPERATURES, STATIC_K = (1, 2, 4, 8, 16, 32), (0.0, 1.0), (1, 2, 3, 4, 6, 8)
@@ -127,7 +118,7 @@ def bench(
     batches = _numbers("batch_size", batch_size, TRACE_BATCHES if trace else BATCHES, 1, 4096)
     samplings = [Sampling(temperature=value, top_k=top_k) for value in dict.fromkeys(temperature or TEMPERATURES)]
     _check_positive(given)
-    names = _names(policy or [], statics)
+    names = arm_names(policy or [], statics)
     priced_at = forward_costs(Path(costs)) if costs else None
     traces = {file: read_trace(Path(file), trace_requests, trace_start) for file in trace or []}
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -144,7 +135,7 @@ def bench(
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         chunk_prompts=chunk_prompts,
-        by_domain=_fill_alone(loaded, max(batches)),
+        by_domain=each_fills(loaded, max(batches)),
         costs=priced_at,
         slo=slo,
         clock=clock,
@@ -159,61 +150,17 @@ def bench(
     )
     if clock == "cpu" and pair.target.device.type != "cpu":
         raise InputError(f"clock is cpu, but the models are on {pair.target.device}: its work would not be counted")
-    _check_lossless(job, samplings)
-    header = _header(job, given, traces)
+    check_all_lossless(names, pair, verifier, samplings, allow_lossy=allow_lossy)
+    head = header(job, bench, given, traces)
     wanted = [Place(file, batch, sampling) for file in traces or [None] for batch in batches for sampling in samplings]
     console = make_console(unseen_width=132)
-    kept = Kept(path, header["settings"])
-    cells = _measured(job, wanted, traces, kept, console)
-    result = {**header, "traces" if traces else "cells": cells}
+    kept = Unfinished(path, head["settings"])
+    cells = measured(job, wanted, traces, kept, console)
+    result = {**head, "traces" if traces else "cells": cells}
     write_json(path, result)
-    kept.hidden.unlink(missing_ok=True)
-    for written in [path, *_write_plots(path, result)]:
+    kept.forget()
+    for written in [path, *write_plots(path, result)]:
         console.print(f"wrote {written}", highlight=False)
-
-
-class Place(NamedTuple):
-    """What a cell is of. trace: its file, if it is of a trace."""
-
-    trace: str | None
-    batch: int
-    sampling: Sampling
-
-    @property
-    def name(self) -> str:
-        where = f"{self.trace}, " if self.trace else ""
-        return f"{where}batch {self.batch}, temperature {self.sampling.temperature:g}"
-
-
-def _measured(
-    job: Job, wanted: Sequence[Place], traces: Mapping[str, Sequence[Arrival]], kept: Kept, console: Console
-) -> list[dict[str, Any]]:
-    """All cells, each shown when it is there. Those that an interrupted run has finished are not measured again."""
-    cells = {record["cell"]: record for record in kept.records.values()}
-    if cells:
-        console.print(f"going on: {len(cells)} cells are there", highlight=False)
-    with kept:
-        for place in wanted:
-            if place.name not in cells:
-                cell: dict[str, Any] = {"index": len(kept.records), "cell": place.name}
-                cell |= {"batch_size": place.batch, "temperature": place.sampling.temperature}
-                if place.trace:
-                    cell |= {"trace": place.trace} | job.replay(traces[place.trace], place.batch, place.sampling)
-                else:
-                    cell |= job.measure(place.batch, place.sampling)
-                kept.add(cell)
-                cells[place.name] = cell
-            console.print((trace_table if place.trace else cell_table)(cells[place.name]))
-    return [{name: value for name, value in cells[place.name].items() if name != "index"} for place in wanted]
-
-
-def _write_plots(path: Path, result: Mapping[str, Any]) -> list[Path]:
-    written = []
-    for plot in draw_plots(result):
-        written.append(path.with_name(f"{path.name.removesuffix('.json')}-{plot.name}.png"))
-        with atomic_path(written[-1]) as temporary:
-            temporary.write_bytes(plot.png)
-    return written
 
 
 def _numbers(name: str, given: Sequence[int] | None, default: Sequence[int], low: int, high: int) -> list[int]:
@@ -232,82 +179,3 @@ def _check_positive(given: Mapping[str, Any]) -> None:
             raise InputError(f"{name} is {given[name]}, expected a positive number")
     if not 0 <= given["trace_start"] < math.inf:
         raise InputError(f"trace_start is {given['trace_start']}, expected seconds, 0 or more")
-
-
-def _names(policies: Sequence[str], statics: Sequence[int]) -> list[str]:
-    """All arms. Raises InputError when a policy is given twice."""
-    reference = ["none", *(f"fixed:{k}" for k in statics)]
-    names = [*reference, *(spec for spec in policies if spec not in reference)]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise InputError(f"--policy {min(twice)}: given twice")
-    return names
-
-
-def _fill_alone(prompts: Sequence[Prompt], batch: int) -> bool:
-    """Does each domain fill a batch? Then chunks are of one domain each, and show which static K is best for it."""
-    domains = [prompt.domain for prompt in prompts]
-    return all(domains.count(domain) >= batch for domain in set(domains))
-
-
-def _check_lossless(job: Job, samplings: Sequence[Sampling]) -> None:
-    """Raises InputError when a policy's SPEC is wrong, or its output would not be the target's."""
-    for name in job.names:
-        policy = make_policy(resolved(name, 1.0), job.pair)
-        for sampling in samplings:
-            check_lossless(policy, job.verifier, greedy=sampling.greedy, allow_lossy=job.allow_lossy)
-
-
-def _header(job: Job, given: Mapping[str, Any], traces: Mapping[str, Sequence[Arrival]]) -> dict[str, Any]:
-    """How, where and when it was measured. settings: all that a cell's figures depend on, whatever other cells there
-    are."""
-    plain = (
-        *(
-            "max_new_tokens",
-            "top_k",
-            "repeats",
-            "chunk_prompts",
-            "slo",
-            "clock",
-            "seed",
-            "verifier",
-            "allow_lossy",
-            "compile",
-            "attention",
-            "chunk",
-        ),
-        *("trace_requests", "trace_start", "time_scale", "load"),
-    )
-    where = {"device": device_name(job.pair.target.device), "threads": torch.get_num_threads()}
-    versions = {name: version(name) for name in ("accept-head", "torch", "transformers")}
-    return {
-        "command": command_line(given),
-        "versions": versions,
-        **where,
-        "date": datetime.date.today().isoformat(),
-        "settings": {
-            **{name: given[name] for name in plain},
-            "policies": {name: content_hash(make_policy(resolved(name, 1.0), job.pair)) for name in job.names},
-            "chunks": "domain" if job.by_domain else "mixed",
-            "prompts": prompts_fingerprint(job.prompts),
-            "costs": asdict(job.costs) if job.costs else None,
-            "traces": {file: _digest(arrivals) for file, arrivals in traces.items()},
-            "target": checkpoint_fingerprint(given["target"]),
-            "draft": checkpoint_fingerprint(given["draft"]),
-            "dtype": str(job.pair.target.dtype).removeprefix("torch."),
-            "measured": {**where, "versions": versions},
-        },
-    }
-
-
-def _digest(arrivals: Sequence[Arrival]) -> str:
-    return sha256(repr([(a.seconds, a.prompt_tokens, a.output_tokens) for a in arrivals]))
-
-
-def command_line(given: Mapping[str, Any]) -> str:
-    """The command that gives these values: options that are not the usual ones."""
-    words = ["accept-head", "bench"]
-    for name, parameter in inspect.signature(bench).parameters.items():
-        if (value := given[name]) != parameter.default:
-            parts = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
-            words += [f"--{name}", *map(str, parts)]
-    return shlex.join(words)

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accept_head.inference.policies.batch_stop_device import batch_stop
 
 from accept_head import Sampling
 from accept_head.cost import ForwardCosts
 from accept_head.inference import make_policy
+from accept_head.inference.bench.arms import arm_maker, resolved
 from accept_head.inference.bench.arrivals import Arrival
-from accept_head.inference.bench.cells import _maker, resolved
 from accept_head.inference.bench.figures import (
     SLO_SCALES,
     TWIN,
@@ -40,8 +41,8 @@ from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.rows import DecodeStats, Finished
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
-from accept_head.inference.policies import FixedPolicy, specs
-from accept_head.inference.policies.batch_stop_device import batch_stop
+from accept_head.inference.policies import specs
+from accept_head.inference.policies.fixed import FixedPolicy
 from tests.inference.replayed import standing_in
 from tests.inference.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
 
@@ -308,7 +309,7 @@ def test_a_spec_can_ask_for_the_limit():
 def test_a_policy_that_is_captured_is_made_once_and_any_other_anew():
     pair = toy_pair()
     for name, once in (("fixed:2", True), ("max-prob:0.5", True), ("dsde:3", True), ("hf-confidence:0.4", False)):
-        make = _maker(name, pair)
+        make = arm_maker(name, pair)
         assert (make() is make()) == once, name
 
 
@@ -322,7 +323,7 @@ def test_what_the_warm_up_has_captured_serves_all_runs_of_a_policy(monkeypatch):
     )
     pair, names = near_pair(), ["none", "fixed:2", "max-prob:0.6,k_max=3", "fixed:3,costs=0.2"]
     names += ["adaedl:0.4,k_max=3", "dsde:2,k_max=3", "hf-heuristic:2,k_max=3", "online-logistic:0.4,k_max=3"]
-    arms = {name: _maker(name, pair) for name in names}
+    arms = {name: arm_maker(name, pair) for name in names}
     with standing_in() as backend:
         stage, these = staged(pair, ragged_prompts(2, longest=8), 20, Sampling(temperature=0), 2, 3, compile="graphs")
         warm_up(stage, arms, these)

@@ -12,10 +12,11 @@ import torch
 
 from accept_head import cli
 from accept_head.cli import main
+from accept_head.inference.bench import run as run_module
 from accept_head.inference.bench.cells import Job
 from accept_head.inference.bench.figures import TWIN
+from accept_head.inference.bench.header import command_line
 from accept_head.inference.verbs import bench as bench_module
-from accept_head.inference.verbs.bench import command_line
 
 PROMPTS, NEW_TOKENS, REPEATS = 12, 8, 2
 REFERENCE = ["none", "fixed:1", "fixed:3"]
@@ -120,7 +121,7 @@ def test_the_command_it_names_gives_the_same_values(measured, monkeypatch):
     with pytest.raises(Interrupted):
         main(shlex.split(measured.result["command"])[1:])
     assert (got["policy"], got["fixed"], got["temperature"], got["slo"]) == (RULES, [1, 3], [0, 1], True)
-    assert command_line(got) == measured.result["command"]
+    assert command_line(bench_module.bench, got) == measured.result["command"]
 
 
 def test_on_each_chunk_every_policy_ran_in_turn(measured):
@@ -259,7 +260,7 @@ def calls(monkeypatch, measured):
         return {**figures, "cpu_share": 1 / (7 + len(seen.batches))}
 
     monkeypatch.setattr(Job, "measure", measure)
-    monkeypatch.setattr(bench_module, "draw_plots", lambda result: [])
+    monkeypatch.setattr(run_module, "draw_plots", lambda result: [])
     return seen
 
 
@@ -380,7 +381,7 @@ def test_a_trace_run_goes_on_too(run, trace_files, tmp_path, monkeypatch):
         return {"noise": {"name": "fixed:1", "floor": 0}, "load": 1, "requests": 8, "time_scale": 1, "policies": []}
 
     monkeypatch.setattr(Job, "replay", replay)
-    monkeypatch.setattr(bench_module, "draw_plots", lambda result: [])
+    monkeypatch.setattr(run_module, "draw_plots", lambda result: [])
     words = (*SMALL, "--trace", *trace_files[:2], "--batch_size", 2, "--temperature", 0, "--repeats", 1)
     with pytest.raises(Interrupted):
         run(tmp_path, *words)

@@ -17,10 +17,11 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.cli import main
+from accept_head.inference.adapters.vllm.config import check_adaptive
 from accept_head.inference.adapters.vllm.settings import Settings
 from accept_head.inference.costs.batch_table import FIELD
-from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
-from accept_head.inference.verbs.vllm_config import _check_adaptive
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 
 TABLE = {FIELD: [[1, 4, 5], [9, 16, 3], [17, 64, 0]]}
 
@@ -138,10 +139,10 @@ def test_which_heads_adaptive_verification_takes(reads, signals):
             return True
         return False
 
-    assert refuses(lambda policy: _check_adaptive(policy, None)) is (reads == "drawn" or "draft_logprob" in signals)
+    assert refuses(lambda policy: check_adaptive(policy, None)) is (reads == "drawn" or "draft_logprob" in signals)
 
 
 def test_adaptive_verification_recalibrates_by_itself():
     head = AcceptanceHead(HeadConfig(hidden_size=8, reads="before"))
     with pytest.raises(InputError, match="vLLM's own fit; leave out"):
-        _check_adaptive(RecalibratedHeadPolicy(head, 0.5, online=True), None)
+        check_adaptive(RecalibratedHeadPolicy(head, 0.5, online=True), None)

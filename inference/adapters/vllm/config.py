@@ -1,0 +1,212 @@
+"""The options to start vLLM with, for a pair, a policy and a table by batch size.
+
+What vLLM does by itself is left to it: a fixed draft length and a table take neither the plugin nor synchronous
+scheduling.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from accept_head.errors import InputError
+from accept_head.files import atomic_path, read_json, writable_file
+from accept_head.hub.folder import head_folder
+from accept_head.inference.adapters.vllm.build import head_of
+from accept_head.inference.adapters.vllm.chosen import head_parts
+from accept_head.inference.adapters.vllm.host import PolicyHost
+from accept_head.inference.adapters.vllm.models import Models, place_of
+from accept_head.inference.adapters.vllm.settings import KEY
+from accept_head.inference.costs.batch_table import FIELD, Range, read_batch_table
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policy import DraftPolicy
+from accept_head.pair import checkpoint_fingerprint
+from accept_head.sampling import Sampling
+from accept_head.trace.config import CONFIG_NAME
+
+Options = dict[str, Any]  # of vLLM's command line, without the two dashes
+
+
+class Serving(NamedTuple):
+    """notes: what the user should know of them."""
+
+    options: Options
+    notes: list[str]
+
+
+def serving(
+    target: str,
+    draft: str,
+    models: Models,
+    spec: str | None,
+    *,
+    batch_map: str | None,
+    temperature: float | None,
+    num_speculative_tokens: int | None,
+    adaptive_verification: bool,
+    tensor_parallel_size: int | None,
+    trust_remote_code: bool,
+) -> Serving:
+    """spec: the policy's; None for vLLM's own rules. temperature: of requests; that of the head's traces when left out,
+    else 1. Raises InputError for what vLLM or the adapter would refuse."""
+    policy = make_policy(spec, models.shape) if spec is not None else None
+    trained = _trained(spec)
+    served = Sampling(temperature=_trained_temperature(trained, 1.0) if temperature is None else temperature)
+    table = _table(batch_map, policy)
+    most = most_tokens(policy, table, num_speculative_tokens, models.context)
+    if adaptive_verification:
+        check_adaptive(policy, table)
+    options = _vllm_options(target, draft, most, served, table, adaptive_verification, tensor_parallel_size)
+    notes: list[str] = []
+    if policy is not None and not isinstance(policy, FixedPolicy | BatchMapPolicy):
+        # The adapter's own checks, before anything is started.
+        PolicyHost(policy, rows=1, limit=most, device=models.shape.device, greedy=served.greedy)
+        if not adaptive_verification:
+            # Not `async-scheduling: false`, which `vllm serve --config` drops without a word.
+            options["no-async-scheduling"] = True
+        options["additional-config"] = {KEY: {"policy": spec}}
+        notes = ["Where vLLM runs, accept-head must be installed too.", *_notes(trained, draft, served)]
+    if trust_remote_code:
+        options["trust-remote-code"] = True
+    return Serving(options, notes)
+
+
+def _vllm_options(
+    target: str,
+    draft: str,
+    most: int,
+    served: Sampling,
+    table: list[Range] | None,
+    adaptive: bool,
+    tensor_parallel_size: int | None,
+) -> Options:
+    """What stands there with and without the plugin."""
+    speculation: Options = {
+        "method": "draft_model",
+        "model": place_of(draft),
+        "num_speculative_tokens": most,
+        "draft_sample_method": "greedy" if served.greedy else "probabilistic",
+    }
+    options: Options = {"model": place_of(target), "speculative-config": speculation}
+    if tensor_parallel_size is not None:
+        if tensor_parallel_size < 1:
+            raise InputError(f"tensor_parallel_size is {tensor_parallel_size}, expected a positive integer")
+        options["tensor-parallel-size"] = tensor_parallel_size
+        speculation["draft_tensor_parallel_size"] = tensor_parallel_size  # vLLM takes no other for a draft model
+    if table is not None:
+        speculation[FIELD] = [list(row) for row in table]
+    if adaptive:
+        speculation["enable_adaptive_verification"] = True
+    return options
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def _table(batch_map: str | None, policy: DraftPolicy | None) -> list[Range] | None:
+    """vLLM's own rule, of the file or of a policy that is the same."""
+    if isinstance(policy, BatchMapPolicy):
+        if batch_map is not None:
+            raise InputError("--batch_map and --policy batch-map say the same thing: expected one of them")
+        return policy.table
+    return read_batch_table(Path(batch_map)) if batch_map is not None else None
+
+
+def most_tokens(policy: DraftPolicy | None, table: list[Range] | None, wanted: int | None, context: int) -> int:
+    """vLLM's num_speculative_tokens: the least of what policy and table allow, or as many as are wanted up to there.
+
+    A table was measured with drafts of full length. Under a policy that stops early a limit from it is, if anything,
+    too low: what would not be worth drafting for all rows is drafted for the few that go on.
+    """
+    if policy is None and table is None:
+        raise InputError("no policy is named: expected --head, --policy, --tuned or --batch_map")
+    limits = [policy.max_draft_tokens] if policy is not None else []
+    limits += [max(k for _, _, k in table)] if table is not None else []
+    most, fewest = min(limits), getattr(policy, "k_min", 1)
+    if most == 0:
+        raise InputError("no tokens are ever drafted: start vLLM with the target alone")
+    if wanted is not None:
+        if not fewest <= wanted <= most:
+            raise InputError(f"num_speculative_tokens is {wanted}, expected {fewest} to {most}, as the policy drafts")
+        most = wanted
+    if most + 2 > context:
+        raise InputError(
+            f"num_speculative_tokens would be {most}, but the models have positions for {context} tokens only"
+        )
+    return most
+
+
+def check_adaptive(policy: DraftPolicy | None, table: list[Range] | None) -> None:
+    """Raises InputError."""
+    if policy is None:
+        raise InputError("adaptive verification takes a head: expected --head, or --policy head:PATH")
+    head_of(policy)
+    if table is not None:
+        raise InputError("--adaptive_verification sizes what is verified by the load itself: leave --batch_map out")
+
+
+# --- what the head was trained for -----------------------------------------------------------------------------------
+
+
+def _trained(spec: str | None) -> dict[str, Any]:
+    """The trace config of the SPEC's head; empty without one."""
+    name, _, argument = (spec or "").partition(",")[0].partition(":")
+    if name != "head":
+        return {}
+    path = head_folder(head_parts(argument)[0]) / CONFIG_NAME
+    return read_json(path) if path.is_file() else {}
+
+
+def _trained_temperature(trained: dict[str, Any], otherwise: float) -> float:
+    sampling = trained.get("sampling")
+    value = sampling.get("temperature") if isinstance(sampling, dict) else None
+    return float(value) if isinstance(value, int | float) else otherwise
+
+
+def _notes(trained: dict[str, Any], draft: str, served: Sampling) -> Iterator[str]:
+    """What still works, but not as well as it could."""
+    here = any(Path(draft).glob("*.safetensors"))
+    if trained and here and trained.get("draft_fingerprint") != checkpoint_fingerprint(draft):
+        yield f"The head was trained on another draft ({trained.get('draft')})."
+    temperature = _trained_temperature(trained, served.temperature)
+    if temperature != served.temperature:
+        yield f"The head was trained at temperature {temperature:g}, not {served.temperature:g}."
+    sampling = trained.get("sampling")
+    if temperature and isinstance(sampling, dict) and (sampling.get("top_k") or sampling.get("top_p", 1) < 1):
+        yield "The head was trained with top-k or top-p; vLLM's draft samples by temperature alone."
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def command_line(options: Options) -> str:
+    """`vllm serve …`, quoted for a shell."""
+    words = ["vllm", "serve", options["model"]]
+    for name, value in options.items():
+        if name != "model":
+            words += [f"--{name}"] if value is True else [f"--{name}", _word(value)]
+    return shlex.join(words)
+
+
+def _word(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else str(value)
+
+
+def yaml_path(out: str) -> Path:
+    if not out.endswith((".yaml", ".yml")):
+        raise InputError(f"--out {out}: expected a name that ends in .yaml, vLLM reads no other")
+    return writable_file(Path(out))
+
+
+def write_yaml(path: Path, options: Options, notes: list[str]) -> None:
+    values = yaml.safe_dump(options, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 20)
+    comments = [f"# vllm serve --config {path.name}", *(f"# {note}" for note in notes)]
+    with atomic_path(path) as temporary:
+        temporary.write_text("\n".join([*comments, values]), encoding="utf-8")

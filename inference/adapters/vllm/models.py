@@ -1,0 +1,53 @@
+"""Both models as vLLM would take them, from no more than their config.json."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoConfig
+
+from accept_head.errors import InputError
+from accept_head.inference.policies.spec import DraftShape
+
+
+class Models(NamedTuple):
+    shape: DraftShape
+    context: int  # tokens that both models have positions for
+
+
+def read_models(target: str, draft: str, trust_remote_code: bool = False) -> Models:
+    """From both config.json. Raises InputError naming the option when one cannot be read, or when vLLM would refuse the
+    pair: it compares the sizes of the vocabularies, padding included."""
+    configs = [
+        _read_config(name, option, trust_remote_code) for name, option in ((target, "--target"), (draft, "--draft"))
+    ]
+    sizes = [config.vocab_size for config in configs]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"vocab_size is {sizes[0]} in --target {target} and {sizes[1]} in --draft {draft}: vLLM takes a draft with "
+            "the same only"
+        )
+    context = min(getattr(config, "max_position_embeddings", None) or 1 << 30 for config in configs)
+    # For heads that read it, which are only looked at here: a shape, no numbers.
+    embeddings = torch.empty(sizes[1], configs[1].hidden_size, device="meta")
+    return Models(DraftShape(configs[1].hidden_size, torch.device("cpu"), embeddings), context)
+
+
+def _read_config(name: str, option: str, trust_remote_code: bool) -> Any:
+    """That of the language model, where there are others around it."""
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
+    except Exception as error:  # a wrong name, a damaged file, a bad value: each has a kind of its own
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{option} {name}: its config.json cannot be read ({reason})") from None
+    for field in ("vocab_size", "hidden_size"):
+        if type(getattr(config, field, None)) is not int:
+            raise InputError(f"{option} {name}: its config.json has no {field}, expected that of a language model")
+    return config
+
+
+def place_of(model: str) -> str:
+    """A folder by its absolute path; a name on the Hub as it is."""
+    return os.path.abspath(model) if os.path.isdir(model) else model

@@ -1,0 +1,69 @@
+"""The head of a bench's file: how, where and when it was measured, and all that a cell's figures depend on."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from accept_head.files import sha256
+from accept_head.inference.bench.arms import resolved
+from accept_head.inference.bench.arrivals import Arrival
+from accept_head.inference.bench.cells import Job
+from accept_head.inference.policies.content import content_hash
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.profile.device import device_name
+from accept_head.pair import checkpoint_fingerprint
+from accept_head.prompts import prompts_fingerprint
+
+SETTINGS = (
+    *("max_new_tokens", "top_k", "repeats", "chunk_prompts", "slo", "clock", "seed", "verifier", "allow_lossy"),
+    *("compile", "attention", "chunk", "trace_requests", "trace_start", "time_scale", "load"),
+)  # parameters of the verb, as they are
+
+
+def header(
+    job: Job, verb: Callable[..., None], given: Mapping[str, Any], traces: Mapping[str, Sequence[Arrival]]
+) -> dict[str, Any]:
+    """given: the verb's values by parameter. In the result, settings: all that a cell's figures depend on, whatever
+    other cells there are."""
+    where = {"device": device_name(job.pair.target.device), "threads": torch.get_num_threads()}
+    versions = {name: version(name) for name in ("accept-head", "torch", "transformers")}
+    return {
+        "command": command_line(verb, given),
+        "versions": versions,
+        **where,
+        "date": datetime.date.today().isoformat(),
+        "settings": {
+            **{name: given[name] for name in SETTINGS},
+            "policies": {name: content_hash(make_policy(resolved(name, 1.0), job.pair)) for name in job.names},
+            "chunks": "domain" if job.by_domain else "mixed",
+            "prompts": prompts_fingerprint(job.prompts),
+            "costs": asdict(job.costs) if job.costs else None,
+            "traces": {file: _digest(arrivals) for file, arrivals in traces.items()},
+            "target": checkpoint_fingerprint(given["target"]),
+            "draft": checkpoint_fingerprint(given["draft"]),
+            "dtype": str(job.pair.target.dtype).removeprefix("torch."),
+            "measured": {**where, "versions": versions},
+        },
+    }
+
+
+def _digest(arrivals: Sequence[Arrival]) -> str:
+    return sha256(repr([(a.seconds, a.prompt_tokens, a.output_tokens) for a in arrivals]))
+
+
+def command_line(verb: Callable[..., None], given: Mapping[str, Any]) -> str:
+    """The command that gives these values: options that are not the usual ones."""
+    words = ["accept-head", verb.__name__]
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if (value := given[name]) != parameter.default:
+            parts = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
+            words += [f"--{name}", *map(str, parts)]
+    return shlex.join(words)
