@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).parents[1]
 SHELL, PYTHON, OPTIONS, TEXT = "shell", "python", "options", "text"
 BUILTINS = ("export", "source")
 OF_ALL_VERBS = ("config", "print_config", "help")
+OURS = r"(accept_head|training|inference|tests|benchmarks|configs|checkpoints|docs)/[\w./*-]+"
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,11 @@ def _options(text: str) -> list[str]:
 
 
 def span_problems(span: str) -> list[str]:
-    """What a span of code names wrongly: a verb, the names of its options, a script or a target of make. Values may be
-    left out there."""
+    """What a span of code names wrongly: a file of the repository, a verb, the names of its options, a script or a
+    target of make. Values may be left out there."""
     words = span.split()
+    if re.fullmatch(OURS, span):
+        return [] if "NAME" in span or [*REPOSITORY.glob(span)] else [f"{span}: no such file"]
     if words[0] in ("make", "python") and len(words) > 1:
         return PROGRAMS[words[0]](words[1:]) if not words[1].startswith("-") else []
     if words[0] == "accept-head":
@@ -209,7 +212,7 @@ def _accept_head(words: list[str]) -> list[str]:
 
 def _specs(options: list[str] | tuple[str, ...]) -> list[str]:
     """Policies behind --policy: the name and the options; files need not be there."""
-    from accept_head.inference.policies.specs import COSTS, POLICIES, _parse_option, option_types, takes_costs
+    from accept_head.inference.policies.registry import COSTS, POLICIES, parse_option
 
     found = []
     begin = options.index("--policy") + 1 if "--policy" in options else len(options)
@@ -221,13 +224,13 @@ def _specs(options: list[str] | tuple[str, ...]) -> list[str]:
         if entry is None:
             found.append(f"policy {spec!r}: unknown")
             continue
-        known = option_types(entry)
+        known = entry.option_types
         for key, _, value in (pair.partition("=") for pair in pairs):
-            if key not in known and not (key == COSTS and takes_costs(entry)):
+            if key not in known and not (key == COSTS and entry.takes_costs):
                 found.append(f"policy {spec!r}: unknown option {key!r}")
             elif key != COSTS:
                 try:
-                    _parse_option(spec, key, value, known[key])
+                    parse_option(spec, key, value, known[key])
                 except InputError as error:
                     found.append(str(error))
     return found

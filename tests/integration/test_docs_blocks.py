@@ -35,7 +35,14 @@ from tests.doc_blocks import (
 from tests.hub_server import HubServer
 
 PAGES = [
-    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md"),
+    *(
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "SECURITY.md",
+        "benchmarks/README.md",
+        "benchmarks/gpu/README.md",
+    ),
     *(f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))),
 ]
 
@@ -84,6 +91,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "CHANGELOG.md": {},
     "SECURITY.md": {},
     "benchmarks/README.md": {},
+    "benchmarks/gpu/README.md": {"pip install .": NotRun("needs a GPU: test_gpu_benchmarks.py runs the parts without")},
     "docs/README.md": {},
     "docs/quickstart.md": {
         "make .venv/ready": ENVIRONMENT,
@@ -215,7 +223,14 @@ def test_what_a_sentence_names_exists(page):
 
 @pytest.mark.parametrize(
     "span",
-    ["accept-head tun", "accept-head tune --magic", "tune --magic 7", "python benchmarks/no_such.py", "make no-such"],
+    [
+        "accept-head tun",
+        "accept-head tune --magic",
+        "tune --magic 7",
+        "python benchmarks/no_such.py",
+        "make no-such",
+        "inference/no_such.py",
+    ],
 )
 def test_a_broken_span_would_be_caught(span):
     assert [problem for found in spans(f"Say `{span}` here.") for problem in span_problems(found)]
