@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from record import REPOSITORY, RESULTS, TINY, write_result
+from trace_alternatives import alternatives_of
 
 from accept_head.alternatives import Alternatives
 from accept_head.command.libraries import quiet_libraries
@@ -54,7 +55,6 @@ from accept_head.inference.policies.online.recalibrated import RecalibratedHeadP
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
-from accept_head.inference.replay.alternatives import alternatives_of
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.calibration import rounds_of
@@ -64,7 +64,7 @@ from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.training.collect.verb import collect
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 WORK = Path("runs/shift")
 PAIR = TINY.relative_to(REPOSITORY)

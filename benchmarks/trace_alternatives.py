@@ -1,4 +1,4 @@
-"""Alternatives at the positions of coupled traces, for the replay of policies that ask for them.
+"""Alternatives at the positions of coupled traces, for the replay of policies that learn from them.
 
 Traces keep what was drawn, not what it was drawn from: one teacher-forced pass of both models over each response.
 """
@@ -14,9 +14,8 @@ from accept_head.acceptance import acceptance_probability
 from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.errors import InputError
 from accept_head.inference.replay.coupled import CoupledTraces
-from accept_head.randomness import uniforms
+from accept_head.randomness import TraceStream, uniforms
 
-STREAM = 5  # counter of `uniforms`; rollouts use 4
 FAR = 0.02  # rounding in another dtype moves a(Y) by less, on average
 
 
@@ -40,7 +39,7 @@ def alternatives_of(traces: CoupledTraces, target: PreTrainedModel, draft: PreTr
         ids = torch.from_numpy(np.concatenate([record["prompt_ids"], record["response_ids"]])).long()
         before = slice(len(record["prompt_ids"]) - 1, len(ids) - 1)  # whose logits the response was drawn from
         steps = torch.arange(len(record["response_ids"]))[:, None]
-        random = uniforms(config.seed, int(record["index"]), steps, STREAM, torch.arange(DRAWS))
+        random = uniforms(config.seed, int(record["index"]), steps, TraceStream.LATER_ALTERNATIVES, torch.arange(DRAWS))
         p, q = (distributions(model, ids, before) for model in (target, draft))
         parts.append(draw_alternatives(p, q, random))
         known = acceptance_probability(p, q, torch.from_numpy(record["draft_ids"]).long())
