@@ -41,7 +41,7 @@ class Corpus:
 
 
 def load_corpus(data: Path, seed: int = 0) -> Corpus:
-    """Read every source under `data` (the shared/data folder) and split it into training and held-out documents."""
+    """Read every source under `data` and split it into training and held-out documents."""
     overlap = _overlapping_lines(data)
     corpus = Corpus()
     for documents, held_out_count in (

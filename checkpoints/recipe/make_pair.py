@@ -1,6 +1,6 @@
-"""Makes checkpoints/tiny from ../shared/data: corpus → prompts and tokenizer → target → draft.
+"""Makes checkpoints/tiny from a folder of texts: corpus → prompts and tokenizer → target → draft.
 
-    python checkpoints/recipe/make_pair.py --data ../shared/data
+    python checkpoints/recipe/make_pair.py --data DATA
 
 On one thread of a CPU with AVX512-bf16 this takes about an hour and a half; on a GPU, minutes. Every stage is seeded
 and skipped when its result is there, and an interrupted stage resumes from its last checkpoint in --work.

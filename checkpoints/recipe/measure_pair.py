@@ -1,6 +1,6 @@
 """Measures the embedded pair: held-out loss of both models, and acceptance at temperature 1, top-k 50, by domain.
 
-    python checkpoints/recipe/measure_pair.py --data ../shared/data
+    python checkpoints/recipe/measure_pair.py --data DATA
 
 Writes checkpoints/tiny/measured.json, which checkpoints/README.md quotes.
 """

@@ -1,8 +1,8 @@
 """Replay prices a policy as the real decode loop does: the same policy object, the same held-out prompts.
 
-At T = 0 on the same responses: each response's counts are equal (the issue asks for 1 % of the pooled rates). At T = 1
-both are samples: z = difference / √(se² + se²) with standard errors over prompts; |z| > 3.89 fails, a false alarm in
-10,000 a comparison (fewer, since both see the same prompts), and most must lie in the joint 95 % interval.
+At T = 0 on the same responses: each response's counts are equal. At T = 1 both are samples: z = difference /
+√(se² + se²) with standard errors over prompts; |z| > 3.89 fails, a false alarm in 10,000 a comparison (fewer, since
+both see the same prompts), and most must lie in the joint 95 % interval.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ import torch
 from accept_head import Sampling
 from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.inference import RowPolicy, generate
-from accept_head.inference.policies import (
-    AdaEdlPolicy,
-    AdaSpecPolicy,
-    BatchMapPolicy,
-    BudgetPolicy,
-    ConfidencePolicy,
-    DsdePolicy,
-    EntropyPolicy,
-    FixedPolicy,
-    GoodputPolicy,
-    HeadPolicy,
-    HfConfidencePolicy,
-    HfHeuristicPolicy,
-    LeviathanPolicy,
-    MaxProbPolicy,
-    MeanMaxProbPolicy,
-    OnlineLogisticPolicy,
-    OnlineSignalsPolicy,
-    RecalibratedHeadPolicy,
-)
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.budget import BudgetPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.dsde import DsdePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.goodput import GoodputPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
+from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
+from accept_head.inference.policies.leviathan import LeviathanPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.online.signals import OnlineSignalsPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import scores as module
 from accept_head.inference.replay.asking import replay

@@ -12,7 +12,9 @@ from scipy.stats import entropy as scipy_entropy
 
 from accept_head import InputError, Sampling
 from accept_head.inference import generate
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, HeadPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, Signal
 from tests.inference.toy import random_head, toy_pair
@@ -206,7 +208,7 @@ def test_a_head_stops_by_its_product_at_either_lag(states, threshold, k_min):
 @pytest.mark.parametrize("k_min", [1, 3])
 @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.95])
 def test_a_head_that_looks_ahead_stops_by_the_chance_of_the_token_not_yet_drawn(states, threshold, k_min):
-    """Equations §5 by hand: at the first k where C_k·β̂_{k+1} is below 1 − threshold, or at k_min after that."""
+    """docs/theory.md §5 by hand: at the first k where C_k·β̂_{k+1} is below 1 − threshold, or at k_min after that."""
     head, stopped, by_product = random_head(HIDDEN, predicts="both"), [], []
     with torch.no_grad():
         both = head(states[:, 1:]).sigmoid()
