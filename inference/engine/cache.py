@@ -8,20 +8,20 @@ Rolling back is therefore: start the next write earlier. Feeding a token again a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from accept_head.inference.engine.attention.backend import Attended
 from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.attention.kinds import AttentionKinds, check_rotary
-from accept_head.inference.engine.graphs import GraphBackend, Graphs, check_one_device, graph_backend
+from accept_head.inference.engine.call import ModelCall, compiled_call, hidden_of
+from accept_head.inference.engine.cuda import GraphBackend, check_one_device, graph_backend
+from accept_head.inference.engine.graphs import Graphs
+from accept_head.inference.engine.layer import RaggedLayer, WritePlace
 from accept_head.pair import Forward, base_model, context_tokens
 
 Compile = Literal["none", "default", "max-autotune", "graphs"]
@@ -32,74 +32,8 @@ FILL_TOKENS = 2048
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 # Its caches come in multiples of so many tokens: decoders for prompts of other lengths then share the graphs.
 CAPACITY_STEP = 64
-MOST_COMPILED = 1024  # of one process
 # A captured forward looks at the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times so many.
 LEAST_EXTENT = 128
-
-
-@dataclass
-class Place:
-    """Where the next forward writes; one for all layers of a model.
-
-    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use. whole:
-    does attention get all there is, of all rows, because its kernel picks what it may see?
-    """
-
-    slots: Tensor
-    rows: Tensor | None = None
-    extent: int = 0
-    whole: bool = False
-
-
-class RaggedLayer(CacheLayerMixin):
-    """One layer's keys and values, (batch, heads, capacity, head_dim), written at `place`."""
-
-    is_compileable = True
-
-    def __init__(self, batch: int, capacity: int, place: Place):
-        super().__init__()
-        self.batch, self.capacity, self.place = batch, capacity, place
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        _, heads, _, _ = key_states.shape
-        self.keys = key_states.new_zeros(self.batch, heads, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(self.batch, heads, self.capacity, value_states.shape[-1])
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`, or `whole`."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        slots = self.place.slots.to(key_states.device)  # with a device map, layers live on several
-        if self.place.rows is None:
-            index = slots[:, None, :, None]
-            self.keys.scatter_(2, index.expand_as(key_states), key_states)
-            self.values.scatter_(2, index.expand(value_states.shape), value_states)
-            extent = self.capacity if self.place.whole else self.place.extent
-            return self.keys[:, :, :extent], self.values[:, :, :extent]
-        rows = self.place.rows.to(key_states.device)
-        self.keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
-        self.values[rows[:, None], :, slots] = value_states.transpose(1, 2)
-        if self.place.whole:
-            return self.keys, self.values
-        return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
-
-    def select(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was; the batch may shrink."""
-        if self.is_initialized:
-            assert self.keys is not None and self.values is not None
-            self.keys, self.values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))
-        self.batch = len(rows)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.place.extent, 0
-
-    def get_seq_length(self) -> int:
-        return self.place.extent
-
-    def get_max_length(self) -> int:
-        return self.capacity
 
 
 class CachedModel:
@@ -126,7 +60,7 @@ class CachedModel:
         graphs: GraphBackend | None = None,
     ):
         """max_length: longest row, in tokens. with_hidden: also return the last hidden state. attention: see
-        attention_backends; `check_served` proves that what it chooses is right."""
+        attention/choice.py; `check_served` proves that what it chooses is right."""
         self.model = model
         self.static = compile != "none"
         self.graphs = Graphs(graphs or graph_backend(model.device)) if compile == "graphs" else None
@@ -138,7 +72,7 @@ class CachedModel:
         self.max_length = max_length
         self.kinds = AttentionKinds.of(model)
         check_rotary(model, max_length)
-        self.place = place = Place(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
+        self.place = place = WritePlace(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
         # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
         self.slots = max_length + 1
         backend = choose(model, attention, traced=compile in ("default", "max-autotune"))
@@ -147,8 +81,10 @@ class CachedModel:
             self.slots = backend.slots(self.slots + (WIDTHS[-1] if self.static else 0))
         self.layers = [RaggedLayer(batch, self.slots, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
-        self._call = _Call(model, self.cache, max_length, _hidden_of(model) if with_hidden else None)
-        self._run = _compiled(self._call.__call__, compile, model.device) if compiles else self._call
+        self._call = ModelCall(model, self.cache, max_length, hidden_of(model) if with_hidden else None)
+        self._run: Callable[..., Any] = self._call
+        if compiles:
+            self._run = compiled_call(self._call.__call__, model.device, tuned=compile == "max-autotune")
         self._base: Callable[..., Any] = base_model(model)
         if self.attended:
             whole = partial(getattr, place, "whole")
@@ -281,77 +217,3 @@ class CachedModel:
         """Memory of keys and values."""
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-class _Call:
-    """A model's forward on a cache, apart from the `CachedModel` it is of: what refers to itself is not freed when the
-    last one who uses it is gone, and a cache is large."""
-
-    def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: _Hidden | None):
-        self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
-
-    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
-        inputs = self.inputs(input_ids, positions, masks)
-        if self.hidden is None:
-            logits = self.model(**inputs).logits
-            return logits, logits[..., :0]
-        self.hidden.wanted = True
-        logits = self.model(**inputs).logits
-        self.hidden.wanted = False
-        last = self.hidden.last
-        del self.hidden.last
-        return logits, last
-
-    def inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
-        return {
-            "input_ids": input_ids,
-            "position_ids": positions.clamp(max=self.max_length - 1),
-            "attention_mask": masks,
-            "past_key_values": self.cache,
-            "use_cache": True,
-        }
-
-
-class _Hidden:
-    """A model's last hidden state after the final norm: what its base model returned in the forward that wants it."""
-
-    wanted = False
-    last: Tensor
-
-
-_hidden: WeakKeyDictionary[PreTrainedModel, _Hidden] = WeakKeyDictionary()
-
-
-def _hidden_of(model: PreTrainedModel) -> _Hidden:
-    """One hook for the life of a model, idle unless wanted: hooks that come and go would be compiled anew each time."""
-    if model not in _hidden:
-        hidden = _hidden[model] = _Hidden()
-
-        def keep(_module: Any, _inputs: Any, output: Any) -> None:
-            if hidden.wanted:
-                hidden.last = output[0]
-
-        base_model(model).register_forward_hook(keep)
-    return _hidden[model]
-
-
-def _compiled(call: Any, mode: Compile, device: torch.device) -> Any:
-    import torch._dynamo.config as dynamo
-    import torch._inductor.config as inductor
-
-    # All decoders compile the same function: once for each model, batch, capacity and width.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_COMPILED)
-    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_COMPILED)
-    tuned = mode == "max-autotune"
-    if not tuned or device.type != "cpu":
-        return torch.compile(call, dynamic=False, fullgraph=True, mode=mode if tuned else None)
-    compiled = torch.compile(call, dynamic=False, fullgraph=True)
-    # Freezing packs copies of the weights as small matrix products on a CPU want them: 2.5 x on the embedded target.
-    # Not an option of torch.compile, because the tracer has to know of it too.
-    settings = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
-
-    def run(*arguments: Any) -> Any:
-        with inductor.patch(settings):
-            return compiled(*arguments)
-
-    return run

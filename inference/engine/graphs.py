@@ -8,9 +8,8 @@ A replay runs the same kernels on the same memory and nothing of Python. Hence t
 - What is no tensor, a depth, a width, is part of the key: another number is another graph. So are shapes and dtypes.
 - A function is run before it is captured, so that kernels are loaded and buffers have shapes; what it changes in place
   (`mutates`) is put back. It must not read a value on the host; a call that does is refused while it is tried.
-- An object whose attributes the function rebinds is given as `state`, with their names in `carries`, those of an
-  object that it holds as `held.name`: they go in and out like arguments and results. Attributes that it only reads, and
-  that others rebind between calls, are named in `inputs`: they go in.
+- An object whose attributes the function rebinds is given as `state`; its `capture` (capture.py) names them: they go in
+  and out like arguments and results, those that the function only reads go in.
 
 The result of a call is valid until the next call of that name.
 """
@@ -18,96 +17,28 @@ The result of a call is valid until the next call of that name.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.cuda import GraphBackend
+from accept_head.inference.engine.leaves import put_together, take_apart
 
 SMALL = 1 << 14  # numbers of a tensor
 MOST_GRAPHS = 512  # of one model, or of one policy's small functions; what comes later is run as it is
 
 Function = Callable[..., Any]
-PLAIN = (int, float, bool, str, type(None), frozenset)
-
-
-class GraphBackend(Protocol):
-    """What captures and replays: CUDA, or a stand-in for tests."""
-
-    def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run it for its own sake. Raises RuntimeError when it waits for the device."""
-        ...
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record what it does → what does it again."""
-        ...
-
-
-class CudaGraphs:
-    """torch.cuda.CUDAGraph, all in one pool of memory, captured on one side stream."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        with torch.cuda.device(device):
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-
-    def warm_up(self, function: Callable[[], Any]) -> None:
-        here = torch.cuda.current_stream(self.device)
-        self.stream.wait_stream(here)
-        try:
-            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                function()  # libraries are set up now, which may wait for the device
-                with _waiting_is_an_error():
-                    function()
-        finally:
-            here.wait_stream(self.stream)
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # thread_local: what other threads do, those that load data, say, is no part of it.
-        options: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-        try:
-            with torch.cuda.device(self.device), torch.cuda.graph(graph, **options):
-                function()
-        finally:
-            torch.cuda.set_stream(here)  # torch leaves the other one in place when a capture fails
-        return graph.replay
-
-
-def check_one_device(model: torch.nn.Module) -> None:
-    """Raises InputError for a model that is spread over several."""
-    devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) > 1:
-        raise InputError(f"compile is 'graphs', which needs a model on one device, but it is on {sorted(devices)}")
-
-
-def graph_backend(device: torch.device) -> GraphBackend:
-    """Raises InputError where there are no CUDA graphs."""
-    if device.type != "cuda":
-        raise InputError(f"compile is 'graphs', which needs a CUDA device, but the models are on {device}")
-    return CudaGraphs(device)
-
-
-@contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode does not see everything
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @dataclass
-class _Captured:
+class _Graph:
+    """One captured call."""
+
     copied: list[tuple[int, Tensor]]  # (place among the inputs, the graph's buffer for it)
     replay: Callable[[], None]
     result: Any
@@ -115,8 +46,8 @@ class _Captured:
 
 
 class Graphs:
-    """Captured functions by name. also: others, whose kept tensors and results are kept here, too. beside: others that
-    are never in use at the same time: they share their memory for results, and what they keep."""
+    """Captured functions by name. also: other graphs; tensors that they keep need no copy here either. beside: graphs
+    that are never in use at the same time as these; both share the memory of their results, and what they keep."""
 
     def __init__(
         self,
@@ -126,7 +57,7 @@ class Graphs:
         beside: Graphs | None = None,
     ):
         self.backend, self.also, self.most = backend, list(also), most
-        self.captured: dict[Any, _Captured] = {}
+        self.captured: dict[Any, _Graph] = {}
         # Of results; and, by the address of their storage, which cannot be anybody else's meanwhile, what is kept.
         self.buffers: dict[Any, Tensor] = beside.buffers if beside else {}
         self.kept: dict[int, Tensor] = beside.kept if beside else {}
@@ -173,13 +104,13 @@ class Graphs:
         if name in self.refused:
             return function(*inputs)
         leaves: list[Tensor] = []
-        shape = _flatten((inputs, _read(state) | ({} if renews else _carried(state))), leaves)
+        shape = take_apart((inputs, _read(state) | ({} if renews else _carried(state))), leaves)
         described = [self._described(leaf, copy) for leaf in leaves]
         key = (name, shape, *described)
         known = self.captured.get(key)
         if known is None:
             if len(self.captured) >= self.most:
-                _once(f"more than {self.most} graphs are wanted: {name} and others are run without")
+                _warn_once(f"more than {self.most} graphs are wanted: {name} and others are run without")
                 return function(*inputs)
             try:
                 places = [place for place, *_ in described]
@@ -189,7 +120,7 @@ class Graphs:
                 if not optional:
                     raise InputError(f"compile is 'graphs', but {name} cannot be captured ({reason})") from error
                 self.refused.add(name)
-                _once(f"{name} is not captured ({reason}), hence slower")
+                _warn_once(f"{name} is not captured ({reason}), hence slower")
                 return function(*inputs)
             self.captured[key] = known
         else:
@@ -224,7 +155,7 @@ class Graphs:
         places: Sequence[Any],
         state: Any,
         mutates: Sequence[Tensor],
-    ) -> _Captured:
+    ) -> _Graph:
         copied = [(i, torch.empty_like(leaf).copy_(leaf)) for i, leaf in enumerate(leaves) if places[i] is None]
         given = list(leaves)
         for place, buffer in copied:
@@ -233,11 +164,11 @@ class Graphs:
 
         def once() -> tuple[Any, list[Tensor]]:
             rest = iter(given)
-            arguments, carried = _build(shape, rest)
+            arguments, carried = put_together(shape, rest)
             _restore(state, carried)
             results: list[Tensor] = []
             result = function(*arguments)
-            return _flatten((result, _carried(state)), results), results
+            return take_apart((result, _carried(state)), results), results
 
         tried: list[tuple[Any, list[Tensor]]] = []
         before = [tensor.clone() for tensor in mutates]
@@ -272,8 +203,8 @@ class Graphs:
             replay = self.backend.capture(recorded)
         finally:
             _restore(state, begun)
-        result, carried = _build(outcome, iter(out))
-        return _Captured(copied, replay, result, carried)
+        result, carried = put_together(outcome, iter(out))
+        return _Graph(copied, replay, result, carried)
 
     def _buffer(self, name: str, place: int, like: Tensor) -> Tensor:
         """One for all graphs of a name whose results have this shape."""
@@ -301,15 +232,12 @@ def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:
     return function(*inputs)
 
 
-# --- arguments and results as lists of tensors ------------------------------------------------------------------------
-
-
 def _carried(state: Any) -> dict[str, Any]:
-    return {} if state is None else {name: attrgetter(name)(state) for name in state.carries}
+    return {} if state is None else {name: attrgetter(name)(state) for name in state.capture.carried}
 
 
 def _read(state: Any) -> dict[str, Any]:
-    return {} if state is None else {name: attrgetter(name)(state) for name in getattr(state, "inputs", ())}
+    return {} if state is None else {name: attrgetter(name)(state) for name in state.capture.read}
 
 
 def _restore(state: Any, carried: dict[str, Any]) -> None:
@@ -319,55 +247,10 @@ def _restore(state: Any, carried: dict[str, Any]) -> None:
         setattr(owner, last, list(value) if isinstance(value, list) else value)  # a function may append to it
 
 
-def _flatten(value: Any, leaves: list[Tensor]) -> Any:
-    """Add its tensors to `leaves` → all else of it, which can be compared and hashed. A round has a dozen calls, each
-    with a dozen values, and after a sync the device waits for them."""
-    if isinstance(value, Tensor):
-        leaves.append(value)
-        return Tensor
-    kind = type(value)
-    if kind in PLAIN:
-        return (None, value)
-    if isinstance(value, (list, tuple)):
-        return (kind, *[_flatten(each, leaves) for each in value])
-    if kind is dict:
-        return (dict, *[(name, _flatten(each, leaves)) for name, each in value.items()])
-    if names := _field_names(kind):
-        return (kind, *[_flatten(getattr(value, name), leaves) for name in names])
-    return (None, value)
-
-
-_names: dict[Any, tuple[str, ...]] = {}
-
-
-def _field_names(kind: Any) -> tuple[str, ...]:
-    """Of a dataclass; none of anything else."""
-    if kind not in _names:
-        _names[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
-    return _names[kind]
-
-
-def _build(shape: Any, leaves: Iterator[Tensor]) -> Any:
-    """The value that `_flatten` took apart."""
-    if shape is Tensor:
-        return next(leaves)
-    kind, *parts = shape
-    if kind is None:
-        return parts[0]
-    if kind is dict:
-        return {name: _build(part, leaves) for name, part in parts}
-    values = [_build(part, leaves) for part in parts]
-    if kind is list or kind is tuple:
-        return kind(values)
-    # Else a named tuple, or a dataclass, whose fields are in order but may be for keywords alone.
-    names = _field_names(kind)
-    return kind(**dict(zip(names, values, strict=True))) if names else kind(*values)
-
-
 _said: set[str] = set()
 
 
-def _once(line: str) -> None:
+def _warn_once(line: str) -> None:
     if line not in _said:
         _said.add(line)
         logging.getLogger(__name__).warning("accept-head: %s", line)

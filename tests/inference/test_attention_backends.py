@@ -219,7 +219,7 @@ def test_a_forward_past_the_end_of_the_cache_takes_the_mask(attention, kernels):
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
 def test_graphs_of_static_widths_never_take_the_mask(attention, monkeypatch, kernels):
     """Which of the two it is may not depend on how long a row is: a captured graph would not know."""
-    monkeypatch.setattr(cache, "_compiled", lambda call, mode, device: call)
+    monkeypatch.setattr(cache, "compiled_call", lambda call, device, tuned: call)
     backend = choose(MODELS["llama"], attention)
     monkeypatch.setitem(backend.__dict__, "traced", True)
     model, ids = MODELS["llama"], random_ids(2, LENGTH)

@@ -1,0 +1,88 @@
+"""A model's forward on a cache: its inputs, its last hidden state, and the same call compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from accept_head.pair import base_model
+
+MOST_COMPILED = 1024  # of one process
+
+
+class ModelCall:
+    """A model's forward on a cache, apart from the `CachedModel` it is of: what refers to itself is not freed when the
+    last one who uses it is gone, and a cache is large."""
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | None):
+        self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
+        inputs = self.inputs(input_ids, positions, masks)
+        if self.hidden is None:
+            logits = self.model(**inputs).logits
+            return logits, logits[..., :0]
+        self.hidden.wanted = True
+        logits = self.model(**inputs).logits
+        self.hidden.wanted = False
+        last = self.hidden.last
+        del self.hidden.last
+        return logits, last
+
+    def inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
+        return {
+            "input_ids": input_ids,
+            "position_ids": positions.clamp(max=self.max_length - 1),
+            "attention_mask": masks,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+
+
+class LastHidden:
+    """A model's last hidden state after the final norm: what its base model returned in the forward that wants it."""
+
+    wanted = False
+    last: Tensor
+
+
+_hooked: WeakKeyDictionary[PreTrainedModel, LastHidden] = WeakKeyDictionary()
+
+
+def hidden_of(model: PreTrainedModel) -> LastHidden:
+    """One hook for the life of a model, idle unless wanted: hooks that come and go would be compiled anew each time."""
+    if model not in _hooked:
+        hidden = _hooked[model] = LastHidden()
+
+        def keep(_module: Any, _inputs: Any, output: Any) -> None:
+            if hidden.wanted:
+                hidden.last = output[0]
+
+        base_model(model).register_forward_hook(keep)
+    return _hooked[model]
+
+
+def compiled_call(call: Any, device: torch.device, *, tuned: bool) -> Any:
+    """`call` by torch.compile. tuned: kernels are tuned, too, which takes longer."""
+    import torch._dynamo.config as dynamo
+    import torch._inductor.config as inductor
+
+    # All decoders compile the same function: once for each model, batch, capacity and width.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_COMPILED)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_COMPILED)
+    if not tuned or device.type != "cpu":
+        return torch.compile(call, dynamic=False, fullgraph=True, mode="max-autotune" if tuned else None)
+    compiled = torch.compile(call, dynamic=False, fullgraph=True)
+    # Freezing packs copies of the weights as small matrix products on a CPU want them: 2.5 x on the embedded target.
+    # Not an option of torch.compile, because the tracer has to know of it too.
+    settings = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+
+    def run(*arguments: Any) -> Any:
+        with inductor.patch(settings):
+            return compiled(*arguments)
+
+    return run

@@ -1,0 +1,74 @@
+"""One layer's keys and values in the ragged cache, and where in it the next forward writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+
+@dataclass
+class WritePlace:
+    """Where the next forward writes; one for all layers of a model.
+
+    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use. whole:
+    does attention get all there is, of all rows, because its kernel picks what it may see?
+    """
+
+    slots: Tensor
+    rows: Tensor | None = None
+    extent: int = 0
+    whole: bool = False
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer's keys and values, (batch, heads, capacity, head_dim), written at `place`."""
+
+    is_compileable = True
+
+    def __init__(self, batch: int, capacity: int, place: WritePlace):
+        super().__init__()
+        self.batch, self.capacity, self.place = batch, capacity, place
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        _, heads, _, _ = key_states.shape
+        self.keys = key_states.new_zeros(self.batch, heads, self.capacity, key_states.shape[-1])
+        self.values = value_states.new_zeros(self.batch, heads, self.capacity, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`, or `whole`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        slots = self.place.slots.to(key_states.device)  # with a device map, layers live on several
+        if self.place.rows is None:
+            index = slots[:, None, :, None]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand(value_states.shape), value_states)
+            extent = self.capacity if self.place.whole else self.place.extent
+            return self.keys[:, :, :extent], self.values[:, :, :extent]
+        rows = self.place.rows.to(key_states.device)
+        self.keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
+        self.values[rows[:, None], :, slots] = value_states.transpose(1, 2)
+        if self.place.whole:
+            return self.keys, self.values
+        return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
+
+    def select(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was; the batch may shrink."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            self.keys, self.values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))
+        self.batch = len(rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.place.extent, 0
+
+    def get_seq_length(self) -> int:
+        return self.place.extent
+
+    def get_max_length(self) -> int:
+        return self.capacity
