@@ -27,7 +27,7 @@ NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # what was given as a file's name c
 
 VERBS = {
     "collect": ("accept_head.training.collect.verb", "collect", "prompts, draft and target -> coupled traces"),
-    "train": ("accept_head.training.learn.run", "train", "traces and draft -> a head"),
+    "train": ("accept_head.training.learn.verb", "train", "traces and draft -> a head"),
     "profile": ("accept_head.inference.verbs.profile", "profile", "draft and target -> what a forward costs here"),
     "tune": (
         "accept_head.inference.verbs.tune",

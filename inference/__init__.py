@@ -11,7 +11,7 @@ if __name__ != "accept_head.inference":
 if TYPE_CHECKING:
     from accept_head.inference.decode.generate import Generated, generate
     from accept_head.inference.decode.rows import DecodeStats
-    from accept_head.inference.policies import make_policy
+    from accept_head.inference.policies.registry import make_policy
     from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal, VerifyOutcome
 
 __all__ = [
@@ -36,7 +36,7 @@ _HOMES = {
     "Signal": "policy",
     "VerifyOutcome": "policy",
     "generate": "decode.generate",
-    "make_policy": "policies",
+    "make_policy": "policies.registry",
 }
 
 

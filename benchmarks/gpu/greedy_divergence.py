@@ -25,7 +25,7 @@ from accept_head import Sampling, load_pair
 from accept_head.inference.bench.measure import Stage
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.rows import Request
-from accept_head.inference.policies import make_policy
+from accept_head.inference.policies.registry import make_policy
 from accept_head.pair import Pair, end_ids
 from accept_head.prompts import load_prompts
 

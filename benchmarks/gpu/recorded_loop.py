@@ -19,7 +19,7 @@ from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.rows import Request
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import DraftStep
 from accept_head.pair import hidden_size, input_embeddings
 from accept_head.signals import SIGNALS

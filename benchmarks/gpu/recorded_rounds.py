@@ -24,7 +24,8 @@ from cells import REPOSITORY, TINY
 from torch import Tensor
 
 from accept_head.files import atomic_path
-from accept_head.inference.policies import HeadPolicy, make_policy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.pair import checkpoint_fingerprint, load_model

@@ -29,8 +29,8 @@ from prepare_text import tiny_text
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
 from accept_head.inference.bench.figures import TWIN
-from accept_head.inference.policies.registry import POLICIES, make_policy
 from accept_head.inference.policies.drafting import check_lossless
+from accept_head.inference.policies.registry import POLICIES, make_policy
 from accept_head.inference.profile.forwards import measure_forwards
 from accept_head.inference.verbs.bench import bench
 from accept_head.inference.verbs.profile import profile
@@ -38,7 +38,7 @@ from accept_head.inference.verbs.tune import tune
 from accept_head.pair import checkpoint_fingerprint, load_pair
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.verb import collect
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 STAGES = ("train", "flow", "bench", "assisted")
 TEMPERATURES = (1.0, 0.0)

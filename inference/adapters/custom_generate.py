@@ -17,9 +17,10 @@ from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub.folder import head_folder
 from accept_head.inference.adapters.transformers import generate
-from accept_head.inference.policies.specs import DraftShape, head_policy
+from accept_head.inference.policies.saved_head import head_policy
+from accept_head.inference.policies.spec import DraftShape
 from accept_head.inference.policy import DraftPolicy
-from accept_head.trace import CONFIG_NAME
+from accept_head.trace.config import CONFIG_NAME
 
 # Of fetching the code, which transformers leaves among the arguments; the head is fetched likewise.
 FETCHING = ("token", "cache_dir", "local_files_only", "force_download")

@@ -38,7 +38,7 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import DecodeStats, Request
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.policies import make_policy
+from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.pair import output_size
 from accept_head.sampling import Sampling

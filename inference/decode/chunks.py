@@ -11,16 +11,14 @@ import logging
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from accept_head.errors import InputError
-from accept_head.inference.decode.drafted import Drafted, Going
-from accept_head.inference.policy import DraftPolicy, Signal
-
-if TYPE_CHECKING:
-    from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.decode.drafted import Drafted
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.policies.drafting import Drafting, Going
 
 Chunk = int | Literal["auto"]
 
@@ -61,22 +59,20 @@ def check_chunk(chunk: object) -> None:
 class Chunks:
     """When the host asks, in one run of the decode loop."""
 
-    def __init__(self, chunk: Chunk, policy: DraftPolicy, seconds: tuple[float, float] | None):
+    def __init__(self, chunk: Chunk, drafting: Drafting, seconds: tuple[float, float] | None):
         """seconds: of a draft forward and of a sync, for `auto`; None: `auto` is 1. Raises InputError for a chunk that
         is none."""
         check_chunk(chunk)
-        self.policy, self.seconds, self.rounds = policy, seconds, 0
-        self.looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
-        self.auto = chunk == "auto" and seconds is not None and policy.stops_early and policy.in_chunks
+        self.drafting, self.seconds, self.rounds = drafting, seconds, 0
+        self.auto = chunk == "auto" and seconds is not None and drafting.stops_early and drafting.in_chunks
         self.size = 1 if chunk == "auto" else chunk
         # How often rounds ended after 1, 2, … tokens; at first as if they had ended anywhere.
-        self.ends = [1.0] * policy.max_draft_tokens
+        self.ends = [1.0] * drafting.most
         if self.auto:
             self._choose()
-        elif self.size > 1 and policy.stops_early and not policy.in_chunks:
-            logger.warning(
-                "accept-head: policy %s decides with the host after each token: chunk is 1", type(policy).__name__
-            )
+        elif self.size > 1 and drafting.stops_early and not drafting.in_chunks:
+            name = type(drafting.policy).__name__
+            logger.warning("accept-head: policy %s decides with the host after each token: chunk is 1", name)
             self.size = 1
 
     def _choose(self) -> None:
@@ -87,17 +83,17 @@ class Chunks:
     def over(self, drafted: Drafted, going: Going, depth: int, most: int) -> bool:
         """Whether the round ends after `depth` tokens, as far as the host wants to know now: a sync. If it does, what
         no row drew is dropped from `drafted`."""
-        policy = self.policy
-        if not policy.stops_early or not asks(depth, most, self.size, policy.peeks):
+        drafting = self.drafting
+        if not drafting.stops_early or not asks(depth, most, self.size, drafting.peeks):
             return depth == most and self._ended(most)
-        if self.size == 1 and not policy.peeks:
+        if self.size == 1 and not drafting.peeks:
             return not bool(going.active.any()) and self._ended(depth)
         forwards = going.lengths + going.in_vain
         some, slots, needed = torch.stack([going.active.any().long(), going.lengths.max(), forwards.max()]).tolist()
         if some and depth < most:
             return False
         ran = depth
-        if self.looks_ahead:  # the state at the last token is had before the host asks, if the round may go on
+        if drafting.looks_ahead:  # the state at the last token is had before the host asks, if the round may go on
             ran, needed = min(depth + 1, most), min(slots + 1, most)
         drafted.cut(slots, wasted=ran - needed)
         return self._ended(slots)
@@ -113,9 +109,9 @@ class Chunks:
         return True
 
 
-def needs_seconds(chunk: Chunk, policy: DraftPolicy, device: torch.device) -> bool:
+def needs_seconds(chunk: Chunk, drafting: Drafting, device: torch.device) -> bool:
     """Whether it depends on the device's own times when the host asks."""
-    return chunk == "auto" and policy.in_chunks and policy.stops_early and works_ahead(device)
+    return chunk == "auto" and drafting.in_chunks and drafting.stops_early and works_ahead(device)
 
 
 def works_ahead(device: torch.device) -> bool:

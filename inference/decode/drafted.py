@@ -1,4 +1,4 @@
-"""What one round proposes: the drafted tokens of all rows, slot by slot; and how far they are."""
+"""What one round proposes: the drafted tokens of all rows, slot by slot."""
 
 from __future__ import annotations
 
@@ -9,22 +9,13 @@ import torch
 from torch import Tensor
 
 from accept_head.acceptance import divergence
+from accept_head.inference.policies.drafting import Going
 from accept_head.inference.policy import DraftStep
 
 
-class Going(NamedTuple):
-    """How far the rows of a round are, (batch,) each. budget: most tokens that a row may draft; active: bool, whether
-    it goes on; lengths: tokens it drew; in_vain: draft forwards that it took part in beyond one a drawn token."""
-
-    budget: Tensor
-    active: Tensor
-    lengths: Tensor
-    in_vain: Tensor
-
-
 class Drawn(NamedTuple):
-    """One slot. ids: (batch,); q, scores: (batch, vocab), what they were drawn from, or None if nobody asks; step: what
-    the policy is shown of it, if it can stop early."""
+    """One slot. ids: (batch,). q, scores: (batch, vocab), what they were drawn from; None if nobody asks. step: what
+    the policy is shown of it, if it is asked."""
 
     ids: Tensor
     q: Tensor | None
@@ -34,8 +25,8 @@ class Drawn(NamedTuple):
 
 @dataclass
 class Drafted:
-    """One round's proposals. lengths: (batch,) tokens each row drew; submitted: (batch,) how many of them are verified;
-    slots: the most that any row submits. in_vain: as in Going; wasted: draft forwards of a chunk after all rows had
+    """One round's proposals. lengths: (batch,) tokens each row drew. submitted: (batch,) how many of them are verified.
+    slots: the most that any row submits. in_vain: as in Going. wasted: draft forwards of a chunk after all rows had
     stopped.
 
     Slot by slot, ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when greedy; scores: the same
@@ -50,6 +41,10 @@ class Drafted:
     ids: list[Tensor] = field(default_factory=list)
     probabilities: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def nothing(cls, going: Going) -> Drafted:
+        return cls(going.lengths, going.lengths, going.in_vain)
 
     def append(self, drawn: Drawn) -> None:
         self.ids.append(drawn.ids)
@@ -68,15 +63,15 @@ class Drafted:
         self.submitted = self.lengths = going.lengths
         self.in_vain = going.in_vain
 
+    def submit(self, kept: Tensor) -> None:
+        """Verify only (batch,) tokens of each row. The host has to know the width of the forward: a sync."""
+        self.submitted = kept
+        self.slots = int(kept.max())
+
     @property
     def counts(self) -> Drafted:
         """The same without what its tokens were drawn from, and with one of them to say that there are any."""
         return replace(self, wasted=0, ids=self.ids[:1], probabilities=[], scores=[])
-
-    def trim(self, kept: Tensor) -> None:
-        """Verify (batch,) tokens of each row only. The host has to know the width of the forward: a sync."""
-        self.submitted = torch.minimum(kept, self.lengths).clamp(min=0)
-        self.slots = int(self.submitted.max())
 
     def divergence(self, target_scores: Tensor, temperature: float) -> Tensor:
         """KL(p ‖ q) at each verified slot, of plain softmaxes, (batch, k). target_scores: (batch, k + 1, vocab)."""

@@ -17,12 +17,13 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import DecodeStats, Request
 from accept_head.inference.decode.stopping import Stopping, stop_strings_criteria
-from accept_head.inference.engine.backends import Attention
+from accept_head.inference.engine.attention.choice import Attention
 from accept_head.inference.engine.cache import Compile
 from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.kernels.head import bytes_to_pack
-from accept_head.inference.policies import make_policy
+from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.pair import context_tokens, end_ids, output_size
 from accept_head.sampling import Sampling
@@ -179,7 +180,7 @@ def make_decoder(
 def check_tenants(policy: DraftPolicy, tenants: Iterable[str]) -> None:
     """Raises InputError when the policy goes by tenants and nobody is named: it would take all for one. tenants: whose
     the prompts are."""
-    if policy.by_tenant and not any(tenants):
+    if Drafting(policy).by_tenant and not any(tenants):
         raise InputError(
             "the policy goes by tenants (per_tenant, tenant_share), but nobody says whose a prompt is; expected a "
             "field 'tenant' in the prompts' records, or `tenants` in Python"

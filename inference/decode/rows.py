@@ -19,9 +19,8 @@ from accept_head.errors import InputError
 from accept_head.inference.decode.drafted import Drafted, Going
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.kernels import rows as on_device
-from accept_head.inference.kernels.rows import RoundCounts, RowState
+from accept_head.inference.kernels.rows import Accepted, RoundCounts, RowState
 from accept_head.inference.kernels.verify import Verified
-from accept_head.inference.policy import VerifyOutcome
 
 
 @dataclass(frozen=True)
@@ -209,15 +208,10 @@ class Rows:
         )
         return going._replace(active=active, lengths=drawn)
 
-    def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> VerifyOutcome:
+    def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> Accepted:
         """Keep the accepted tokens and the next one, cut after an end token."""
         counts = RoundCounts(verified.accepted, verified.next_ids, drafted.lengths, drafted.in_vain, drafted.submitted)
-        accepted, live, lengths = on_device.accept(
-            self.state, counts, stopping.end_ids, drafted.slots, any_drawn=bool(drafted.ids)
-        )
-        return VerifyOutcome(
-            drafted=drafted.lengths, submitted=drafted.submitted, accepted=accepted, live=live, lengths=lengths
-        )
+        return on_device.accept(self.state, counts, stopping.end_ids, drafted.slots, any_drawn=bool(drafted.ids))
 
     def sync(self, stopping: Stopping) -> list[Finished]:
         """Tell the host where the rows are, the sync that ends a round, and hand out those that are finished."""

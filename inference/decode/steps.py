@@ -1,101 +1,121 @@
-"""The captured steps of a decode loop, kept from run to run, for each policy its own.
-
-A graph has in it whatever its function read of Python. Between two runs all of that can have changed: here it is
-compared, and what does not fit any more is captured anew.
-
-- Sampling, vocabulary, end tokens and the verifier are in all steps: if one is another, everything goes.
-- Steps that ask no policy are everybody's. The seed is in those that use random numbers: these alone are captured
-  again.
-- A policy's own steps are those of the very object, as long as its attributes are the very objects they were, but for
-  those that it `carries` or `inputs`, which go in and out. When the policy is gone, so are its graphs.
-
-One policy runs at a time. Hence what their steps return lies in the same memory, and more policies take no more of it.
-"""
+"""The steps of a round between its forwards. They are functions of tensors and wait for nothing, so that graphs can
+hold them."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
 
+import torch
+from torch import Tensor
+
+from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
+from accept_head.inference.decode.drafted import Drafted, Drawn
 from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Rows
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.engine.graphs import GraphBackend, Graphs
-from accept_head.inference.policy import DraftPolicy, Verifier
-from accept_head.sampling import Sampling
-
-DRAWS: dict[Verifier, tuple[str, ...]] = {"ratio": ("random",), "match": ("random", "test")}  # with random numbers
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the steps of all policies read. stopping: of the first run with them, whose tensor of end tokens is in the
-    graphs."""
-
-    sampling: Sampling
-    vocab_size: int
-    end_ids: tuple[int, ...]
-    verifier: Verifier
-    stopping: Stopping = field(compare=False)
+from accept_head.inference.kernels.sampling import draw
+from accept_head.inference.kernels.signals import PlainSoftmax, signals_of
+from accept_head.inference.kernels.verify import Verified, by_match, by_ratio
+from accept_head.inference.policies.drafting import Drafting, Going
+from accept_head.inference.policy import OF_Q, DraftStep, Signal, Verifier
+from accept_head.pair import Forward
+from accept_head.randomness import DecodeStream, uniforms
 
 
 class Steps:
-    """By policy. backend: None where nothing is captured. also: graphs of the forwards."""
+    """Those of one run."""
 
-    def __init__(self, backend: GraphBackend | None, also: Sequence[Graphs]):
-        self.backend, self.also = backend, also
-        self.free()
+    def __init__(
+        self,
+        rows: Rows,
+        drafting: Drafting,
+        processing: Processing,
+        stopping: Stopping,
+        *,
+        seed: int,
+        verifier: Verifier,
+    ):
+        self.rows, self.drafting, self.processing, self.stopping = rows, drafting, processing, stopping
+        self.seed, self.verifier = seed, verifier
 
-    def free(self) -> None:
-        """Give all memory back: the rows have moved, say."""
-        self.settings: Settings | None = None
-        self.seed: int | None = None
-        self.policies: dict[int, _OfPolicy] = {}
-        self.shared = Graphs(self.backend, self.also) if self.backend else None
+    def set_uniforms(self, slots: int) -> None:
+        """This round's random numbers, `slots` for each purpose of each row."""
+        self.rows.set_uniforms(self.seed, slots)
 
-    def everybodys(
-        self, processing: Processing, stopping: Stopping, verifier: Verifier, seed: int
-    ) -> tuple[Graphs, Stopping]:
-        """Graphs of a run for the steps that ask no policy; and what says which tokens end a text, the same ones as
-        `stopping` does. processing: a `plain` one."""
-        ends = tuple(stopping.end_ids.tolist())
-        settings = Settings(processing.sampling, processing.vocab_size, ends, verifier, stopping)
-        if settings != self.settings:
-            self.free()
-            self.settings = settings
-        assert self.settings is not None and self.shared is not None
-        if self.seed != seed and not processing.greedy:
-            self.shared.forget(*DRAWS[verifier])
-            self.seed = seed
-        return self.shared, self.settings.stopping
+    def begin(self) -> Going:
+        """What each row may draft. A round emits one token more than it accepts, so that the last token of a response
+        needs no draft."""
+        rows = self.rows
+        return self.drafting.begin(rows.live.clone(), rows.max_lengths - rows.lengths - 1)
 
-    def of(self, policy: DraftPolicy) -> Graphs:
-        """Graphs of a run for the steps that ask this policy, which `policy.start` has begun; after `everybodys`."""
-        assert self.shared is not None and self.backend is not None
-        self.policies = {key: each for key, each in self.policies.items() if each.policy() is not None}
-        known = self.policies.get(id(policy))
-        if known is None or not known.fits(policy):
-            graphs = Graphs(self.backend, self.also, beside=self.shared)
-            known = self.policies[id(policy)] = _OfPolicy(weakref.ref(policy), read_by_steps(policy), graphs)
-        return known.graphs
+    def draw(self, depth: int, fed: Forward, going: Going, needs: frozenset[Signal], asks: bool) -> tuple[Drawn, Going]:
+        """Draw the token at `depth` of every row; rows that have stopped draw one that nobody counts. needs, asks: what
+        the policy reads of it, and whether it is asked afterwards."""
+        rows, processing = self.rows, self.processing
+        scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
+        q = None if processing.greedy else processing.probabilities(scores)
+        signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
+        if self.drafting.peeks:
+            going = self.drafting.peek(step_of(needs, depth, None, going.active, signal_q, fed), going)
+        ids = scores.argmax(-1) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
+        going = rows.go_on(depth, ids, going, self.stopping)
+        step = step_of(needs, depth, ids, going.active, signal_q, fed) if asks else None
+        return Drawn(ids, q, scores if Signal.DIVERGENCE in needs else None, step), going
+
+    def judge(self, step: DraftStep, drawn_hidden: Tensor | None, going: Going) -> Going:
+        """Ask the policy which rows go on. drawn_hidden: (batch, hidden), if it was fed the drawn token."""
+        return self.drafting.judge(replace(step, drawn_hidden=drawn_hidden), going)
+
+    def test(self, scores: Tensor, window: Tensor, submitted: Tensor, drawn_from: list[Tensor]) -> Verified:
+        """What becomes of the candidates, which stand in the window behind its first token. drawn_from: q of each slot,
+        when sampling."""
+        rows, k = self.rows, scores.shape[1] - 1
+        candidates = window[:, 1 : k + 1]
+        if self.processing.greedy:
+            return by_match(scores.argmax(-1), candidates, submitted)
+        p = self.processing.probabilities(scores)
+        if self.verifier == "match":
+            # Numbers belong to the token's place in its text: whatever the policy, the row emits the same tokens.
+            places = rows.lengths[:, None] + torch.arange(k + 1, device=p.device)
+            random = uniforms(self.seed, rows.keys[:, None], places, 0, DecodeStream.MATCH)
+            return sampler_match(p, candidates, submitted, random)
+        q = torch.stack(drawn_from, dim=1) if k else p[:, :0]
+        accept, redraw = rows.uniforms[:, DecodeStream.ACCEPT, :k], rows.uniforms[:, DecodeStream.REDRAW, 0]
+        return by_ratio(p, q, candidates, submitted, accept, redraw)
+
+    def alternatives(self, drafted: Drafted, scores: Tensor) -> Alternatives | None:
+        """What the ratio test would say of other draws at each slot. scores: (batch, k + 1, vocab), the target's."""
+        if not drafted.slots or self.processing.greedy or self.verifier != "ratio":
+            return None
+        rows, q = self.rows, torch.stack(drafted.probabilities[: drafted.slots], dim=1)
+        slot, number = (torch.arange(n, device=q.device) for n in (drafted.slots, DRAWS))
+        keys, rounds = rows.keys[:, None, None], rows.rounds[:, None, None]
+        random = uniforms(self.seed, keys, rounds, slot[:, None], DecodeStream.ALTERNATIVES, number)
+        return draw_alternatives(self.processing.probabilities(scores[:, :-1]), q, random)
 
 
-@dataclass
-class _OfPolicy:
-    policy: weakref.ref[DraftPolicy]
-    read: dict[str, Any]
-    graphs: Graphs
-
-    def fits(self, policy: DraftPolicy) -> bool:
-        now = read_by_steps(policy)
-        return now.keys() == self.read.keys() and all(value is self.read[name] for name, value in now.items())
+def sampler_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:
+    """Draw X_i ∼ p at each position and accept Y_i if it is X_i; the first X that is not follows them. Acceptance is
+    Σ p·q, lower than the ratio test's, but emitted tokens are the target's own draws whatever was drafted or dropped:
+    every policy is lossless. p: (batch, k + 1, vocab). uniform: (batch, k + 1), one number a position."""
+    return by_match(draw(p, uniform), draft_ids, drafted)
 
 
-def read_by_steps(policy: DraftPolicy) -> dict[str, Any]:
-    """The attributes that steps may read as they are: all but those that go in and out, or are not read."""
-    carried = (*(policy.carries or ()), *policy.inputs, *policy.keeps)
-    read = {name: value for name, value in vars(policy).items() if name not in carried}
-    for held in [name for name, value in read.items() if hasattr(value, "carries")]:  # a policy in it
-        read |= {name: value for each, value in vars(read[held]).items() if (name := f"{held}.{each}") not in carried}
-    return read
+def step_of(
+    needs: frozenset[Signal],
+    depth: int,
+    token_ids: Tensor | None,
+    active: Tensor,
+    q: Tensor | PlainSoftmax,
+    fed: Forward,
+) -> DraftStep:
+    """What `needs` asks for, and no more. q: (batch, vocab), looked at only if a signal of it is needed. fed: the draft
+    forward on the token before Y, (batch, 1, …)."""
+    hidden = fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None
+    if not needs & OF_Q:
+        return DraftStep(depth, token_ids, active, fed_hidden=hidden)
+    asked = {signal.name.lower(): signal in needs for signal in OF_Q}
+    logprob, entropy, max_prob, together = signals_of(q, token_ids, **asked)
+    return DraftStep(
+        depth, token_ids, active, hidden, logprob=logprob, entropy=entropy, max_prob=max_prob, signals=together
+    )

@@ -26,11 +26,6 @@ class Stopping:
         self.end_ids = torch.tensor(list(end_ids), dtype=torch.long, device=device)
         self.criteria: list[Any] = list(criteria)
 
-    def is_end(self, token_ids: Tensor) -> Tensor:
-        """Which of (...) ids are end tokens."""
-        # Not torch.isin, for which a GPU's host waits where there are many of them.
-        return (token_ids[..., None] == self.end_ids).any(-1)
-
     def holds(self, context: Tensor) -> bool:
         """Does any criterion stop after these tokens, (length,)?"""
         return any(bool(criterion(context[None], None).all()) for criterion in self.criteria)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policies.spec import Tuning, named
 from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
 
 
+@named(
+    "adaedl",
+    "[LAMBDA]",
+    "AdaEDL: do not draw where a bound by entropy is below a moving level",
+    tuning=Tuning(param="threshold", values=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), by_row=True),
+)
 class AdaEdlPolicy(RowPolicy):
     """Do not draw Y_k ⇔ 1 − √(γ·H(q_k)) < λ, for k > k_min (arXiv:2410.18351; docs/theory.md §8). λ starts at
     `threshold` and follows each row's own acceptance, after every round that drafted:
@@ -25,13 +31,8 @@ class AdaEdlPolicy(RowPolicy):
     """
 
     needs = frozenset({Signal.ENTROPY})
-    scores: Literal["prefix", "proposal"] = "prefix"
-    peeks = True
     in_chunks = True
-    carries = ()
-    inputs = ("levels",)
-    keeps = ("rates",)
-    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    capture = Capture(read=("levels",), unread=("rates",))
     GAMMA, BETA_RATE, BETA_LEVEL, STEP, WANTED = 0.2, 0.5, 0.9, 0.01, 0.9
 
     def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.budget import Ranked, graph_size
 from accept_head.inference.policies.goodput import Probe
+from accept_head.inference.policies.spec import Tuning, costs, named
 from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, Verifier, VerifyOutcome
 
 STRIDE = 32  # captured graphs have 1, 2, 4, 8, 16, 32, 64, 96, … tokens
 
 
+@named(
+    "adaspec",
+    "COSTS",
+    "AdaSpec: draft, verify and drop by expected tokens/s, within an SLO",
+    costs,
+    tuning=Tuning(param="k_max", values=(8,), argument="COSTS"),
+)
 class AdaSpecPolicy(RowPolicy):
     """AdaSpec (arXiv:2503.05096; docs/theory.md §8). With B live rows and s_{r,i} = Π_{j≤i} q(Y_{r,j}), after k draft
     steps:
@@ -51,14 +59,14 @@ class AdaSpecPolicy(RowPolicy):
     """
 
     needs = frozenset({Signal.LOGPROB, Signal.MAX_PROB})
-    scores: Literal["prefix", "proposal"] = "proposal"
-    trims = True
     CONFIDENCE = 0.6
     OF_A_ROUND: tuple[str, ...] = ("rows", "context", "going", "s", "q", "drawn", "before", "expected", "tokens")
     OF_A_ROUND += ("drafting", "goodput", "least", "limit")
-    carries = (*OF_A_ROUND, "probe.idle")
-    inputs = ("lengths", "last", "confidence", "probe.idle")
-    keeps = ("confidences", "drafted")
+    capture = Capture(
+        carried=(*OF_A_ROUND, "probe.idle"),
+        read=("lengths", "last", "confidence", "probe.idle"),
+        unread=("confidences", "drafted"),
+    )
 
     def __init__(
         self,

@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
+from accept_head.inference.policies.spec import Tuning, integer, named
 from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
 
 
+@named(
+    "bandit",
+    "[ARMS]",
+    "BanditSpec: upper confidence bounds over K = 1 to ARMS on tokens/s",
+    integer,
+    # 8.4 % slower than the best arm after 1,000 rounds at the authors' constant, 0.5 % at 0.01 (simulated).
+    tuning=Tuning(param="exploration", values=(0.01, 0.1, 1.0, 6.0), argument="6"),
+)
 class BanditPolicy(RowPolicy):
     """UCB over the draft lengths 1..arms, one arm a round for all rows (arXiv:2505.15141; docs/theory.md §8). Rounds
     t < passes·arms take the arms in turn, as in the release (7 rounds for 4 arms); then
@@ -24,10 +34,7 @@ class BanditPolicy(RowPolicy):
     """
 
     needs = frozenset({Signal.SECONDS})
-    stops_early = False
-    carries = ("arm",)
-    inputs = ("counts", "sums", "top")
-    grid = (0.01, 0.1, 1.0, 6.0)  # of exploration
+    capture = Capture(carried=("arm",), read=("counts", "sums", "top"))
 
     def __init__(
         self,

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from accept_head.inference.costs.batch_table import checked_table
+from accept_head.inference.costs.batch_table import checked_table, read_batch_table
+from accept_head.inference.engine.capture import Capture
+from accept_head.inference.policies.spec import named
 from accept_head.inference.policy import RowPolicy
 
 
+@named(
+    "batch-map",
+    "FILE",
+    "vLLM's dynamic K: a table from the number of rows to K",
+    lambda text: read_batch_table(Path(text)),
+)
 class BatchMapPolicy(RowPolicy):
     """K by the number of live rows, the same for all of them; 0 = do not speculate (Su et al., arXiv 2310.18813; vLLM's
     Dynamic SD). Global by design: what a row drafts depends on how many rows are around it, and on nothing else.
@@ -19,9 +28,7 @@ class BatchMapPolicy(RowPolicy):
     overlap; a gap has the K before it, and what is above the last row has the last K.
     """
 
-    stops_early = False
-    carries = ()
-    inputs = ("starts", "draft_lengths")
+    capture = Capture(read=("starts", "draft_lengths"))
 
     def __init__(self, table: Sequence[Sequence[int]]):
         """Raises InputError naming the row of the table that is wrong."""

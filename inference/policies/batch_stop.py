@@ -6,7 +6,6 @@ like to go on. Any policy can be wrapped that verifies all it drafts; its rows s
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +14,12 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.policies.content import content_hash
+from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
+
+KIND = torch.float64  # sums over many rounds, and differences of nearly equal numbers
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class BatchStopPolicy(RowPolicy):
     depend on how deep the batch goes, and so on what is drawn later.
     """
 
-    stops_early = True
+    OF_A_ROUND = ("survival", "decided", "judged", "told", "steps", "rho", "token_price", "step_price", "longest")
 
     def __init__(
         self,
@@ -81,12 +84,12 @@ class BatchStopPolicy(RowPolicy):
         probe: int = 32,
         host: Host = OURS,
     ):
-        if not policy.max_draft_tokens:
-            raise InputError(f"costs are given to policy {type(policy).__name__}, which drafts nothing")
-        if policy.trims:
+        name, inner = type(policy).__name__, Drafting(policy)
+        if not inner.most:
+            raise InputError(f"costs are given to policy {name}, which drafts nothing")
+        if inner.trims:
             raise InputError(
-                f"costs are given to policy {type(policy).__name__}, which drops drawn tokens; expected one that "
-                "verifies all it drafts"
+                f"costs are given to policy {name}, which drops drawn tokens; expected one that verifies all it drafts"
             )
         if not 0 < prior < float("inf"):
             raise InputError(f"batch-stop prior is {prior}, expected a positive number of rows")
@@ -96,161 +99,171 @@ class BatchStopPolicy(RowPolicy):
             raise InputError(f"batch-stop probe is {probe}, expected a number of rounds or 0")
         if not 1 < memory < float("inf"):
             raise InputError(f"batch-stop memory is {memory}, expected a number of rows above 1")
-        self.policy, self.costs, self.host = policy, costs, host
+        self.policy, self.inner, self.costs, self.host = policy, inner, costs, host
         self.content = content_hash(policy)  # so that two with different policies inside have different hashes
-        self.needs, self.scores, self.peeks, self.lossless = policy.needs, policy.scores, policy.peeks, policy.lossless
-        self.max_draft_tokens, self.by_tenant = policy.max_draft_tokens, policy.by_tenant
+        self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.most, inner.by_tenant
+        self.in_chunks = inner.in_chunks or not inner.stops_early
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
+        if inner.peeks:
+            self.draw_next = self._draw_next
         # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it.
-        self.accepted, self.before, self.after = ([0.0] * self.max_draft_tokens for _ in range(3))
-        # Sums over rows and rounds: rows, tokens emitted, draft steps, tokens verified besides the last one. At first
-        # as of one row that drafted nothing.
-        self.totals = [1.0, 1.0, float(host.feeds), 0.0]
-        self.idle = 0  # rounds without drafts in a row
+        self.accepted, self.before, self.after = (torch.zeros(self.max_draft_tokens, dtype=KIND) for _ in range(3))
+        self.totals = torch.zeros(4, dtype=KIND)  # rows, tokens emitted, draft steps, tokens verified besides the last
+        self.lengths, self.idle = torch.empty(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
+        self.told = 0  # how many of the policy's predictions are in `survival`
+        self.survival = self.rho = self.token_price = self.step_price = torch.empty(0, dtype=KIND)
+        self.longest = self.steps = torch.zeros((), dtype=torch.long)
+        # Of each depth of this round, a row: S·β̂ if it went on to it, else 0; and S once it was judged.
+        self.decided, self.judged = list[Tensor](), list[Tensor]()
+        self.forget()
 
-    # All that is decided here is decided on the host, row by row: a dozen operations on a few numbers are dearer on any
-    # device, and as arrays, than to read the numbers (in vLLM on a CPU 0.5 ms a round and 0.15 ms a token, with caches
-    # that the models have swept), and the loop waits for the device after each token anyway, to see who goes on.
+    def forget(self) -> None:
+        """As if it were new, in the same memory: of one row that drafted nothing."""
+        for sums in (self.accepted, self.before, self.after, self.totals):
+            sums.zero_()
+        self.totals[:2] = 1.0
+        self.totals[2] = float(self.host.feeds)
+
+    @property
+    def capture(self) -> Capture | None:
+        """Not around a policy that learns: what that does with the outcome is not known here."""
+        held = capture_of(self.policy)
+        if held is None or self.inner.learns or not self.in_chunks:
+            return None
+        return Capture(
+            carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
+            read=tuple(f"policy.{name}" for name in held.read),
+            unread=tuple(f"policy.{name}" for name in held.unread),
+            learnt=(self.accepted, self.before, self.after, self.totals, self.lengths, self.idle),
+        )
+
+    @property
+    def predicted(self) -> list[Tensor]:
+        return self.inner.predicted
+
+    @property
+    def predicted_next(self) -> list[Tensor]:
+        return self.inner.predicted_next
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def start(self, batch: int, device: torch.device) -> None:
-        """What was learnt stays."""
-        self.policy.start(batch, device)
-        self.idle, self.lengths = 0, [0] * batch
-        # Of each depth of this round, a row: S·β̂ if it went on to it, else 0; and S once it was judged.
-        self.decided, self.judged = list[list[float]](), list[list[float]]()
+        """What was learnt stays, and stays where it is, if that is on the device."""
+        self.inner.start(batch, device)
+        if self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
+            self.accepted, self.before, self.after, self.totals, self.idle = (
+                each.to(device) for each in (self.accepted, self.before, self.after, self.totals, self.idle)
+            )
+            self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.lengths.zero_()
+        self.idle.zero_()
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
-        self.policy.admit(rows, lengths)
-        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
-            self.lengths[row] = length
+        self.inner.admit(rows, lengths)
+        self.lengths[rows] = lengths
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
-        self.policy.set_tenants(rows, keys)
+        self.inner.set_tenants(rows, keys)
 
     def select(self, rows: Tensor) -> None:
-        self.policy.select(rows)
-        places = rows.tolist()
-        self.lengths = [self.lengths[row] for row in places]
-        self.decided, self.judged = (
-            [[survival[row] for row in places] for survival in part] for part in (self.decided, self.judged)
-        )
+        """Between rounds."""
+        self.inner.select(rows)
+        self.lengths = self.lengths[rows]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def start_round(self, live: Tensor) -> Tensor:
         budget = self.policy.start_round(live)
-        self.predicted, self.predicted_next = self.policy.predicted, self.policy.predicted_next
-        return budget.clamp(max=self.longest(live.tolist(), budget.tolist()))
+        first_price = self._set_prices(live)
+        self.rho = self._ratios()
+        wanting = (live & (budget > 0)).to(KIND)
+        self.longest = self._pays(wanting * self.rho[0], first_price) * self.max_draft_tokens
+        if self.probe:
+            probing = (self.idle >= self.probe) & self._pays(wanting, first_price)
+            self.longest = torch.maximum(self.longest, probing.long())
+        self.survival, self.told, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
+        self.decided, self.judged = [wanting * (self.longest > 0)], []
+        return torch.minimum(budget, self.longest)
 
-    def longest(self, alive: Sequence[bool], budget: Sequence[int]) -> int:
-        """A round begins: most tokens that any of its rows may draft."""
-        self.decided, self.judged, self.counted, self.steps = [], [], 0, 0
-        self._set_prices(sum(alive), sum(itertools.compress(self.lengths, alive)))
-        self._set_ratios()
-        wanting = [float(a and tokens > 0) for a, tokens in zip(alive, budget, strict=True)]
-        length = self.max_draft_tokens if self._pays([row * self.rho[0] for row in wanting], self.first_price) else 0
-        if length == 0 and 0 < self.probe <= self.idle and self._pays(wanting, self.first_price):
-            length = 1
-        self.idle = 0 if length else self.idle + 1
-        self.survival = [1.0] * len(alive)
-        self.decided.append(wanting if length else [0.0] * len(alive))
-        return length
-
-    def draw_next(self, step: DraftStep) -> Tensor:
-        self.steps = step.depth
-        return self.policy.draw_next(step)
+    def _draw_next(self, step: DraftStep) -> Tensor:
+        self.steps = torch.where(step.active.any(), step.depth, self.steps)
+        wanted: Tensor = self.policy.draw_next(step)  # type: ignore[attr-defined]
+        return wanted
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        active = self.policy.keep_drafting(step) if self.policy.stops_early else step.active
+        active = self.policy.keep_drafting(step)
         # A policy that looks ahead was shown the state at the drawn token: one more forward has taken place.
-        self.steps = max(self.steps, step.depth + (step.drawn_hidden is not None))
-        judged = [probability.tolist() for probability in self.predicted[self.counted :]]
-        self.counted = len(self.predicted)
-        following = self.predicted_next[-1].tolist() if self.predicted_next else None
-        wanting = active.tolist()
-        going = self.narrow(step.depth, wanting, judged, following)
-        return active if going == wanting else torch.tensor(going, device=active.device)
-
-    def narrow(
-        self,
-        depth: int,
-        wanting: list[bool],
-        judged: Sequence[Sequence[float]],
-        following: Sequence[float] | None,
-    ) -> list[bool]:
-        """Which of the rows that the policy would have go on after Y_depth do. judged: P̂ of the tokens that the policy
-        has judged since the last time, the rows' each. following: β̂ of the next token, of a policy that looks ahead."""
-        self.steps = max(self.steps, depth)
-        for probability in judged:
-            self.survival = [s * p for s, p in zip(self.survival, probability, strict=True)]
+        fed = step.depth + (step.drawn_hidden is not None)
+        self.steps = torch.where(step.active.any(), fed, self.steps).maximum(self.steps)
+        for probability in self.predicted[self.told :]:
+            self.survival = self.survival * probability
+        self.told = len(self.predicted)
         self.judged.append(self.survival)
-        if depth >= self.max_draft_tokens:
-            return wanting
-        hope, rho = self.survival, self.rho[depth]
-        if following is not None:
-            hope = [s * p for s, p in zip(hope, following, strict=True)]
-        gain = [h * rho if a else 0.0 for h, a in zip(hope, wanting, strict=True)]
-        pays = self._pays(gain, self.step_price)
-        going = [pays and g > self.token_price for g in gain]
-        self.decided.append([h if g else 0.0 for h, g in zip(hope, going, strict=True)])
+        if step.depth >= self.max_draft_tokens:
+            return active
+        hope = self.survival * self.predicted_next[-1] if self.predicted_next else self.survival
+        gain = torch.where(active, hope * self.rho[step.depth], 0.0)
+        going = self._pays(gain, self.step_price) & (gain > self.token_price)
+        self.decided.append(torch.where(going, hope, 0.0))
         return going
 
-    def _pays(self, gain: Sequence[float], price: float) -> bool:
-        """Whether a step with this gain of each row is worth its price."""
-        return sum(max(0.0, g - self.token_price) for g in gain) > price
+    def _pays(self, gain: Tensor, price: Tensor) -> Tensor:
+        """() bool, whether a step with this gain of each row, (batch,), is worth its price."""
+        return (gain - self.token_price).clamp(min=0).sum() > price
 
     # --- what is known at its beginning ------------------------------------------------------------------------------
 
-    def _set_prices(self, rows: int, context: int) -> None:
-        """What time is worth this round, in tokens. rows: live ones. context: the tokens of all of them."""
+    def _set_prices(self, live: Tensor) -> Tensor:
+        """What time is worth this round, in tokens → the price of its first step."""
+        rows, context = live.sum().to(KIND), (self.lengths * live).sum().to(KIND)
         drafting, verifying = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
         one = self.costs.verify_seconds(rows + 1, context) - verifying
-        emitted, steps, verified = (total / self.totals[0] for total in self.totals[1:])
+        emitted, steps, verified = self.totals[1:] / self.totals[0]
         seconds = steps * drafting + self.costs.verify_seconds(rows * (1 + verified), context)
         plain = verifying + self.host.feeds * drafting
-        speed = max(rows * emitted / seconds, rows / plain)  # λ
-        column = rows * one if self.host.padded else 0.0
-        self.token_price = 0.0 if self.host.padded else speed * one
+        speed = torch.maximum(rows * emitted / seconds, rows / plain)  # λ
+        column = rows * one if self.host.padded else torch.zeros_like(rows)
+        self.token_price = torch.zeros_like(rows) if self.host.padded else speed * one
         self.step_price = speed * (drafting + column)
-        self.first_price = speed * column if self.host.feeds else self.step_price
+        return speed * column if self.host.feeds else self.step_price
 
-    def _set_ratios(self) -> None:
-        """ρ of every depth."""
-        self.rho, kappa = list[float](), 1.0
-        for accepted, before, after in zip(self.accepted, self.before, self.after, strict=True):
-            self.rho.append((self.prior * self.optimism * kappa + accepted) / (self.prior + before))
-            kappa = (self.prior * self.rho[-1] + accepted) / (self.prior + after)
+    def _ratios(self) -> Tensor:
+        """ρ of every depth, (max_draft_tokens,). It is a·κ + b of the depth before, and so is κ = g·κ + h of it, which
+        as a sum over all earlier depths, Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, takes a few operations in place of
+        some a depth."""
+        accepted, near, far = self.accepted, self.prior + self.before, self.prior + self.after
+        a, b = self.prior * self.optimism / near, accepted / near
+        ones = torch.ones_like(accepted[:1])
+        g = torch.cat([ones, (self.prior * a / far)[:-1]])
+        h = torch.cat([ones, ((self.prior * b + accepted) / far)[:-1]])
+        depth = torch.arange(len(g), device=g.device)
+        factors = torch.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
+        kappa = torch.where(depth >= depth[:, None], h[:, None] * factors, 0.0).sum(0)
+        return a * kappa + b
 
     # --- what is learnt of it ----------------------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        self.lengths = outcome.lengths.tolist()
-        told = (outcome.drafted.tolist(), outcome.submitted.tolist(), outcome.accepted.tolist())
-        rounds = [
-            (row, *tokens) for row, (live, *tokens) in enumerate(zip(outcome.live.tolist(), *told, strict=True)) if live
-        ]
-        keep = (1 - 1 / self.memory) ** len(rounds)
-        for sums in (self.accepted, self.before, self.after, self.totals):
-            sums[:] = [keep * value for value in sums]
-        for row, drafted, submitted, accepted in rounds:
-            # A host may verify less than was drafted: of the rest nothing is known. A token that the policy peeked at
-            # and declined was a step that gained nothing.
-            looked = submitted + (self.peeks and submitted == drafted)
-            for depth, survival in enumerate(self.decided[:looked]):
-                self.before[depth] += survival[row]
-            for depth, survival in enumerate(self.judged[:submitted]):
-                self.after[depth] += survival[row]
-            for depth in range(min(accepted, len(self.decided))):
-                self.accepted[depth] += 1
-        longest = max((drafted for _, drafted, _, _ in rounds), default=0)
-        # A host may not ask at the last depth.
-        steps = max(longest, self.steps) if longest else int(self.host.feeds)
-        verified = [submitted for _, _, submitted, _ in rounds]
-        self.totals[0] += len(rounds)
-        self.totals[1] += sum(accepted + 1 for *_, accepted in rounds)
-        self.totals[2] += len(rounds) * steps
-        self.totals[3] += len(rounds) * max(verified, default=0) if self.host.padded else sum(verified)
-        self.decided, self.judged = [], []
-        self.policy.observe(outcome)
+        live, submitted = outcome.live, outcome.submitted
+        rows = live.sum()
+        keep = (1 - 1 / self.memory) ** rows.to(KIND)
+        depth = torch.arange(self.max_draft_tokens, device=live.device)[:, None]
+        # A host may verify less than was drafted: of the rest nothing is known. A token that the policy peeked at and
+        # declined was a step that gained nothing.
+        looked = submitted + (submitted == outcome.drafted) if self.inner.peeks else submitted
+        for sums, survival, known in ((self.before, self.decided, looked), (self.after, self.judged, submitted)):
+            sums.mul_(keep)
+            if survival:
+                reached = (live & (depth < known))[: len(survival)]  # (depths, batch)
+                sums[: len(survival)] += torch.where(reached, torch.stack(survival), 0.0).sum(-1)
+        self.accepted.mul_(keep).add_((live & (depth < outcome.accepted)).sum(-1))
+        drafted = (outcome.drafted * live).max()
+        # A host need not ask at the last depth.
+        steps = torch.where(drafted > 0, torch.maximum(drafted, self.steps), int(self.host.feeds))
+        verified = rows * (submitted * live).max() if self.host.padded else (submitted * live).sum()
+        emitted = ((outcome.accepted + 1) * live).sum()
+        self.totals.mul_(keep).add_(torch.stack([rows, emitted, rows * steps, verified]))
+        self.idle.copy_(torch.where(self.longest > 0, 0, self.idle + 1))
+        self.lengths.copy_(outcome.lengths)
+        if self.inner.learns:
+            self.policy.observe(outcome)

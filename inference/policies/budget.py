@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
+from accept_head.inference.policies.spec import Tuning, costs, named
 from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, Verifier, VerifyOutcome
 
 STRIDE = 8  # captured graphs have 1, 2, 4, 8, 16, 24, … tokens
@@ -49,6 +51,13 @@ class Ranked(NamedTuple):
         return torch.zeros(batch, dtype=torch.long, device=best.device).index_add_(0, self.rows, best.long())
 
 
+@named(
+    "budget",
+    "COSTS",
+    "DSpark, vLLM: verify the batch's most likely candidates only",
+    costs,
+    tuning=Tuning(param="k_max", values=(4, 8), argument="COSTS"),
+)
 class BudgetPolicy(RowPolicy):
     """DSpark's and vLLM's adaptive verification (docs/theory.md §8). With S live rows, which need S tokens verified
     besides the drafted ones, and the survivals ŝ = Π p_i of all drafted tokens:
@@ -75,10 +84,10 @@ class BudgetPolicy(RowPolicy):
     """
 
     needs = frozenset({Signal.MAX_PROB})
-    scores: Literal["prefix", "proposal"] = "prefix"
-    trims = True
-    carries = ("live", "survivals", "budget", "depth", "estimator.features")
-    inputs = ("lengths", "last", "depth", "estimator.slope", "estimator.intercepts")
+    capture = Capture(
+        carried=("live", "survivals", "budget", "depth", "estimator.features"),
+        read=("lengths", "last", "depth", "estimator.slope", "estimator.intercepts"),
+    )
 
     def __init__(
         self,
@@ -102,7 +111,7 @@ class BudgetPolicy(RowPolicy):
         self.estimator.forget()
 
     @property
-    def in_chunks(self) -> bool:  # type: ignore[override]
+    def in_chunks(self) -> bool:
         return not self.retrospective  # which charges every step that it was asked about
 
     def start(self, batch: int, device: torch.device) -> None:

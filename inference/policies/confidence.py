@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.policies.spec import named
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, Signal
 
 
+@named("confidence", "[THRESHOLD]", "stop after a token that the draft gave less than this")
 class ConfidencePolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ q(Y_k) < threshold; Y_k is kept. transformers' `assistant_confidence_threshold`, per row.
 
@@ -18,7 +18,6 @@ class ConfidencePolicy(ThresholdPolicy):
     """
 
     needs = reads = frozenset({Signal.LOGPROB})
-    scores: Literal["prefix", "proposal"] = "proposal"
 
     def __init__(self, threshold: float = 0.4, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:

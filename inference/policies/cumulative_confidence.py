@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.policies.spec import named
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, Signal
 
 
+@named("cumulative-confidence", "[THRESHOLD]", "LLMCad: stop when all drawn tokens together had less than this")
 class CumulativeConfidencePolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ Π_{i≤k} q(Y_i) < threshold; Y_k is kept. LLMCad's rule for a chain. Its constants could not be
     verified; the default is that of a head at 0.7.
@@ -19,7 +19,6 @@ class CumulativeConfidencePolicy(ThresholdPolicy):
     """
 
     needs = reads = frozenset({Signal.LOGPROB})
-    scores: Literal["prefix", "proposal"] = "proposal"
     statistic = "product"
     grid = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 

@@ -9,9 +9,17 @@ from accept_head.errors import InputError
 from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.bounds import check_bounds
 from accept_head.inference.policies.divergence import LONG, variance_ratio, weighted_variance
+from accept_head.inference.policies.spec import Tuning, integer, named
 from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
 
 
+@named(
+    "dsde",
+    "[K]",
+    "DSDE: length by the KL divergence of the verified tokens, and its variance",
+    integer,
+    tuning=Tuning(param="k_first", values=(2, 4, 5, 6, 8, 10)),
+)
 class DsdePolicy(RowPolicy):
     """Draft min(SL, SL_cap) tokens, to the nearest (arXiv:2509.01083, eqs 1-8 and 11; docs/theory.md §6):
 
@@ -28,15 +36,14 @@ class DsdePolicy(RowPolicy):
 
     fork: the authors' vLLM fork in place of the paper (KLScheduler; docs/theory.md §6): weights 0.9^age; the short
     window is a third of what is known; WVIR is 20 if the long variance is below 1e-6; KLDs over `temperature`, which a
-    policy is not told; SL_max = round(SL_A,max·(1 + 0.5·μ/max)); at least ⌈SL_max / 10⌉ tokens, never below k_min (there 6); SL
-    and the cap rounded up; calibration is what comes before the round with the 30th KLD, and k doubles in it after a
-    round accepted as a whole. The fork's windows hold KLDs beyond a rejection too; here there are none.
+    policy is not told; SL_max = round(SL_A,max·(1 + 0.5·μ/max)); at least ⌈SL_max / 10⌉ tokens, never below k_min
+    (there 6); SL and the cap rounded up; calibration is what comes before the round with the 30th KLD, and k doubles in
+    it after a round accepted as a whole. The fork's windows hold KLDs beyond a rejection too; here there are none.
 
     A row's state begins anew with each request; only the cap looks at the rows around.
     """
 
     needs = frozenset({Signal.DIVERGENCE})
-    grid = (2, 4, 5, 6, 8, 10)
     PER_ROW = ("history", "known", "last", "rounds", "accepted", "total", "count", "peak", "draft")
     capture = Capture(read=PER_ROW)
     LARGEST = 1e3  # nats: a draft that rules out what the target wants is not to make all that follows infinite

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.policies.spec import named
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, Signal
 
 
+@named("entropy", "[NATS]", "stop after a token whose distribution had more entropy than this")
 class EntropyPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ H(q_k) > threshold, in nats; Y_k is kept. SVIP's rule without its scale: √(c·H) > h at
     threshold h²/c, 0.6 nats with its authors' constants.
@@ -19,7 +19,6 @@ class EntropyPolicy(ThresholdPolicy):
     """
 
     needs = reads = frozenset({Signal.ENTROPY})
-    scores: Literal["prefix", "proposal"] = "prefix"
     grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0)
 
     def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
+from accept_head.inference.policies.spec import Tuning, costs, named
 from accept_head.inference.policy import RowPolicy, VerifyOutcome
 
 
@@ -30,6 +32,13 @@ class Probe:
         return length
 
 
+@named(
+    "goodput",
+    "COSTS",
+    "SmartSpec: the K with the best expected tokens/s for the batch",
+    costs,
+    tuning=Tuning(param="decay", values=(1.0, 0.99, 0.95), argument="COSTS"),
+)
 class GoodputPolicy(RowPolicy):
     """SmartSpec, TurboSpec (arXiv:2406.14066; docs/theory.md §8). All B live rows draft the same number of tokens,
 
@@ -47,9 +56,7 @@ class GoodputPolicy(RowPolicy):
     Global by design: a outlives `start`. Rows have no state but their lengths.
     """
 
-    stops_early = False
-    carries = ("probe.idle",)
-    inputs = ("probe.idle", "accepted", "judged", "lengths")
+    capture = Capture(carried=("probe.idle",), read=("probe.idle", "accepted", "judged", "lengths"))
     CONSERVATIVE = 1.1
 
     def __init__(

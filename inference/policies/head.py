@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, HeadConfig, Score
-from accept_head.head_use import HeadOrigin
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.origin import HeadOrigin
+from accept_head.head.scorer import Score
+from accept_head.head_config import HeadConfig
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.kernels.head import scorer_of
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal, constant_budget
@@ -53,9 +56,8 @@ class HeadPolicy(ThresholdPolicy):
     state.
     """
 
-    scores: Literal["prefix", "proposal"] = "proposal"
     predicts = True
-    carries: tuple[str, ...] | None = (*(ThresholdPolicy.carries or ()), "earlier")
+    capture: Capture | None = Capture(carried=("running", "survival", "predicted", "predicted_next", "earlier"))
     origin: HeadOrigin | None = None  # what the head was trained for, when it came from a folder
 
     def __init__(
@@ -98,7 +100,6 @@ class HeadPolicy(ThresholdPolicy):
                 f"the head is on {there}, but the models are on {device}; give load_head(device=...), or call its "
                 "to(...) before the policy is made"
             )
-        super().start(batch, device)
 
     @constant_budget
     def start_round(self, live: Tensor) -> Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.inference.policies.bounds import check_bounds
+from accept_head.inference.policies.spec import Tuning, named
 from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome, constant_budget
 
 
+@named(
+    "hf-confidence",
+    "[THRESHOLD]",
+    "transformers: confidence, its threshold tuned by ROC",
+    tuning=Tuning(param="threshold", values=(0.2, 0.4, 0.6)),
+)
 class HfConfidencePolicy(RowPolicy):
     """Stop after Y_k ⇔ q(Y_k) < θ; Y_k is kept. θ starts at `threshold` and is tuned after each round as transformers
     5.19 does (generation/candidate_generator.py), from (q(Y), accepted) of all judged tokens so far, once there are
@@ -27,8 +32,6 @@ class HfConfidencePolicy(RowPolicy):
 
     in_chunks = True
     needs = frozenset({Signal.LOGPROB})
-    scores: Literal["prefix", "proposal"] = "proposal"
-    grid = (0.2, 0.4, 0.6)  # to start from
     FEWEST = 5  # samples that are not enough
     MISSED = 3  # what a token costs that would have been accepted, in tokens that are drafted in vain
 

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
+from accept_head.inference.policies.spec import Tuning, integer, named
 from accept_head.inference.policy import RowPolicy, VerifyOutcome
 
 
+@named(
+    "hf-heuristic",
+    "[K]",
+    "transformers: 2 more after full acceptance, else 1 less",
+    integer,
+    tuning=Tuning(param="first", values=(1, 2, 5, 10, 20), by_row=True),
+)
 class HfHeuristicPolicy(RowPolicy):
     """Draft K tokens; then K ← K + 2 if all drafted tokens were accepted, else max(1, K − 1), per row. transformers'
     `num_assistant_tokens_schedule="heuristic_transient"` (5.19, generation/candidate_generator.py) with no confidence
@@ -23,11 +32,7 @@ class HfHeuristicPolicy(RowPolicy):
     left. That makes K global by design; without it, a row's K begins anew with each request.
     """
 
-    stops_early = False
-    carries = ()
-    inputs = ("budgets",)
-    keeps = ("first",)
-    grid = (1, 2, 5, 10, 20)
+    capture = Capture(read=("budgets",), unread=("first",))
 
     def __init__(self, k: int = 20, *, k_max: int = 40, persist: bool = False):
         for name, value in (("k", k), ("k_max", k_max)):

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
+from accept_head.inference.policies.spec import Tuning, cost_ratio, named
 from accept_head.inference.policy import RowPolicy, VerifyOutcome
 
 
+@named(
+    "leviathan",
+    "C|COSTS",
+    "the best K for independent tokens, acceptance measured online",
+    cost_ratio,
+    tuning=Tuning(param="cost_ratio", values=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5), by_row=True),
+)
 class LeviathanPolicy(RowPolicy):
     """Draft γ* tokens (arXiv:2211.17192, theorem 3.8; docs/theory.md §8; no drafting is γ = 0):
 
@@ -22,10 +31,7 @@ class LeviathanPolicy(RowPolicy):
     unless c ≥ 1, where no α makes drafting worth its time. A row's state begins anew with each request.
     """
 
-    stops_early = False
-    carries = ()
-    inputs = ("accepted", "judged", "idle", "costs")
-    grid = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+    capture = Capture(read=("accepted", "judged", "idle", "costs"))
 
     def __init__(self, cost_ratio: float, *, rate: float = 0.7, prior: float = 5.0, probe: int = 16, k_max: int = 20):
         if not 0 < cost_ratio < float("inf"):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.policies.spec import named
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, RowPolicy, Signal
 
 
+@named("max-prob", "[THRESHOLD]", "Kangaroo, p-min: stop after a token where max q was less")
 class MaxProbPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ max q_k < threshold, row by row; Y_k is kept. Kangaroo (0.6, at most 6 tokens), llama.cpp's
     p-min (0.75, there over the ten best and dropping Y_k, which greedy drafts allow).
     """
 
     needs = reads = frozenset({Signal.MAX_PROB})
-    scores: Literal["prefix", "proposal"] = "prefix"
 
     def __init__(self, threshold: float = 0.6, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:
@@ -30,13 +29,13 @@ class MaxProbPolicy(ThresholdPolicy):
         return step.max_prob
 
 
+@named("max-prob-mean", "[THRESHOLD]", "vLLM's RFC: stop all rows when their mean max q is less")
 class MeanMaxProbPolicy(RowPolicy):
     """Stop all rows ⇔ the mean of max q over the rows still drafting < threshold (vLLM's Dynamic Speculation Length
     RFC, there 0.4 to 0.6). Global by design: what a row drafts depends on the rows around it."""
 
     in_chunks = True
     needs = frozenset({Signal.MAX_PROB})
-    scores: Literal["prefix", "proposal"] = "prefix"
 
     def __init__(self, threshold: float = 0.4, *, k_max: int = 20):
         if not 0 <= threshold <= 1:

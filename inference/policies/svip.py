@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.policies.spec import named
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, Signal
 
 
+@named("svip", "[THRESHOLD]", "SVIP: the same on the scale of its authors")
 class SvipPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ √(c·H(q_k)) > threshold, H in nats, c = 0.15; Y_k is kept (arXiv:2411.18462, and its release:
     threshold 0.3, 1 to 40 tokens; that is H > 0.6 nats).
@@ -19,7 +19,6 @@ class SvipPolicy(ThresholdPolicy):
     """
 
     needs = reads = frozenset({Signal.ENTROPY})
-    scores: Literal["prefix", "proposal"] = "prefix"
     grid = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.8)
     SCALE = 0.15
 

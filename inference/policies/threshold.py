@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.bounds import check_bounds
 from accept_head.inference.policy import DraftStep, RowPolicy, Signal, constant_budget
 
@@ -27,9 +28,8 @@ class ThresholdPolicy(RowPolicy):
     judged; `needs` can differ with a lag.
     """
 
-    stops_early = True
     in_chunks = True
-    carries: tuple[str, ...] | None = ("running", "survival", "predicted", "predicted_next")
+    capture: Capture | None = Capture(carried=("running", "survival", "predicted", "predicted_next"))
     statistic: Literal["product", "minimum", "gain"] = "minimum"
     grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # thresholds to tune over
     lag = 0
@@ -43,8 +43,8 @@ class ThresholdPolicy(RowPolicy):
         self.level = self.level_of(threshold)
         self.running = torch.empty(0)  # of this round, (batch,)
         self.survival = torch.empty(0)  # C of this round, (batch,), where the policy predicts_next
-        # β̂ of the token after each that is judged, (batch,) each: beside `predicted`.
-        self.predicted_next = list[Tensor]()
+        # Of each token judged in this round, (batch,) each: P̂, and β̂ of the token after it.
+        self.predicted, self.predicted_next = list[Tensor](), list[Tensor]()
 
     @property
     def predicts_next(self) -> bool:
@@ -73,12 +73,8 @@ class ThresholdPolicy(RowPolicy):
             self.predicted, self.predicted_next = [], []
         return super().start_round(live)
 
-    def draw_next(self, step: DraftStep) -> Tensor:
-        self._add(self.score(step))
-        return step.active if step.depth <= self.k_min else step.active & (self.running >= self.level)
-
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        token = None if self.peeks else self.judged(step)
+        token = self.judged(step)
         if token is None:
             return step.active
         self._add(self.score(token))

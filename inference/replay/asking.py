@@ -17,7 +17,8 @@ from torch import Tensor
 from accept_head.alternatives import Alternatives
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
-from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome, check_lossless, checked
+from accept_head.inference.policies.drafting import Drafting, Going, check_lossless
+from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.scores import HIDDEN, draft_step
 from accept_head.inference.replay.walk import Replayed, Walked, check_k_max, replayed_of
@@ -54,7 +55,7 @@ def replay(
 
 
 class _Host:
-    """Rows that each go through one response after the other. All tensors of the host's own are on the CPU."""
+    """Rows that each go through one response after the other, on the CPU."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class _Host:
         costs: ForwardCosts | PairCosts | None,
         alternatives: Alternatives | None,
     ):
-        self.traces, self.policy, self.costs = traces, policy, costs
+        self.traces, self.costs = traces, costs
+        self.policy, self.drafting = policy, Drafting(policy)
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
         self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
@@ -76,7 +78,7 @@ class _Host:
         self.histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
         self.waiting: Iterator[int] = iter(range(len(traces.lengths)))
         self.response, self.place, self.end = (torch.zeros(batch, dtype=torch.long) for _ in range(3))
-        policy.start(batch, self.table.device)
+        self.drafting.start(batch, torch.device("cpu"))
         self.admit()
 
     def known(self, column: str) -> Tensor:
@@ -98,50 +100,77 @@ class _Host:
                 self.place[row] = self.traces.starts[response]
                 self.end[row] = self.traces.starts[response] + self.traces.lengths[response]
         if rows:
-            lengths = self.prompts[self.response[rows]]
-            self.policy.admit(torch.tensor(rows, device=self.table.device), lengths.to(self.table.device))
+            self.drafting.admit(torch.tensor(rows), self.prompts[self.response[rows]])
 
     def round(self) -> None:
-        policy, traces, device, live = self.policy, self.traces, self.table.device, self.live
+        traces, live = self.traces, self.live
         here = self.place.clamp(max=traces.positions - 1)
-        budget = checked(policy, "start_round", policy.start_round(live.to(device)), len(live)).cpu()
-        budget = torch.minimum(budget, traces.drafts[here]).clamp(min=0) * live
-        drafted, in_vain = self.draft(here, budget)
-        submitted = drafted
-        if policy.trims and budget.any():
-            kept = checked(policy, "trim", policy.trim(drafted.to(device)), len(live)).cpu()
-            submitted = torch.minimum(kept, drafted).clamp(min=0)
+        going = self.draft(here, self.drafting.begin(live, traces.drafts[here]))
+        drafted = submitted = going.lengths
+        if self.drafting.trims and going.budget.any():
+            submitted = self.drafting.trim(drafted)
         accepted = torch.minimum(submitted, traces.leading[here])
-        spent = torch.stack([drafted - accepted, torch.ones_like(drafted), drafted + in_vain], dim=-1)
+        forwards = drafted + going.in_vain
+        spent = torch.stack([drafted - accepted, torch.ones_like(drafted), forwards], dim=-1)
         self.counts[:, 1:].index_add_(0, self.response[live], spent[live])
         judged = torch.minimum(submitted, accepted + 1)
         for histogram, value in zip(self.histograms, (drafted, judged, accepted), strict=True):
             histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
         self.place = torch.where(live, torch.minimum(self.place + accepted + 1, self.end), self.place)
-        self.observe(here, live, drafted, submitted, accepted, int((drafted + in_vain).max()))
+        self.observe(here, live, drafted, submitted, accepted, int(forwards.max()))
         self.admit()
+
+    def draft(self, here: Tensor, going: Going) -> Going:
+        """One round of every row, as in the decode loop."""
+        drafting, most = self.drafting, int(going.budget.max())
+        if not drafting.stops_early:
+            return going._replace(lengths=going.budget)
+        for depth in range(1, most + 1):
+            tokens = self.traces.path[here, depth - 1].clamp(max=len(self.traces.ids) - 1)
+            if drafting.peeks:
+                going = drafting.peek(self.step(depth, tokens, going, peek=True), going)
+            going = drafting.drew(going)
+            if drafting.asks:
+                going = drafting.judge(self.step(depth, tokens, going, last=depth == most), going)
+            if not going.active.any():
+                break
+        return going
+
+    def step(self, depth: int, tokens: Tensor, going: Going, *, peek: bool = False, last: bool = False) -> DraftStep:
+        """What the decode loop would show: what the policy asked for, and before a token is drawn nothing of the token;
+        at the last token that the round can have, no state at it."""
+        needs = self.policy.needs
+        fed, drawn = self.table.states(tokens)
+        full = draft_step(self.traces, tokens, torch.device("cpu"))
+        return DraftStep(
+            depth=depth,
+            token_ids=None if peek or full.token_ids is None else full.token_ids.long(),
+            active=going.active,
+            fed_hidden=fed,
+            drawn_hidden=None if peek or last else drawn,
+            logprob=full.logprob if Signal.LOGPROB in needs and not peek else None,
+            entropy=full.entropy if Signal.ENTROPY in needs else None,
+            max_prob=full.max_prob if Signal.MAX_PROB in needs else None,
+        )
 
     def observe(
         self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: int
     ) -> None:
-        device = self.table.device
         slots = (here[:, None] + torch.arange(int(submitted.max()))).clamp(max=self.traces.positions - 1)
-        divergence, acceptance = (
-            None if known is None else known[slots].to(device) for known in (self.divergence, self.acceptance)
-        )
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
-        outcome = VerifyOutcome(
-            drafted=drafted.to(device),
-            submitted=submitted.to(device),
-            accepted=accepted.to(device),
-            live=live.to(device),
-            lengths=lengths.to(device),
-            divergence=divergence,
-            acceptance=acceptance,
-            alternatives=self.alternatives and Alternatives(*[part.to(device) for part in self.alternatives.at(slots)]),
-            seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
+        self.policy.observe(
+            VerifyOutcome(
+                drafted=drafted,
+                submitted=submitted,
+                accepted=accepted,
+                live=live,
+                lengths=lengths,
+                divergence=None if self.divergence is None else self.divergence[slots],
+                acceptance=None if self.acceptance is None else self.acceptance[slots],
+                alternatives=self.alternatives and self.alternatives.at(slots),
+                seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
+            )
         )
-        self.policy.observe(outcome)
 
     def seconds(self, forwards: int, verified: int, context_tokens: int, rows: int) -> float | None:
         """Of a round with so many draft forwards, and so many tokens of each row to verify besides its last."""
@@ -153,54 +182,12 @@ class _Host:
             return forwards * self.costs.t_draft + verification
         return None
 
-    def draft(self, here: Tensor, budget: Tensor) -> tuple[Tensor, Tensor]:
-        """One round of every row, as Decoder._draft: tokens drafted, and forwards beyond them, (rows,) each."""
-        policy = self.policy
-        if not policy.stops_early:
-            return budget, torch.zeros_like(budget)
-        drafted, in_vain, active = torch.zeros_like(budget), torch.zeros_like(budget), budget > 0
-        most = int(budget.max())
-        for depth in range(1, most + 1):
-            tokens = self.traces.path[here, depth - 1].clamp(max=len(self.traces.ids) - 1)
-            if policy.peeks:
-                declined = active & ~self.ask("draw_next", depth, tokens, active, peek=True)
-                active, in_vain = active & ~declined, in_vain + declined
-            drafted += active
-            drew = active = active & (drafted < budget)
-            active = active & self.ask("keep_drafting", depth, tokens, active, last=depth == most)
-            if Signal.DRAWN_HIDDEN in policy.needs and depth < most:
-                in_vain += drew & ~active
-            if not active.any():
-                break
-        return drafted, in_vain
-
-    def ask(
-        self, method: str, depth: int, tokens: Tensor, active: Tensor, *, peek: bool = False, last: bool = False
-    ) -> Tensor:
-        """The policy's answer, (rows,) bool. It is shown what the decode loop would show: what it asked for, and before
-        a token is drawn nothing of the token; at the last token that the round can have, no state at it."""
-        policy, needs = self.policy, self.policy.needs
-        fed, drawn = self.table.states(tokens)
-        full = draft_step(self.traces, tokens, self.table.device)
-        step = DraftStep(
-            depth=depth,
-            token_ids=None if peek or full.token_ids is None else full.token_ids.long(),
-            active=active.to(self.table.device),
-            fed_hidden=fed,
-            drawn_hidden=None if peek or last else drawn,
-            logprob=full.logprob if Signal.LOGPROB in needs and not peek else None,
-            entropy=full.entropy if Signal.ENTROPY in needs else None,
-            max_prob=full.max_prob if Signal.MAX_PROB in needs else None,
-        )
-        answer = getattr(policy, method)(step)
-        return checked(policy, method, answer, len(active)).cpu()
-
 
 class HiddenTable:
     """Hidden states of all tokens, for policies that ask for them: all of them are in memory."""
 
     def __init__(self, traces: CoupledTraces, needs: frozenset[Signal]):
-        self.needs, self.device = needs, torch.device("cpu")
+        self.needs = needs
         if not needs & HIDDEN:
             return
         parts = [(fed, hidden) for _, _, fed, hidden in traces.hidden()]

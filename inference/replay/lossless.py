@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
 
 PROVED = 1e-6  # largest total variation of an unbiased policy: rounding
@@ -102,8 +103,9 @@ def _enumerate_pair(
 ) -> tuple[float, float, list[int], list[int]]:
     """One random pair: the bias under (ratio, match), and how many tokens each sequence drafted and submitted."""
     lengths = torch.full((shape.rows,), 8)
-    policy.start(shape.rows, torch.device("cpu"))
-    policy.admit(torch.arange(shape.rows), lengths)
+    drafting = Drafting(policy)
+    drafting.start(shape.rows, torch.device("cpu"))
+    drafting.admit(torch.arange(shape.rows), lengths)
     for _ in range(shape.history):
         lengths = _play_at_random(policy, Tables(shape, random), lengths, random)
     tables = Tables(shape, random)
@@ -153,21 +155,18 @@ def _play_at_random(policy: DraftPolicy, tables: Tables, lengths: Tensor, random
 def play(policy: DraftPolicy, tables: Tables, drawn: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Ask the policy as the decode loop does, in a round in which the rows draw these tokens → drafted and submitted
     tokens, (rows,) each."""
-    rows = len(drawn)
-    budget = policy.start_round(torch.ones(rows, dtype=torch.bool)).clamp(0, tables.shape.depth)
-    drafted, active = torch.zeros_like(budget), budget > 0
-    for depth in range(1, int(budget.max()) + 1):
-        if policy.peeks:
-            active = active & policy.draw_next(_step(policy, tables, drawn, depth, active, peek=True))
-        if not active.any():
+    drafting = Drafting(policy)
+    going = drafting.begin(torch.ones(len(drawn), dtype=torch.bool), tables.shape.depth)
+    for depth in range(1, int(going.budget.max()) + 1):
+        if drafting.peeks:
+            going = drafting.peek(_step(policy, tables, drawn, depth, going.active, peek=True), going)
+        if not going.active.any():
             break
-        drafted = drafted + active
-        active = active & (drafted < budget)
-        if policy.stops_early:
-            active = active & policy.keep_drafting(_step(policy, tables, drawn, depth, active))
-    if not (policy.trims and budget.any()):
-        return drafted, drafted
-    return drafted, torch.minimum(policy.trim(drafted), drafted).clamp(min=0)
+        going = drafting.drew(going)
+        if drafting.asks:
+            going = drafting.judge(_step(policy, tables, drawn, depth, going.active), going)
+    drafted = going.lengths
+    return drafted, drafting.trim(drafted) if drafting.trims and going.budget.any() else drafted
 
 
 def _step(

@@ -23,14 +23,13 @@ from accept_head.files import atomic_path, read_json, writable_folder, write_jso
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.pair import context_tokens, hidden_size
-from accept_head.randomness import uniforms
+from accept_head.randomness import TraceStream, uniforms
 from accept_head.sampling import Sampling, draw
 from accept_head.signals import SIGNALS, draft_signals
-from accept_head.trace import TraceConfig
+from accept_head.trace.config import TraceConfig
 
 ROLLOUT_VERSION = 1
 FOLDER_NAME, CONFIG_NAME = "rollouts", "rollout_config.json"
-STREAM = 4  # counter of `uniforms`; collect and train use 0 to 3
 RESPONSES, ROLLOUTS = 16, 128  # fed together; as in collect, a rollout does not depend on what is fed beside it
 
 
@@ -170,7 +169,9 @@ def _continue(
     position of each, which name its random numbers."""
     ends = torch.tensor(config.end_token_ids, dtype=torch.long, device=token_ids.device)
     rows, slots = len(token_ids), k_max - 1
-    random = uniforms(config.seed, index[:, None], step[:, None], STREAM, torch.arange(slots)).to(token_ids.device)
+    random = uniforms(config.seed, index[:, None], step[:, None], TraceStream.ROLLOUT, torch.arange(slots)).to(
+        token_ids.device
+    )
     draft = model.model
     ids = torch.zeros(rows, slots, dtype=torch.int32, device=token_ids.device)
     signals = torch.zeros(rows, slots, len(SIGNALS), device=token_ids.device)

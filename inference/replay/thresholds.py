@@ -44,7 +44,7 @@ def replay_thresholds(
     scores = score_tokens(traces, policy, floor=min(policy.level_of(setting.threshold) for setting in settings))
     lanes = threshold_lengths(traces, policy, settings, scores)
     in_vain = None
-    if policy.peeks or (policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs):  # a forward just to judge
+    if policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs:  # a forward just to judge
         bounds = torch.tensor([setting.k_max for setting in settings])
         in_vain = lanes < torch.minimum(traces.drafts.int()[:, None], bounds)
     lag = {"lag": policy.lag} if Signal.DRAWN_HIDDEN in policy.reads else {}
@@ -69,7 +69,7 @@ def threshold_lengths(
     running = running_statistic(traces, policy, scores)
     # The statistic never rises, so a rule that is asked after each token stops at the first one that is below the
     # level; with a lag, so many tokens later; and one that peeks, just before it.
-    later = 0 if policy.peeks else 1 + policy.lag
+    later = 1 + policy.lag
     stops = {
         threshold: (running >= policy.level_of(threshold)).sum(-1, dtype=torch.int32) + later
         for threshold in {setting.threshold for setting in settings}

@@ -29,14 +29,14 @@ from transformers import PreTrainedModel
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import DraftPolicy, DraftStep
-from accept_head.inference.decode import loop as decode
+from accept_head.inference.decode import steps
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.kernels import verify
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import Verifier
 from accept_head.signals import SIGNALS
 from tests.inference.toy import TOKENS, llama
@@ -191,9 +191,9 @@ def scripted(decoder: Decoder, paths: dict[int, Path]) -> Iterator[_Director]:
     """Within this context paths[index] decides for the request of that index."""
     director = _Director(decoder, paths)
     with (
-        patch.object(decode, "draw", director.draft(decode.draw)),
-        patch.object(decode, "verify", director.verification(decode.verify)),
-        patch.object(decode, "verify_match", director.matching(decode.verify_match)),
+        patch.object(steps, "draw", director.draft(steps.draw)),
+        patch.object(steps, "by_ratio", director.verification(steps.by_ratio)),
+        patch.object(steps, "sampler_match", director.matching(steps.sampler_match)),
         patch.object(verify, "acceptance_probability", director.acceptance(verify.acceptance_probability)),
         patch.object(verify, "draw", director.next_token(verify.draw)),
     ):
@@ -225,6 +225,8 @@ class _Director:
         """Drafted tokens, up to and including the one after which the policy or the budget said stop."""
 
         def drafting(q: Tensor, uniform: Tensor) -> Tensor:
+            if q.ndim == 3:  # the target's own tokens, of sampler match
+                return self._matched(draw, q, uniform)
             self.depth += 1
             going = [row for row, _ in self.rows() if self.depth <= self.budget[row] and not self.stopped[row]]
             for row in going:
@@ -268,11 +270,9 @@ class _Director:
         return testing
 
     def next_token(self, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """The token after the accepted ones; with sampler match, the target's own token at each place up to it."""
+        """The token after the accepted ones."""
 
         def drawing(probabilities: Tensor, uniform: Tensor) -> Tensor:
-            if probabilities.ndim == 3:
-                return self._matched(draw, probabilities, uniform)
             return self._drawn(draw, probabilities, uniform, {row for row, _ in self.rows()})
 
         return drawing
@@ -312,6 +312,8 @@ class _Overheard:
 
     def __init__(self, policy: DraftPolicy, director: _Director):
         self.policy, self.director = policy, director
+        if hasattr(policy, "draw_next"):
+            self.draw_next = self._draw_next
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
@@ -321,7 +323,7 @@ class _Overheard:
         self.director.start_round(budget)
         return budget
 
-    def draw_next(self, step: DraftStep) -> Tensor:
+    def _draw_next(self, step: DraftStep) -> Tensor:
         keep = self.policy.draw_next(step)
         self.director.keep_drafting(keep)
         return keep

@@ -24,10 +24,10 @@ from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.replay.rollouts import CONFIG_NAME, SIGNALS, read_rollouts, roll_out_records
 from accept_head.pair import forward_with_hidden, output_size
 from accept_head.prompts import Prompt
-from accept_head.trace import read_traces, write_shard
-from accept_head.training.collect.collector import make_records
+from accept_head.trace.shards import read_traces, write_shard
 from tests.inference.test_coupled import config_of
 from tests.inference.toy import GROUPED, VOCAB, architectures, exact_distribution, llama, ragged_prompts, tiny
+from tests.training.records import make_records
 from tests.training.test_score import processed, uniform_number
 
 SAMPLED, GREEDY = Sampling(temperature=8.0, top_k=12), Sampling(temperature=0)
@@ -176,7 +176,7 @@ def test_rollouts_of_the_trained_draft_are_what_plain_forwards_draw(embedded_pai
 
 @pytest.mark.parametrize("stream", [0, 5])
 def test_the_slow_rollouts_see_other_random_numbers(traces_of, monkeypatch, stream):
-    monkeypatch.setattr(module, "STREAM", stream)
+    monkeypatch.setattr(module, "TraceStream", SimpleNamespace(ROLLOUT=stream))
     config, table, records = records_in(traces_of("llama", SAMPLED))
     draft = MODELS["llama"][1]
     slow, fed = slow_rollouts(draft, records, config, 6)

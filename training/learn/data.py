@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -203,21 +202,6 @@ class TraceData(L.LightningDataModule):
         self, batch: DraftBatch | StateBatch, device: torch.device, dataloader_idx: int
     ) -> DraftBatch | StateBatch:
         return batch.to(device)
-
-
-def split_dev(
-    traces: TraceDataset, folder: Path | str, *, seed: int, share: float = 0.1, judges: np.ndarray | None = None
-) -> tuple[TraceDataset, TraceDataset]:
-    """(train, dev): each prompt is held out with probability `share`, decided by its index alone.
-
-    judges: (traces,) bool, which of the held-out traces make up dev; all when left out. folder: for the message.
-    """
-    indices = torch.tensor(traces["index"])
-    held_out = uniforms(seed, indices, 0, TraceStream.DEV) < share
-    in_dev = held_out if judges is None else held_out & torch.from_numpy(judges)
-    if held_out.all() or not in_dev.any():
-        raise InputError(f"{folder}: {len(traces)} traces are too few to hold some out; give --dev_traces")
-    return traces.select(torch.where(~held_out)[0].tolist()), traces.select(torch.where(in_dev)[0].tolist())
 
 
 def _collate(items: list[tuple[Packed, int]]) -> DraftBatch:

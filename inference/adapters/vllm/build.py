@@ -25,7 +25,8 @@ from accept_head.inference.engine.compiled import compiled
 from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
-from accept_head.inference.policies.specs import DraftShape, make_policy
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policies.spec import DraftShape
 from accept_head.inference.policy import DraftPolicy
 from accept_head.signals import SIGNALS
 from accept_head.version import VERSION

@@ -2,15 +2,13 @@
 
     begin → (advance → [the engine draws] → drawn) for each draft forward → end;   the next `begin` brings the verdict
 
-What is decided is what our own loop (decode.py) decides from the same numbers: a drawn token is kept, and the round
-ends after it. Rows are requests; they come, go and change places between rounds, and the policy's state follows them.
+What is decided is what our own loop (decode/loop.py) decides from the same numbers: a drawn token is kept, and the
+round ends after it. Rows are requests. They come, go and change places between rounds, and the policy's state follows.
 
-What is known of rows besides the policy's own tensors are a few numbers each, and the host waits for the device once a
-round and once a token anyway. So they are kept on the host: as tensors they would take dozens of operations a round,
-each dearer to start than to do.
+A round's numbers are kept on the CPU: the engine takes lists, and the host waits for the device once a token anyway.
 
-Losslessness: a row stops after a token that it keeps, or before one is drawn, by what its distribution says (`peeks`,
-where the token may have been drawn by the engine already: the decision does not look at it).
+Losslessness: a row stops after a token that it keeps, or before one is drawn, by what its distribution says (a policy
+that peeks: the engine may have drawn the token already, but the decision does not look at it).
 """
 
 from __future__ import annotations
@@ -27,18 +25,9 @@ from accept_head.errors import InputError
 from accept_head.inference.adapters.vllm.counts import VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
-from accept_head.inference.adapters.vllm.rule import HostRule, rule_of
 from accept_head.inference.adapters.vllm.stopwatch import Stopwatch
-from accept_head.inference.policy import (
-    OF_Q,
-    DraftPolicy,
-    DraftStep,
-    RowPolicy,
-    Signal,
-    VerifyOutcome,
-    check_lossless,
-    checked,
-)
+from accept_head.inference.policies.drafting import Drafting, check_lossless
+from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome
 
 # What a host that does not show its target's logits can give.
 KNOWN = OF_Q | {Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN, Signal.SECONDS}
@@ -81,34 +70,28 @@ class PolicyHost:
         if unknown := policy.needs - KNOWN - OPTIONAL:
             names = ", ".join(sorted(signal.name for signal in unknown))
             raise InputError(f"policy {type(policy).__name__} needs {names}, which vLLM does not give")
-        if policy.by_tenant and tenant_of is None:
+        self.drafting = Drafting(policy, device=device, agree=agree)
+        if self.drafting.by_tenant and tenant_of is None:
             raise InputError(
                 "the policy goes by tenants (per_tenant, tenant_share), but vLLM's V2 model runner does not show whose "
                 "a request is; expected its V1 model runner, VLLM_USE_V2_MODEL_RUNNER=0"
             )
         check_lossless(policy, "ratio", greedy=greedy)
-        self.tenant_of = tenant_of if policy.by_tenant else None
-        self.policy, self.limit, self.agree, self.metrics, self.device = policy, limit, agree, metrics, device
+        self.tenant_of = tenant_of if self.drafting.by_tenant else None
+        self.policy, self.limit, self.metrics, self.device = policy, limit, metrics, device
         self.reader = SignalReader(policy.needs)
-        self.rule = rule_of(policy)
         self.reads_q, self.reads_fed = bool(policy.needs & OF_Q), Signal.FED_HIDDEN in policy.needs
-        self.judges_late = Signal.DRAWN_HIDDEN in policy.needs  # by the state at the drawn token itself
-        self.asks = policy.stops_early or policy.peeks  # else each row drafts its budget
-        self.learns = getattr(type(policy), "observe", None) is not RowPolicy.observe
         self.stopwatch = Stopwatch(device, on=metrics is not None)
         self.requests: list[str] = []  # of the last round, in its order
-        # Of each row. context: its tokens as the round found it; kept: tokens of its draft; submitted: those of them
+        # Of each row. context: its tokens as the round found it. kept: tokens of its draft. submitted: those of them
         # that are to be verified.
         self.context: Sequence[int] = []
-        self.budget, self.kept, self.submitted = list[int](), list[int](), list[int]()
-        self.live: Sequence[bool] = []
-        self.active: list[bool] = []
-        self.told: tuple[list[bool], Tensor] | None = None  # `active` as the policy has it
-        self.least = self.most = self.depth = self.forwards = 0
-        self.going = False  # is there a row that drafts on?
+        self.kept, self.submitted, self.live = list[int](), list[int](), list[bool]()
+        self.most = self.depth = self.forwards = 0
+        self.more = False  # is another token to be drafted?
         self.pending: DraftStep | None = None
         self.began = time.perf_counter()
-        policy.start(rows, device)
+        self.drafting.start(rows, device)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -128,16 +111,12 @@ class PolicyHost:
         with self.stopwatch.timing():
             self._observe(requests, lengths, verdict)
             self._follow(requests, lengths)
-            wanted = self._wanted(live)
-        limit = min(limit, self.limit)
-        self.context, self.live = lengths, live  # of the rows as this round finds them
-        self.budget = [max(0, min(tokens, limit)) if alive else 0 for tokens, alive in zip(wanted, live, strict=True)]
-        self.active = [tokens > 0 for tokens in self.budget]
+            self.going = self.drafting.begin(torch.tensor(live, dtype=torch.bool), min(limit, self.limit))
+        self.context, self.live = lengths, list(live)  # of the rows as this round finds them
         self.depth = self.forwards = 0
-        self.kept, self.pending, self.told = [0] * len(live), None, None
-        budgets = [tokens for tokens in self.budget if tokens > 0]
-        self.least, self.most = min(budgets, default=0), max(budgets, default=0)
-        self.going = self.most > 0
+        self.pending = None
+        self.most = int(self.going.budget.max()) if live else 0
+        self.more = self.most > 0
         return self.most
 
     def advance(self, hidden: Tensor) -> bool:
@@ -145,10 +124,9 @@ class PolicyHost:
         self.forwards += 1
         if self.pending is not None:
             step, self.pending = replace(self.pending, drawn_hidden=hidden), None
-            self._ask(step)
-            self._look()
+            self._judge(step)
         self.hidden = hidden
-        return self.going
+        return self.more
 
     def drawn(
         self,
@@ -165,52 +143,36 @@ class PolicyHost:
         A row's token belongs to its draft if it was active; `end` tells.
         """
         self.depth += 1
-        if not self.asks:
-            self.going = self.depth < self.most
-            return self.going
+        drafting = self.drafting
         signals = self._signals(token_ids, q, logits, temperature)
         hidden = self.hidden if self.reads_fed else None
-        if self.policy.peeks:
-            self._peek(hidden, signals)
-        self.kept = [self.depth if active else kept for active, kept in zip(self.active, self.kept, strict=True)]
-        if self.depth >= self.least:  # a row that drafts on has as many tokens as there were forwards
-            self.active = [a and tokens > self.depth for a, tokens in zip(self.active, self.budget, strict=True)]
-        if self.rule is not None:
-            self._judge(self.rule, token_ids, hidden, signals)
-        elif self.judges_late or self.policy.stops_early:
+        if drafting.peeks:
+            seen = DraftStep(self.depth, None, self._active(), hidden, None, None, signals.entropy, signals.max_prob)
+            with self.stopwatch.timing():
+                self.going = drafting.peek(seen, self.going)
+        self.going = drafting.drew(self.going)
+        self.more = self.depth < self.most
+        if drafting.asks:
             step = DraftStep(self.depth, token_ids, self._active(), hidden, None, *signals)
-            if self.judges_late:
+            if drafting.looks_ahead:
                 self.pending = step
             else:
-                self._ask(step)
-        self._look()
-        return self.going
+                self._judge(step)
+        if drafting.stops_early:
+            self.more = self.more and bool(self.going.active.any())
+        return self.more
 
     def end(self) -> list[int]:
         """The drafted tokens of each row that are to be verified."""
         self.forwards = max(self.forwards, 1)  # even without a draft, what was accepted is fed
-        if not self.asks:
-            self.kept = [min(tokens, self.depth) for tokens in self.budget]
-        self.submitted = self.kept
-        if self.policy.trims and self.depth:  # else there is nothing to drop, and it was shown nothing
-            drafted = torch.tensor(self.kept, device=self.device)
+        drafted = submitted = self.going.lengths
+        if self.drafting.trims and self.depth:  # else there is nothing to drop, and it was shown nothing
             with self.stopwatch.timing():
-                wanted = checked(self.policy, "trim", self.policy.trim(drafted), len(drafted))
-            self.submitted = [min(pair) for pair in zip(self._agreed(wanted), self.kept, strict=True)]
+                submitted = self.drafting.trim(drafted)
+        self.kept, self.submitted = drafted.tolist(), submitted.tolist()
         return self.submitted
 
     # --- inside it ---------------------------------------------------------------------------------------------------
-
-    def _wanted(self, live: Sequence[bool]) -> Sequence[int]:
-        """Most tokens that the policy lets each row draft."""
-        policy, constant = self.policy, getattr(self.policy.start_round, "constant", False)
-        if self.rule is not None:
-            budget = self.rule.start(live)
-            return budget if constant or self.agree is None else self._agreed(self._numbers(budget))
-        answer = policy.start_round(torch.tensor(live, dtype=torch.bool, device=self.device))
-        if constant:
-            return [policy.max_draft_tokens] * len(live)
-        return self._agreed(checked(policy, "start_round", answer, len(live)))
 
     def _signals(
         self, token_ids: Tensor, q: Tensor | None, logits: Tensor | None, temperature: Tensor | None
@@ -223,56 +185,20 @@ class PolicyHost:
             assert logits is not None
             return self.reader.of_logits(logits, temperature, token_ids, self.hidden)
 
-    def _peek(self, hidden: Tensor | None, signals: Distribution) -> None:
-        step = DraftStep(self.depth, None, self._active(), hidden, None, None, signals.entropy, signals.max_prob)
+    def _judge(self, step: DraftStep) -> None:
         with self.stopwatch.timing():
-            wanted = checked(self.policy, "draw_next", self.policy.draw_next(step), len(self.active))
-        self._narrow(self._agreed(wanted), wanted)
-
-    def _ask(self, step: DraftStep) -> None:
-        with self.stopwatch.timing():
-            wanted = checked(self.policy, "keep_drafting", self.policy.keep_drafting(step), len(self.active))
-        self._narrow(self._agreed(wanted), wanted)
-
-    def _judge(self, rule: HostRule, token_ids: Tensor, hidden: Tensor | None, signals: Distribution) -> None:
-        """As `_ask`, of a policy whose rule is worked out here."""
-        with self.stopwatch.timing():
-            score = signals.scored
-            if score is None:
-                # Its scores do not look at who is active.
-                score = rule.policy.score(DraftStep(self.depth, token_ids, token_ids, hidden, None, *signals))
-        wanted = rule.keep(self.depth, score, self.active)
-        if self.agree is not None:
-            wanted = self._agreed(torch.tensor(wanted, device=self.device))
-        self._narrow(wanted)
-
-    def _narrow(self, wanted: Sequence[bool], as_tensor: Tensor | None = None) -> None:
-        """Those rows go on that did and are wanted to."""
-        self.active = [active and bool(want) for active, want in zip(self.active, wanted, strict=True)]
-        if as_tensor is not None and self.agree is None and self.active == wanted:
-            self.told = self.active, as_tensor
+            self.going = self.drafting.judge(step, self.going)
+        self.more = self.depth < self.most and bool(self.going.active.any())
 
     def _active(self) -> Tensor:
-        """(batch,) bool; the tensor that the policy gave, where that says the same."""
-        if self.told is None or self.told[0] != self.active:
-            self.told = self.active, torch.tensor(self.active, device=self.device)
-        return self.told[1]
-
-    def _look(self) -> None:
-        """Whether any row goes on decides whether there is another forward."""
-        self.going = self.depth < self.most and True in self.active
-
-    def _agreed(self, answer: Tensor) -> list:
-        """What all ranks decide, on the host: here it waits for the device."""
-        values: list = (answer if self.agree is None else self.agree(answer)).tolist()
-        return values
+        return self.drafting.there(self.going.active)
 
     # --- between rounds ----------------------------------------------------------------------------------------------
 
     def _observe(self, requests: Sequence[str], lengths: Sequence[int], verdict: Verdict | None) -> None:
         """Tell the policy of the last round, in that round's order of rows."""
         began, self.began = self.began, time.perf_counter()
-        if not self.requests or (self.metrics is None and not self.learns):
+        if not self.requests or (self.metrics is None and not self.drafting.learns):
             return
         if verdict is None:
             verdict = Verdict([0] * len(lengths), [0] * len(lengths))
@@ -291,12 +217,20 @@ class PolicyHost:
             accepted.append(min(taken, submitted[-1]))
         if self.metrics is not None:
             self._count(VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted()))
-        if self.learns:
+        if self.drafting.learns:
             numbers = torch.tensor([self.kept, accepted, submitted, now, live], device=self.device)
             drafted, accepted_, submitted_, texts, took_part = numbers.unbind(0)
             seconds = self.began - began
-            outcome = VerifyOutcome(drafted, accepted_, took_part.bool(), texts, seconds=seconds, submitted=submitted_)
-            self.policy.observe(outcome)
+            self.policy.observe(
+                VerifyOutcome(
+                    drafted=drafted,
+                    submitted=submitted_,
+                    accepted=accepted_,
+                    live=took_part.bool(),
+                    lengths=texts,
+                    seconds=seconds,
+                )
+            )
 
     def _count(self, verified: VerifiedRound) -> None:
         assert self.metrics is not None
@@ -304,14 +238,12 @@ class PolicyHost:
 
     def _stopped(self) -> list[bool]:
         """Rows whose draft the policy ended."""
-        ends = zip(self.live, self.kept, self.budget, strict=True)
+        ends = zip(self.live, self.kept, self.going.budget.tolist(), strict=True)
         return [live and kept < budget for live, kept, budget in ends]
 
     def _predicted(self) -> list[list[float]]:
         """P̂ by depth, the rows' each. The host waits for the device, which has nothing to do here."""
-        if self.rule is not None:
-            return self.rule.predicted
-        return [values.tolist() for values in self.policy.predicted]
+        return [values.tolist() for values in self.drafting.predicted]
 
     def _follow(self, requests: Sequence[str], lengths: Sequence[int]) -> None:
         """Bring the policy's rows into the order of the requests; what it knew of those that are gone is forgotten."""
@@ -320,12 +252,12 @@ class PolicyHost:
         rows = _positions(requests, self.requests)
         new = [row for row, before in enumerate(rows) if before < 0]
         places, arrived = ([max(row, 0) for row in rows], [lengths[row] for row in new])
-        self.policy.select(self._numbers(places))
-        self.policy.admit(self._numbers(new), self._numbers(arrived))
+        self.drafting.select(self._numbers(places))
+        self.drafting.admit(self._numbers(new), self._numbers(arrived))
         if self.tenant_of is not None:
             named = {row: tenant for row in new if (tenant := self.tenant_of(requests[row]))}
             if named:
-                self.policy.set_tenants(self._numbers(list(named)), list(named.values()))
+                self.drafting.set_tenants(self._numbers(list(named)), list(named.values()))
         self.requests = list(requests)  # the engine changes its own
 
     def _numbers(self, values: Sequence[int]) -> Tensor:

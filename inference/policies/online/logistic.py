@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.bounds import check_bounds
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
+from accept_head.inference.policies.spec import Tuning, named
 from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome, constant_budget
 
 
+@named(
+    "online-logistic",
+    "[THRESHOLD]",
+    "vLLM's online estimator of acceptance, stop as a head does",
+    tuning=Tuning(param="threshold", values=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)),
+)
 class OnlineLogisticPolicy(RowPolicy):
     """Stop after Y_k ⇔ Π_{i≤k} p_i < threshold; never before k_min, always at k_max. p_i are those of vLLM's online
     estimator, which trims by them; here they end the drafting.
@@ -25,11 +31,10 @@ class OnlineLogisticPolicy(RowPolicy):
     """
 
     in_chunks = True
-    carries = ("survival", "predicted", "estimator.features")
-    inputs = ("estimator.slope", "estimator.intercepts")
+    capture = Capture(
+        carried=("survival", "predicted", "estimator.features"), read=("estimator.slope", "estimator.intercepts")
+    )
     needs = frozenset({Signal.MAX_PROB})
-    scores: Literal["prefix", "proposal"] = "prefix"
-    grid = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
     def __init__(self, threshold: float = 0.5, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:
@@ -38,6 +43,7 @@ class OnlineLogisticPolicy(RowPolicy):
         self.threshold, self.k_min, self.max_draft_tokens = threshold, k_min, k_max
         self.estimator = AcceptanceEstimator(k_max)
         self.survival = torch.empty(0)  # of this round, (batch,)
+        self.predicted, self.predicted_next = list[Tensor](), list[Tensor]()
 
     def forget(self) -> None:
         self.estimator.forget()

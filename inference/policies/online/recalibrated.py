@@ -9,7 +9,9 @@ from torch import Tensor
 
 from accept_head.depth_calibration import DepthCalibration
 from accept_head.errors import InputError
-from accept_head.head import AcceptanceHead, Score
+from accept_head.head.network import AcceptanceHead
+from accept_head.head.scorer import Score
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.kernels.head import scorer_of
 from accept_head.inference.policies.head import HeadPolicy, Rule
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
@@ -51,7 +53,6 @@ class RecalibratedHeadPolicy(HeadPolicy):
     """
 
     by_depth = True
-    keeps = ("seen", "state")  # from a score to the correction of it
 
     def __init__(
         self,
@@ -122,15 +123,18 @@ class RecalibratedHeadPolicy(HeadPolicy):
         return self.recalibration is None or (self.lag == 0 and self.training is None)
 
     @property
-    def carries(self) -> tuple[str, ...] | None:  # type: ignore[override]
-        """Not if the head itself changes, or rows are corrected by what their tenants are."""
-        if self.training is not None or (self.recalibration is not None and self.recalibration.per_tenant):
+    def capture(self) -> Capture | None:  # type: ignore[override]
+        """None if the head itself changes, or rows are corrected by what their tenants are."""
+        online = self.recalibration
+        if self.training is not None or (online is not None and online.per_tenant):
             return None
-        return (*(HeadPolicy.carries or ()), *(["recalibration.tokens"] if self.recalibration is not None else []))
-
-    @property
-    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("recalibration.served",) if self.recalibration is not None else ()
+        carried = HeadPolicy.capture.carried if HeadPolicy.capture else ()
+        from_score_to_correction = ("seen", "state")
+        if online is None:
+            return Capture(carried=carried, unread=from_score_to_correction)
+        return Capture(
+            carried=(*carried, "recalibration.tokens"), read=("recalibration.served",), unread=from_score_to_correction
+        )
 
     def forget(self) -> None:
         if self.recalibration is not None:
@@ -156,7 +160,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         if self.calibration is not None:
             token, *following = (self.calibration(depth + i, p) for i, p in enumerate((token, *following)))
         if self.recalibration is not None:
-            told = None if self.seen is None else self.head.told(self.seen)
+            told = None if self.seen is None else self.head.signal_inputs(self.seen)
             token = self.recalibration.judge(token, told, self.state)
             following = [self.recalibration.look_ahead(p) for p in following]
         super()._add(torch.stack([token, *following], dim=-1) if following else token)
@@ -169,12 +173,11 @@ class RecalibratedHeadPolicy(HeadPolicy):
             self.recalibration.start(batch, device)
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
-        super().admit(rows, lengths)
         if self.recalibration is not None:
             self.recalibration.admit(rows)
 
     @property
-    def by_tenant(self) -> bool:  # type: ignore[override]
+    def by_tenant(self) -> bool:
         online = self.recalibration
         return online is not None and (online.per_tenant or online.tenant_share < 1)
 
@@ -183,7 +186,6 @@ class RecalibratedHeadPolicy(HeadPolicy):
             self.recalibration.set_tenants(rows, keys)
 
     def select(self, rows: Tensor) -> None:
-        super().select(rows)
         if self.recalibration is not None:
             self.recalibration.select(rows)
         if self.training is not None:
@@ -200,7 +202,6 @@ class RecalibratedHeadPolicy(HeadPolicy):
         return super().start_round(live)
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        super().observe(outcome)
         if self.recalibration is not None:
             self.recalibration.observe(outcome)
             if self.training is not None and self.recalibration.learning:

@@ -9,6 +9,7 @@ from accept_head.base import BASE_FUNCTIONS
 from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.spec import Tuning, named, number
 from accept_head.signals import SIGNALS
 
 # About what BASE_FUNCTIONS are like on two pairs, a published and the embedded one: what is learnt is bounded and held
@@ -39,11 +40,18 @@ def prior_base() -> AcceptanceHead:
     return head.eval()
 
 
+@named(
+    "online-signals",
+    "[THRESHOLD]",
+    "a head's base, learnt while serving with no traces, stop as a head does",
+    build=lambda argument, draft, options: OnlineSignalsPolicy(
+        number(argument) if argument else 0.5, draft.device, **options
+    ),
+    tuning=Tuning(param="threshold", values=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
+)
 class OnlineSignalsPolicy(RecalibratedHeadPolicy):
     """A head's rule on P̂(Y accepted) as OnlineRecalibration makes it of q(Y) and of all that a base reads: in some
     hundred rounds it comes near a base that was fitted to traces. Its options are those of `head` with online=true."""
-
-    grid = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
     def __init__(
         self,

@@ -1,0 +1,168 @@
+"""One run of the decode loop: what stays the same from its first round to its last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accept_head.inference.decode.captured import CapturedSteps
+from accept_head.inference.decode.chunks import Chunks
+from accept_head.inference.decode.drafted import Drafted, Drawn
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.rows import Finished, Rows
+from accept_head.inference.decode.steps import Steps
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.capture import capture_of
+from accept_head.inference.engine.graphs import run_directly
+from accept_head.inference.kernels.verify import Verified
+from accept_head.inference.policies.drafting import Drafting, Going
+from accept_head.inference.policy import DraftPolicy, Signal, Verifier, VerifyOutcome
+from accept_head.pair import Forward
+
+
+class Run:
+    """Rows, models and a policy, with the steps between forwards as plain calls: where they can be captured as CUDA
+    graphs, a call is a replay.
+
+    chunks: when the host asks whether any row goes on. stopping: as the caller gave it.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        target: CachedModel,
+        draft: CachedModel,
+        captured: CapturedSteps,
+        chunks: Chunks,
+        policy: DraftPolicy,
+        processing: Processing,
+        stopping: Stopping,
+        *,
+        seed: int,
+        verifier: Verifier,
+    ):
+        self.rows, self.target, self.draft, self.chunks = rows, target, draft, chunks
+        self.policy, self.processing, self.stopping = policy, processing, stopping
+        self.drafting = Drafting(policy)
+        call: Callable[..., Any] = run_directly
+        ask: Callable[..., Any] = run_directly
+        ends, capture = stopping, capture_of(policy)
+        # Forwards may lend what they return where the steps that read it copy what they keep.
+        self.lends = captured.backend is not None and processing.plain
+        if self.lends:
+            graphs, ends = captured.shared_by_all(processing, stopping, verifier, seed)
+            graphs.keep(*rows.tensors)
+            call = partial(graphs, optional=True)
+            if capture is not None:
+                ask = partial(captured.of(policy), optional=True)
+        steps = Steps(rows, self.drafting, processing, ends, seed=seed, verifier=verifier)
+        self._call, self._ask, self._steps = call, ask, steps
+        self._learnt = None if capture is None else capture.learnt
+        self._began = 0.0
+
+    # --- drafting ----------------------------------------------------------------------------------------------------
+
+    def begin(self) -> Going:
+        """A round begins: what each row may draft."""
+        self._began = time.perf_counter()
+        if not self.processing.greedy:
+            self._call("random", self._steps.set_uniforms, max(1, self.drafting.most))
+        going: Going = self._ask("begin", self._steps.begin, state=self.policy, renews=True)
+        return going
+
+    def most(self, going: Going) -> int:
+        """Tokens that any row may draft. A sync, unless the policy's budget is always the same."""
+        return self.rows.room(self.drafting.most) if self.drafting.constant else int(going.budget.max())
+
+    def feed_unfed(self) -> Forward:
+        """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed →
+        logits and hidden state at the last token, (batch, 1, …) each."""
+        rows = self.rows
+        if rows.unfed > 2:  # rounds without drafting leave more
+            live = rows.live_rows
+            ends = [rows.host_lengths[row] - 1 for row in live]
+            self.draft.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
+            rows.mark_fed(live)
+        width = rows.unfed
+        starts, window = self._call("draft window", rows.last, width, width)
+        output = self.draft.forward(window, starts, max(0, rows.longest - width), lend=self.lends)
+        if width == 1:
+            return output
+        row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
+        return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
+
+    def feed(self, token_ids: Tensor, depth: int) -> Forward:
+        """Feed (batch,) tokens drawn at `depth` → the same at them."""
+        starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
+        return self.draft.forward(token_ids[:, None], starts, longest, lend=self.lends)
+
+    def draw(self, depth: int, fed: Forward, going: Going) -> tuple[Drawn, Going]:
+        """The token at `depth` of every row, and who drafts on."""
+        # A policy that does not peek is not asked when tokens are drawn: the step is that of all who need the same.
+        call, state = (self._ask, self.policy) if self.drafting.peeks else (self._call, None)
+        shown = self.drafting.needs, self.drafting.asks
+        drawn: tuple[Drawn, Going] = call(f"draw {depth}", self._steps.draw, depth, fed, going, *shown, state=state)
+        return drawn
+
+    def judge(self, depth: int, drawn: Drawn, ahead: Forward | None, going: Going) -> Going:
+        """Who drafts on after the policy was asked. ahead: the draft forward on the drawn token, if it took place."""
+        hidden = ahead.hidden[:, 0] if ahead else None
+        judged: Going = self._ask(f"judge {depth}", self._steps.judge, drawn.step, hidden, going, state=self.policy)
+        return judged
+
+    # --- verification ------------------------------------------------------------------------------------------------
+
+    def target_scores(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+        """One target forward on each row's last token and `slots` drafted ones → (logits, the same after processors,
+        (batch, slots + 1, vocab) each; the fed tokens)."""
+        rows = self.rows
+        starts, window = self._call("target window", rows.last, 1, self.target.padded(slots + 1))
+        logits = self.target.forward(window, starts, rows.longest - 1, lend=self.lends).logits[:, : slots + 1]
+        return logits, self.processing.scores(logits, rows), window
+
+    def test(self, scores: Tensor, window: Tensor, drafted: Drafted) -> Verified:
+        """Which candidates are accepted, and the token that follows them."""
+        q = drafted.probabilities[: drafted.slots]
+        verified: Verified = self._call("test", self._steps.test, scores, window, drafted.submitted, q)
+        return verified
+
+    def accept(self, drafted: Drafted, verified: Verified, scores: Tensor) -> VerifyOutcome:
+        """Keep the accepted tokens, and the next one. scores: (batch, k + 1, vocab), the target's."""
+        needs, sampling = self.drafting.needs, self.processing.sampling
+        alternatives = self._steps.alternatives(drafted, scores) if Signal.ALTERNATIVES in needs else None
+        steps, rows = self._steps, self.rows
+        accepted, live, lengths = self._call(
+            "accept", rows.accept, drafted.counts, verified, steps.stopping, mutates=rows.tensors
+        )
+        return VerifyOutcome(
+            drafted=drafted.lengths,
+            submitted=drafted.submitted,
+            accepted=accepted,
+            live=live,
+            lengths=lengths,
+            divergence=drafted.divergence(scores, sampling.temperature) if Signal.DIVERGENCE in needs else None,
+            acceptance=verified.acceptance if Signal.ACCEPTANCE in needs else None,
+            alternatives=alternatives,
+            seconds=self._seconds() if Signal.SECONDS in needs else None,
+        )
+
+    def observe(self, outcome: VerifyOutcome) -> list[Finished]:
+        """The policy learns from the round → responses that are over."""
+        finished = self.rows.sync(self.stopping)
+        if self._learnt is None:
+            self.policy.observe(outcome)
+        else:
+            self._ask("learn", self.policy.observe, outcome, state=self.policy, mutates=self._learnt)
+        return finished
+
+    def _seconds(self) -> float:
+        """Since the round began, with all that the device was asked to do."""
+        if self.rows.tokens.is_cuda:
+            torch.cuda.synchronize(self.rows.tokens.device)
+        return time.perf_counter() - self._began

@@ -1,0 +1,97 @@
+"""Policies by name: a SPEC is `name`, `name:ARGUMENT` or `name:ARGUMENT,option=value,…`.
+
+The option `costs` is of all policies that draft and do not know costs by themselves: it wraps them (BatchStopPolicy).
+A policy is found by being in a module of this folder.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from pkgutil import walk_packages
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.errors import InputError
+from accept_head.inference import policies
+from accept_head.inference.costs.files import pair_costs
+from accept_head.inference.policies.batch_stop import OURS, BatchStopPolicy, Host
+from accept_head.inference.policies.spec import (
+    POLICIES,
+    DraftShape,
+    Malformed,
+    Options,
+    Spec,
+    is_integer,
+    is_number,
+)
+from accept_head.inference.policy import DraftPolicy
+from accept_head.pair import Pair
+
+COSTS = "costs"
+
+for _found in walk_packages(policies.__path__, policies.__name__ + "."):
+    if _found.name != __name__:
+        import_module(_found.name)
+
+
+def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:
+    """Build a policy for a draft (or its pair) from its SPEC. host: who will ask it, for the option `costs`. Raises
+    InputError naming the part that is wrong."""
+    text, *pairs = spec.split(",")
+    name, _, argument = text.partition(":")
+    if name not in POLICIES:
+        raise InputError(f"policy {spec!r}: unknown, expected one of {', '.join(e.form for e in POLICIES.values())}")
+    entry = POLICIES[name]
+    options = _parse_options(spec, pairs, entry)
+    costs, shape = options.pop(COSTS, None), DraftShape.of(draft)
+    try:
+        policy = entry.make(argument, shape, options)
+    except Malformed:
+        raise InputError(f"policy {spec!r}: expected {entry.form}") from None
+    return policy if costs is None else BatchStopPolicy(policy, costs, host=host)
+
+
+def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
+    known = entry.option_types
+    options: Options = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key == COSTS:
+            options[key] = _costs_option(spec, value, entry)
+            continue
+        if key not in known:
+            expected = sorted([*known, COSTS] if entry.takes_costs else known)
+            raise InputError(f"policy {spec!r}: unknown option {key!r}, expected one of {expected or 'none'}")
+        options[key] = parse_option(spec, key, value, known[key])
+    return options
+
+
+def _costs_option(spec: str, value: str, entry: Spec) -> PairCosts:
+    """Of a file, or c = t_draft / t_target for any batch."""
+    if not entry.takes_costs:
+        why = "which drafts nothing" if entry.name == "none" else f"whose argument they are: {entry.form}"
+        raise InputError(f"policy {spec!r}: option costs is not for a policy {why}")
+    if not is_number(value):
+        if not value:
+            raise InputError(f"policy {spec!r}: option costs is empty, expected a file or a number t_draft / t_target")
+        return pair_costs(Path(value))
+    if not 0 < float(value) < float("inf"):
+        raise InputError(f"policy {spec!r}: option costs is {value}, expected a file or t_draft / t_target above 0")
+    return PairCosts.constant(ForwardCosts(t_draft=float(value), t_target=1.0))
+
+
+def parse_option(spec: str, key: str, value: str, kind: type) -> Any:
+    """A value as it stands in a SPEC. Raises InputError when it is of another kind."""
+    if kind is bool and value in ("true", "false"):
+        return value == "true"
+    if kind is int and is_integer(value):
+        return int(value)
+    if kind is float and is_number(value):
+        return float(value)
+    if kind is str:
+        return value
+    expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
+    raise InputError(f"policy {spec!r}: option {key} is {value!r}, expected {expected}")

@@ -1,0 +1,164 @@
+"""How a policy is named on the command line, said by its own class: `@named("max-prob", "[THRESHOLD]", "…")`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
+
+import torch
+from transformers import PreTrainedModel
+
+from accept_head.head.origin import Checkpoint
+from accept_head.inference.costs.files import forward_costs, pair_costs
+from accept_head.inference.policy import DraftPolicy
+from accept_head.pair import Pair, hidden_size, input_embeddings
+
+Options = dict[str, Any]
+
+
+class DraftShape(NamedTuple):
+    """What a policy has to know of a draft: channels of its last hidden state, where it runs, and its input embedding
+    matrix, (vocab, hidden_size), for heads that read it. For hosts whose model is none of transformers'. checkpoint and
+    dtype, where they are known: to say so when a head was trained on others."""
+
+    hidden_size: int
+    device: torch.device
+    embeddings: torch.Tensor | None = None
+    checkpoint: Checkpoint | None = None
+    dtype: str | None = None
+
+    @classmethod
+    def of(cls, draft: Pair | PreTrainedModel | DraftShape) -> DraftShape:
+        if isinstance(draft, DraftShape):
+            return draft
+        model = draft.draft if isinstance(draft, Pair) else draft
+        dtype = str(model.dtype).removeprefix("torch.")
+        return cls(hidden_size(model), model.device, input_embeddings(model), Checkpoint.of(model), dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How `tune` tries a policy that remembers. param: what is tuned, an option of the SPEC, or else its argument.
+    values: that it may have. argument: the SPEC's, where an option is tuned. by_row: rows do not look at each other, so
+    that all responses can be asked together."""
+
+    param: str
+    values: Sequence[float]
+    argument: str = ""
+    by_row: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """name:ARGUMENT. argument: how it is shown; in brackets if it may be left out, "" if there is none. line: what the
+    policy does. policy: the class, whose keyword-only parameters are the options. read: from the argument to the
+    policy's first parameter. build: in place of that, from (argument, draft, options)."""
+
+    name: str
+    argument: str
+    line: str
+    policy: type[Any]
+    read: Callable[[str], Any]
+    build: Callable[[str, DraftShape, Options], DraftPolicy] | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def form(self) -> str:
+        """As a user writes it."""
+        if self.argument.startswith("["):
+            return f"{self.name}[:{self.argument[1:-1]}]"
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+    @property
+    def takes_costs(self) -> bool:
+        """Whether the option `costs` can be given: not where the argument says them, nor where nothing is drafted."""
+        return self.name != "none" and not self.argument.endswith("COSTS")
+
+    @property
+    def option_types(self) -> dict[str, type]:
+        """The options, each with its kind: int, float, bool, or str for one of some words, which the policy checks."""
+        hints = get_type_hints(self.policy.__init__)
+        # `int | None` is an int that may be left out.
+        return {name: next((k for k in (bool, int, float) if _allows(hints[name], k)), str) for name in self.defaults}
+
+    @property
+    def defaults(self) -> Options:
+        """The options with their defaults."""
+        parameters = inspect.signature(self.policy).parameters.values()
+        return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+    def make(self, argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
+        """Raises Malformed when the argument is not of the form, InputError when a value makes no sense."""
+        if self.build is not None:
+            return self.build(argument, draft, options)
+        if bool(argument) != bool(self.argument) and not self.argument.startswith("["):
+            raise Malformed
+        made: DraftPolicy = self.policy(self.read(argument), **options) if argument else self.policy(**options)
+        return made
+
+
+POLICIES: dict[str, Spec] = {}  # by name, in the order in which their modules are imported
+Class = TypeVar("Class", bound=type[Any])
+
+
+class Malformed(Exception):
+    """The argument is not of the policy's form."""
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def is_integer(text: str) -> bool:
+    return text.isdecimal() and len(text) < 19
+
+
+def number(text: str) -> float:
+    if not is_number(text):
+        raise Malformed
+    return float(text)
+
+
+def integer(text: str) -> int:
+    if not is_integer(text):
+        raise Malformed
+    return int(text)
+
+
+def costs(text: str) -> Any:
+    """Of a file by `accept-head profile`."""
+    return pair_costs(Path(text))
+
+
+def cost_ratio(text: str) -> float:
+    """c = t_draft / t_target, given or of a file."""
+    return float(text) if is_number(text) else forward_costs(Path(text)).ratio
+
+
+def named(
+    name: str,
+    argument: str,
+    line: str,
+    read: Callable[[str], Any] = number,
+    *,
+    build: Callable[[str, DraftShape, Options], DraftPolicy] | None = None,
+    tuning: Tuning | None = None,
+) -> Callable[[Class], Class]:
+    """Gives a policy's class a name; see `Spec`."""
+
+    def name_class(policy: Class) -> Class:
+        POLICIES[name] = Spec(name, argument, line, policy, read, build, tuning)
+        return policy
+
+    return name_class
+
+
+def _allows(hint: Any, kind: type) -> bool:
+    return hint is kind or kind in getattr(hint, "__args__", ())
