@@ -37,7 +37,7 @@ from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
 from accept_head.trace.shards import read_traces
 from accept_head.training.collect.verb import collect
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 FIXED_K = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)

@@ -22,7 +22,7 @@ from accept_head.files import read_json
 from accept_head.trace.config import CONFIG_NAME
 from accept_head.trace.shards import read_traces
 from accept_head.training.collect.verb import collect
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 WORK = REPOSITORY / "runs" / "alternatives"
 MOST = 8

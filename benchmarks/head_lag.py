@@ -28,7 +28,7 @@ from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.verb import collect
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 TRAINED: dict[str, dict[str, Any]] = {

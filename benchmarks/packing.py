@@ -36,7 +36,7 @@ from record import REPOSITORY, RESULTS, write_result
 from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
 from accept_head.trace.shards import read_traces
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 EPOCHS = 3
 SAME = {"depth": 2, "batch_size": 4, "micro_batch_size": 4, "alternatives": 0}

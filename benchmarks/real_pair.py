@@ -56,6 +56,7 @@ from accept_head.trace.shards import missing_shards
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn import run
 from accept_head.training.learn.splits import Splits, read_splits
+from accept_head.training.learn.verb import train
 
 HOME = REPOSITORY / "runs" / "real"  # heads
 TRACES = REPOSITORY / "benchmarks" / "traces" / "qwen2.5-coder"  # and prompts; they take long to make
@@ -273,7 +274,7 @@ def made(name: str, parts: Sequence[Path], temperature: float) -> Path:
         recipe: Any = {"base": "signals"}.get(of, of)
         options: dict[str, Any] = {"cache": True} if recipe == "default" else {}
         folders = parts_with(parts, int(part.split()[0])) if part.endswith("prompts") else parts
-        run.train(
+        train(
             traces=[str(folder) for folder in folders],
             draft=DRAFT,
             dev_traces=str(parts[0].parent / "dev"),
@@ -309,7 +310,7 @@ def domains_of(temperature: float) -> list[dict[str, Any]]:
         out = HOME / f"t{temperature:g}" / f"decay{decay}_without_{left_out}"
         gc.collect()  # a run leaves its draft in cycles
         with patch.object(run, "read_splits", partial(splits_without, left_out)):
-            run.train(
+            train(
                 traces=[str(part) for part in parts],
                 draft=DRAFT,
                 dev_traces=str(folder),

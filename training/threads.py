@@ -22,8 +22,8 @@ Count = int | Literal["auto"]
 MOST_THREADS = 8  # of `auto`: they share Python's lock, and a container may have fewer cores than it shows
 
 
-def settled(threads: Count, *, processes: int) -> int:
-    """How many each of this host's `processes` gets. `auto`: its share of cores, at most MOST_THREADS, and at most
+def thread_count(threads: Count, *, processes: int) -> int:
+    """Threads of each of this host's `processes`. `auto`: its share of cores, at most MOST_THREADS, and at most
     OMP_NUM_THREADS where that is set."""
     return min(share_of_cores(processes), MOST_THREADS) if threads == "auto" else threads
 

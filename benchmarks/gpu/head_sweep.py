@@ -37,7 +37,7 @@ from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.sampling import Sampling
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import read_traces, write_shard
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 DEPTHS, WEIGHTS = [0, 1, 2, 3, 4], [1, 3, 6, 12]
 SINGLES = (0, 2, 4)  # depths of the heads that are trained alone

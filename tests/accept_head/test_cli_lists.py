@@ -12,7 +12,7 @@ from accept_head.cli import main
 from accept_head.command.options import gather_lists
 from accept_head.inference.verbs.generate import generate_file
 from accept_head.inference.verbs.tune import tune
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 
 def verb(

@@ -15,8 +15,8 @@ from accept_head.pair import base_model, checkpoint_fingerprint, load_model
 from accept_head.signals import SIGNALS
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import write_shard
-from accept_head.training.learn import run
 from accept_head.training.learn.recipe import RECIPES, Recipe
+from accept_head.training.learn.verb import train
 
 VOCAB, HIDDEN = 151_936, 448
 TRACES, LENGTH = 48, 40
@@ -100,14 +100,14 @@ def test_the_states_are_as_loud_as_a_published_drafts(draft):
 def test_what_depends_on_the_signals_alone_is_learnt_to_the_end(draft, traces, tmp_path, recipe):
     """The labels are the true probabilities, so that the divergence from the truth is the dev KL itself."""
     precision = {"precision": "bf16"} if recipe == "default" else {}
-    run.train(str(traces), str(draft), str(tmp_path / "head"), recipe=recipe, **precision)
+    train(str(traces), str(draft), str(tmp_path / "head"), recipe=recipe, **precision)
     assert dev_kl(tmp_path / "head") < 0.01
 
 
 def test_a_head_without_a_base_does_not_learn_it(draft, traces, tmp_path, monkeypatch):
     """Its signals drown in the state: the test above can fail."""
     monkeypatch.setitem(RECIPES, "default", BEFORE)
-    run.train(str(traces), str(draft), str(tmp_path / "head"), precision="bf16")
+    train(str(traces), str(draft), str(tmp_path / "head"), precision="bf16")
     found = json.loads((tmp_path / "head" / "metrics.json").read_text())["dev"]["token"]
     assert found["binary_kl"] > 0.01 and np.isfinite(found["binary_kl"])
     assert found["constant_kl"] > 0.05, "there was something to learn"

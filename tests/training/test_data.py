@@ -12,7 +12,8 @@ from datasets import Dataset
 
 from accept_head import InputError
 from accept_head.trace.columns import trace_features
-from accept_head.training.learn.data import PackedTraces, StepSampler, TraceData, split_dev
+from accept_head.training.learn.data import PackedTraces, StepSampler, TraceData
+from accept_head.training.learn.splits import split_dev
 
 OPTIONS = {"epochs": 3, "batch_size": 8, "seed": 4}
 

@@ -18,9 +18,10 @@ from accept_head.checksum import read_tensors, save_tensors
 from accept_head.signals import SIGNALS
 from accept_head.trace.shards import write_shard
 from accept_head.training.learn.batches import StateBatch
+from accept_head.training.learn.candidates import Candidate
 from accept_head.training.learn.data import TraceData
 from accept_head.training.learn.feature_cache import FeatureCache
-from accept_head.training.learn.module import Candidate, HeadTraining
+from accept_head.training.learn.module import HeadTraining
 from accept_head.training.learn.splits import read_splits
 from tests.training.test_splits import CONFIG
 

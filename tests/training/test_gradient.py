@@ -8,7 +8,8 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.objective import binary_kl, weighted_bce
 from accept_head.signals import SIGNALS
-from accept_head.training.learn.gradient import KnownGradients, Positions, head_loss
+from accept_head.training.learn.gradient import KnownGradients, head_loss
+from accept_head.training.learn.positions import Positions
 from accept_head.training.learn.shared_rows import SharedRows
 
 COUNT, HIDDEN, VOCAB = 37, 16, 11

@@ -21,8 +21,9 @@ from accept_head.signals import SIGNALS
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.learn import module as module_module
 from accept_head.training.learn.batches import collate
+from accept_head.training.learn.candidates import Base, Candidate
 from accept_head.training.learn.data import TraceData
-from accept_head.training.learn.module import Base, Candidate, HeadTraining
+from accept_head.training.learn.module import HeadTraining
 
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3)]  # 8 traces: one step
 W_ACC, W_REJ = 1.0, 6.0
@@ -379,7 +380,7 @@ def test_a_weak_decay_is_taken_where_it_pays(draft, strong, weak, taken):
     module = HeadTraining(candidates, draft, **options)
     for index, kl in enumerate((strong, weak)):
         module.dev_quality[index] = of(kl or 0.599)  # which is no hundredth less than 0.6
-        module._keep_if_best(index)
+        module.best.judge(index, module.dev_quality[index])
     (made,) = module.outcomes()
     assert made.decay == taken
     assert made.head is (base.head if taken is None else heads[[8.0, 0.0].index(taken)])

@@ -8,7 +8,7 @@ import pytest
 
 from accept_head import HeadConfig, InputError
 from accept_head.training.learn.recipe import RECIPES, Recipe, variants
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 
 def test_specdecpp_has_the_papers_settings():

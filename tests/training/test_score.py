@@ -15,8 +15,8 @@ from accept_head import Pair, Sampling
 from accept_head.prompts import Prompt
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.trace.shards import read_traces
-from accept_head.training.collect.collector import make_records
 from accept_head.training.collect.score import score
+from tests.training.records import make_records
 
 SAMPLINGS = [
     Sampling(temperature=0.8, top_k=20),

@@ -11,8 +11,8 @@ from datasets import concatenate_datasets
 
 from accept_head import InputError, Sampling
 from accept_head.trace.shards import read_traces, write_shard
-from accept_head.training.learn.data import PackedTraces, split_dev
-from accept_head.training.learn.splits import read_splits
+from accept_head.training.learn.data import PackedTraces
+from accept_head.training.learn.splits import read_splits, split_dev
 from tests.accept_head.test_trace import CONFIG as SOME
 
 PROMPTS = 60

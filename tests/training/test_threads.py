@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from accept_head.training.threads import ReadAhead, Threads, settled
+from accept_head.training.threads import ReadAhead, Threads, thread_count
 
 SECONDS = 60  # a deadlock, not a slow machine
 
@@ -31,7 +31,7 @@ def test_number_of_threads(monkeypatch, threads, processes, allowed, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if allowed is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", allowed)
-    assert settled(threads, processes=processes) == expected
+    assert thread_count(threads, processes=processes) == expected
 
 
 # --- heads -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
 """Prompts become responses, and responses become coupled traces.
 
-Read first: verb.py, then score.py.
+Read `verb.py` first (`accept-head collect`), then `collector.py` (a run), then `score.py` (the coupling).
 """

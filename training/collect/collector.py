@@ -26,7 +26,7 @@ from accept_head.trace.shards import check_shard, missing_shards, write_shard
 from accept_head.training.collect.score import score, scoring_halving
 from accept_head.training.halving import Halving
 from accept_head.training.respond.request import check_said_by_target
-from accept_head.training.respond.responders import Batch, Responder, TransformersResponder
+from accept_head.training.respond.responder import Batch, Responder
 
 DEFAULTS = {"backend": "transformers"}  # of fields that a config leaves out
 
@@ -140,12 +140,6 @@ class Collector(L.LightningModule):
 
     def on_predict_end(self) -> None:
         self.progress.close()
-
-
-def make_records(pair: Pair, batch: Sequence[Prompt], config: TraceConfig) -> list[dict[str, Any]]:
-    """Responses and scores of one batch of prompts, as trace records."""
-    (answered,) = TransformersResponder(pair, config).batches(0, batch)
-    return score_responses(pair, answered, config, drawn_with=config.sampling)
 
 
 def score_responses(

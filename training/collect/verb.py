@@ -5,23 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accept_head.alternatives import DRAWS
 from accept_head.errors import InputError
-from accept_head.pair import (
-    Pair,
-    checkpoint_fingerprint,
-    context_tokens,
-    end_ids,
-    hub_revision,
-    load_pair,
-    vocabulary_fingerprint,
-)
-from accept_head.prompts import load_prompts, prompts_fingerprint
+from accept_head.pair import checkpoint_fingerprint, load_pair
+from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
-from accept_head.trace.config import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig
 from accept_head.training.collect.collector import write_shards
+from accept_head.training.collect.dry_run import collect_plan
+from accept_head.training.collect.settings import (
+    check_positive,
+    check_source,
+    checked_alternatives,
+    room_for_prompts,
+    trace_config,
+)
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options
-from accept_head.training.respond.responders import Backend, check_backend, make_responder
+from accept_head.training.respond.backends import Backend, check_backend, make_responder
 from accept_head.training.respond.stored import StoredResponses
 from accept_head.training.threads import share_of_cores
 
@@ -115,13 +113,11 @@ def collect(
         "concurrency": concurrency,
         "retries": retries,
     }
-    _check_positive(max_new_tokens=max_new_tokens, batch_size=batch_size, shard_size=shard_size)
-    alternatives = _checked_alternatives(alternatives, Path(out), sampling)
-    _check_source(prompts, responses, backend, dry_run=dry_run)
+    check_positive(max_new_tokens=max_new_tokens, batch_size=batch_size, shard_size=shard_size)
+    alternatives = checked_alternatives(alternatives, Path(out), sampling)
+    check_source(prompts, responses, backend, dry_run=dry_run)
     check_backend(backend, engine, dry_run=dry_run)
     if dry_run:
-        from accept_head.training.plan.dry_run import collect_plan
-
         plan = collect_plan(
             target, draft, out=Path(out), prompts=str(prompts), field=field, split=split, max_prompts=max_prompts,
             max_new_tokens=max_new_tokens or 128, batch_size=batch_size, alternatives=alternatives,
@@ -144,81 +140,33 @@ def collect(
         offload_folder=offload_folder,
         trust_remote_code=trust_remote_code,
     )
-    fingerprints = checkpoint_fingerprint(target), checkpoint_fingerprint(draft)
     stored = None
     if responses is not None:
-        stored = StoredResponses.of(Path(responses), *fingerprints)
+        stored = StoredResponses.of(Path(responses), checkpoint_fingerprint(target), checkpoint_fingerprint(draft))
         max_new_tokens = stored.setting("max_new_tokens", max_new_tokens)
         shard_size = stored.setting("shard_size", shard_size)
         loaded = stored.prompts(max_prompts)
     else:
         max_new_tokens, shard_size = max_new_tokens or 128, shard_size or 64
-        room = _room_for_prompts(pair, max_new_tokens)
+        room = room_for_prompts(pair, max_new_tokens)
         loaded = load_prompts(
             str(prompts), pair.tokenizer, field=field, split=split, max_prompts=max_prompts, max_prompt_tokens=room
         )
-    config = TraceConfig(
-        target=str(target),
-        target_fingerprint=fingerprints[0],
-        draft=str(draft),
-        draft_fingerprint=fingerprints[1],
-        vocabulary_fingerprint=vocabulary_fingerprint(pair.tokenizer),
-        prompts_fingerprint=prompts_fingerprint(loaded),
-        vocab_size=pair.vocab_size,
-        end_token_ids=tuple(end_ids(pair.target, pair.tokenizer)),
-        num_prompts=len(loaded),
+    config = trace_config(
+        pair,
+        (target, draft),
+        loaded,
         sampling=sampling,
         max_new_tokens=max_new_tokens,
         seed=seed,
         batch_size=batch_size,
         shard_size=shard_size,
-        responses=stored.config.fingerprint() if stored else None,
-        target_revision=hub_revision(target),
-        draft_revision=hub_revision(draft),
-        dtype=str(pair.draft.dtype).removeprefix("torch."),
-        dataset=prompts if prompts is not None and not Path(prompts).exists() else None,
-        backend=None if backend == "transformers" else backend,
-        alternatives=alternatives or None,
+        alternatives=alternatives,
+        backend=backend,
+        source=prompts,
+        stored=stored,
     )
     responder = make_responder(
         backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code
     )
     write_shards(options, pair, loaded, config, Path(out), responder, repair=repair)
-
-
-def _check_positive(**numbers: int | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}, expected a positive integer")
-
-
-def _checked_alternatives(alternatives: int | None, out: Path, sampling: Sampling) -> int:
-    """The number asked for. When left out, that of the traces that are there already: older ones have none, and the
-    same command goes on with them."""
-    if alternatives is None:
-        if sampling.greedy:
-            return 0
-        return (TraceConfig.load(out).alternatives or 0) if (out / CONFIG_NAME).is_file() else DRAWS
-    if not 0 <= alternatives <= MOST_ALTERNATIVES:
-        raise InputError(f"alternatives is {alternatives}, expected 0 to {MOST_ALTERNATIVES}")
-    if alternatives and sampling.greedy:
-        raise InputError(f"alternatives is {alternatives}, but at temperature 0 the draft can draw one token only")
-    return alternatives
-
-
-def _check_source(prompts: str | None, responses: str | None, backend: Backend, *, dry_run: bool) -> None:
-    if (prompts is None) == (responses is None):
-        given = "neither of them is" if prompts is None else "both are"
-        raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
-    if responses is not None and backend != "transformers":
-        raise InputError(f"--backend {backend} generates responses, but --responses has them already; leave one out")
-    if responses is not None and dry_run:
-        raise InputError("--dry_run estimates what --prompts cost; with --responses there is little to estimate")
-
-
-def _room_for_prompts(pair: Pair, max_new_tokens: int) -> int:
-    """Tokens of the longest prompt that can be answered."""
-    context = min(context_tokens(pair.target), context_tokens(pair.draft))
-    if context <= max_new_tokens:
-        raise InputError(f"max_new_tokens is {max_new_tokens}, but the models' context has {context} tokens")
-    return context - max_new_tokens

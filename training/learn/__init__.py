@@ -1,4 +1,4 @@
 """Traces become a head: data, the training step, and what a run leaves.
 
-Read first: run.py, then module.py.
+Read `run.py` first (a run from settings to saved heads), then `module.py` (the training step) and `gradient.py`.
 """

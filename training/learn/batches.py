@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from accept_head.head_config import Predicts
 from accept_head.signals import SIGNALS
 
 # What a head may be asked at a place of a draft input. token: a(Y_i). next: β_{i+1} where X_i was fed last, β₁ at the
@@ -138,3 +139,10 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host on that device. On a GPU it goes behind the work given so far, and is not waited for: a
     plain `to` waits for all of that, as it has to read from memory that may be paged out."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def label_axes(predicts: Predicts, *, sees_drawn: bool) -> list[int]:
+    """Which of LABELS each of a head's logits is trained on."""
+    if predicts == "both":
+        return [LABELS.index("token"), LABELS.index("after" if sees_drawn else "next")]
+    return [LABELS.index(predicts)]

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
@@ -37,10 +37,8 @@ from accept_head.signals import SIGNALS
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.training.learn.batches import LABELS, DraftBatch, StateBatch, collate
 from accept_head.training.learn.mixing import Packing, pack_fixed
+from accept_head.training.learn.splits import Part
 from accept_head.training.learn.trace_tensors import READ_COLUMNS, TraceTensors
-
-if TYPE_CHECKING:
-    from accept_head.training.learn.splits import Part
 
 CACHE_VERSION = 2  # of what a packing says of a trace, and of the files
 FOLDER_NAME, CONFIG_NAME = "features", "feature_config.json"

@@ -18,25 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accept_head.head.network import AcceptanceHead
+from accept_head.training.learn.positions import Positions
 from accept_head.training.learn.shared_rows import SharedRows
-
-
-@dataclass
-class Positions:
-    """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
-
-    states: of (places, hidden_size), in any float dtype, or of (places, channels), where they are standardised; several
-    tokens may have been drawn from each. signals: (n, inputs), normalised; None when the head reads none. embedded: of
-    (different tokens, hidden_size), as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n,
-    predictions), the label a and 1 − a, or their sums where several are known; both 0 where that prediction does not
-    count.
-    """
-
-    states: SharedRows
-    signals: Tensor | None
-    embedded: SharedRows | None
-    accept: Tensor
-    reject: Tensor
 
 
 @dataclass
@@ -52,7 +35,9 @@ class HeadLoss:
 def head_loss(
     head: AcceptanceHead, positions: Positions, *, w_acc: float, w_rej: float, dtype: torch.dtype = torch.float32
 ) -> HeadLoss:
-    """The numerator of `objective.weighted_bce` on these positions, and its gradients.
+    """The numerator of the weighted cross-entropy (docs/theory.md §4) on these positions, and its gradients.
+
+        −Σ_i [w_acc·a_i·log P̂_i + w_rej·(1 − a_i)·log(1 − P̂_i)]
 
     dtype: of the matrix products, as under autocast; sums and gradients are float32.
     """

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
@@ -15,62 +14,18 @@ from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
-from accept_head.head.network import AcceptanceHead
-from accept_head.head_config import Predicts
 from accept_head.pair import attention_mask_for, base_model
-from accept_head.training.learn.batches import LABELS, DraftBatch, StateBatch, sent
-from accept_head.training.learn.draws import draws
-from accept_head.training.learn.gradient import HeadLoss, KnownGradients, Positions, head_loss
+from accept_head.training.learn.batches import DraftBatch, StateBatch, label_axes, sent
+from accept_head.training.learn.best import BestWeights
+from accept_head.training.learn.candidates import Candidate, Outcome
+from accept_head.training.learn.gradient import HeadLoss, KnownGradients, head_loss
+from accept_head.training.learn.positions import Positions, positions_of
 from accept_head.training.learn.recipe import Keep
-from accept_head.training.learn.shared_rows import SharedRows
 from accept_head.training.learn.start import standardise
 from accept_head.training.threads import Threads
 
 LOG_EVERY = 10  # optimizer steps
 MOMENT_TRACES = 512  # that the state's components are taken from, at most
-# Share of the dev KL that a residual must save, and once more one with a weaker decay: less is what choosing the best
-# epoch finds by luck, or what holds for these prompts alone.
-PAYS = 0.01
-
-
-@dataclass(frozen=True)
-class Base:
-    """What a head with a base starts from, as a head of its own. dev, train: as of Outcome."""
-
-    head: AcceptanceHead
-    dev: dict[str, Quality]
-    train: dict[str, dict[str, float]]
-
-    def outcome(self, name: str) -> Outcome:
-        """Of a head that is nothing else."""
-        return Outcome(name, self.head, self.dev, self.train, self.dev)
-
-
-class Outcome(NamedTuple):
-    """A head that was made. dev: its quality on dev traces. train: on what it learnt from, as metrics.json has it.
-    base: that of its base on dev traces; None of one without a base. decay: that it was trained with; None of a base
-    alone."""
-
-    name: str
-    head: AcceptanceHead
-    dev: dict[str, Quality]
-    train: dict[str, dict[str, float]]
-    base: dict[str, Quality] | None
-    decay: float | None = None
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A head to train. name: how a sweep calls it, "" when it is the only one; of candidates of one name one is taken.
-    w_rej: its loss weight of rejection. base: where it starts; None of one without a base. decay: rate an epoch at
-    which its weights shrink at the peak of lr. label: how logs call it."""
-
-    name: str
-    head: AcceptanceHead
-    w_rej: float
-    base: Base | None = None
-    decay: float = 0.0
-    label: str = ""
 
 
 class HeadTraining(L.LightningModule):
@@ -81,8 +36,8 @@ class HeadTraining(L.LightningModule):
     The result does not depend on how a step was divided, nor on which heads are trained together.
 
     keep: `last`, each head's weights at the end; or `best`, those after the epoch in which it was best on dev traces.
-    Of a head with a base this is the base alone where no epoch saved a share PAYS of its KL; and of candidates of one
-    name a later one where it saves a further share PAYS.
+    With `best`, a head with a base stays its base alone where no epoch saved a share PAYS of the base's KL (best.py).
+    Of candidates with one name a later one is chosen if it saves a further share PAYS.
     """
 
     train_sums: Tensor
@@ -125,9 +80,7 @@ class HeadTraining(L.LightningModule):
         self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
         self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
         self.judged_step = -1  # optimizer steps before dev_quality was measured
-        # Where the best are kept: weights of candidates after their best epoch so far, if any was better than the base.
-        self.kept: dict[int, dict[str, Tensor]] = {}
-        self.kept_kl = [mean_kl(one.base.dev) * (1 - PAYS) if one.base else math.inf for one in self.candidates]
+        self.best = BestWeights(self.candidates)
 
     def setup(self, stage: str) -> None:
         """Every rank works out from the same traces how the state is standardised, so that all start alike."""
@@ -158,7 +111,7 @@ class HeadTraining(L.LightningModule):
         device = batch.hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
-            positions = self._positions(batch)
+            positions = positions_of(batch, self.axes, self.candidates[0].head)  # all normalise alike
             losses = self.threads.map(
                 lambda one: head_loss(one.head, positions, w_acc=self.w_acc, w_rej=one.w_rej, dtype=dtype),
                 self.candidates,
@@ -168,26 +121,6 @@ class HeadTraining(L.LightningModule):
             self.step_sums = self.step_sums.to(values.device) + self._sums(positions, values, losses)
         gradients = [gradient for loss in losses for gradient in loss.gradients]
         return KnownGradients.apply(values.sum(), gradients, *self._learning())
-
-    def _positions(self, batch: StateBatch) -> Positions:
-        """What there is to learn, found by the host while a GPU runs the draft, and sent behind it."""
-        drawn, device = draws(batch, self.axes), batch.hidden.device
-        head = self.candidates[0].head  # all normalise the same signals alike
-        embedded = None
-        if head.config.reads_embedding:
-            ids, index = drawn.ids.unique(return_inverse=True)
-            embedded = SharedRows(head.embedded(sent(ids, device)), sent(index, device))
-        # Without a layer of its own for the state, a head adds to it; else products read it as the draft gave it.
-        hidden = batch.hidden.float() if head.config.width is None else batch.hidden
-        if head.config.standardised:  # by all alike
-            hidden = head.state_input(batch.hidden.float())
-        return Positions(
-            states=SharedRows(hidden, None if drawn.place is None else sent(drawn.place, device)),
-            signals=head.normalised(sent(drawn.signals, device)) if head.config.signals else None,
-            embedded=embedded,
-            accept=sent(drawn.accept, device),
-            reject=sent(drawn.reject, device),
-        )
 
     def _sums(self, positions: Positions, values: Tensor, losses: Sequence[HeadLoss]) -> Tensor:
         """One micro-batch's part of `step_sums`."""
@@ -269,34 +202,20 @@ class HeadTraining(L.LightningModule):
                 counted = mask[:, axis]
                 self.dev_quality[index][prediction] = quality(logits[index, counted, axis], labels[counted, axis])
             if self.keep == "best":
-                self._keep_if_best(index)
+                self.best.judge(index, self.dev_quality[index])
         self.judged_step = self.global_step
 
-    def _keep_if_best(self, index: int) -> None:
-        kl = mean_kl(self.dev_quality[index])
-        if kl < self.kept_kl[index]:
-            state = self.candidates[index].head.state_dict()
-            self.kept_kl[index] = kl
-            self.kept[index] = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
-
     def take_best(self) -> bool:
-        """Give heads the weights that are kept of them; whether there are any, to be judged anew."""
-        for index, state in self.kept.items():
-            self.candidates[index].head.load_state_dict(state)
-        return bool(self.kept)
+        """Give heads the best weights that are kept of them. Returns whether there are any, to be judged anew."""
+        return self.best.take()
 
     def outcomes(self) -> list[Outcome]:
         """What came of the candidates, one of each name; the base where no residual paid."""
-        chosen: dict[str, int] = {}
-        for index, one in enumerate(self.candidates):
-            before = chosen.setdefault(one.name, index)
-            if self.kept_kl[index] < self.kept_kl[before] * (1 - PAYS) or before not in self.kept:
-                chosen[one.name] = index
-        return [self._outcome(index) for index in chosen.values()]
+        return [self._outcome(place) for place in self.best.chosen()]
 
     def _outcome(self, index: int) -> Outcome:
         candidate, base = self.candidates[index], self.candidates[index].base
-        if base is not None and self.keep == "best" and index not in self.kept:
+        if base is not None and self.keep == "best" and index not in self.best.weights:
             return base.outcome(candidate.name)
         dev, train = self.dev_quality[index], self.train_quality(index)
         head, of_base = candidate.head.float().cpu(), base.dev if base is not None else None
@@ -312,7 +231,7 @@ class HeadTraining(L.LightningModule):
             self.log(key, value, prog_bar=key.endswith("binary_kl"), rank_zero_only=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["kept"] = {"weights": self.kept, "kl": self.kept_kl, "judged_step": self.judged_step}
+        checkpoint["kept"] = {**self.best.state(), "judged_step": self.judged_step}
 
     def on_train_start(self) -> None:
         """A run that was killed between the end of an epoch and its verdict: the verdict first."""
@@ -332,7 +251,8 @@ class HeadTraining(L.LightningModule):
         """
         kept = checkpoint.get("kept")  # older ones have none
         if kept is not None:
-            self.kept, self.kept_kl, self.judged_step = kept["weights"], kept["kl"], kept["judged_step"]
+            self.best.load(kept)
+            self.judged_step = kept["judged_step"]
         progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         batches = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
         for part in ("total", "current"):
@@ -350,18 +270,6 @@ class HeadTraining(L.LightningModule):
         warmup = math.ceil(self.warmup_share * self.total_steps)
         schedule = get_cosine_schedule_with_warmup(optimizer, warmup, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def mean_kl(found: dict[str, Quality]) -> float:
-    """Over the predictions of a head."""
-    return sum(each.binary_kl for each in found.values()) / len(found)
-
-
-def label_axes(predicts: Predicts, *, sees_drawn: bool) -> list[int]:
-    """Which of batches.LABELS each of a head's logits is trained on."""
-    if predicts == "both":
-        return [LABELS.index("token"), LABELS.index("after" if sees_drawn else "next")]
-    return [LABELS.index(predicts)]
 
 
 def _gather_all(outputs: list[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:

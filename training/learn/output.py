@@ -16,7 +16,7 @@ from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.head.saved import save_head
 from accept_head.trace.config import TraceConfig
-from accept_head.training.learn.module import Outcome
+from accept_head.training.learn.candidates import Outcome
 from accept_head.training.learn.recipe import Recipe
 
 RUN_NAME = "run.json"

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset, concatenate_datasets
 
 from accept_head.errors import InputError
+from accept_head.randomness import TraceStream, uniforms
 from accept_head.trace.config import TraceConfig, check_coupled, check_made_by
 from accept_head.trace.shards import read_traces
-from accept_head.training.learn.data import split_dev
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,21 @@ def read_splits(folders: Sequence[Path], dev_folder: Path | None, *, draft_finge
     judges = np.repeat([config.responses is None for config in configs], [len(part.traces) for part in parts])
     train, held_out = split_dev(together, ", ".join(map(str, folders)), seed=seed, judges=judges)
     return Splits(tuple(folders), configs, train, held_out, tuple(parts))
+
+
+def split_dev(
+    traces: Dataset, folder: Path | str, *, seed: int, share: float = 0.1, judges: np.ndarray | None = None
+) -> tuple[Dataset, Dataset]:
+    """(train, dev): each prompt is held out with probability `share`, decided by its index alone.
+
+    judges: (traces,) bool, which of the held-out traces make up dev; all when left out. folder: for the message.
+    """
+    indices = torch.tensor(traces["index"])
+    held_out = uniforms(seed, indices, 0, TraceStream.DEV) < share
+    in_dev = held_out if judges is None else held_out & torch.from_numpy(judges)
+    if held_out.all() or not in_dev.any():
+        raise InputError(f"{folder}: {len(traces)} traces are too few to hold some out; give --dev_traces")
+    return traces.select(torch.where(~held_out)[0].tolist()), traces.select(torch.where(in_dev)[0].tolist())
 
 
 def _read_made_by(folder: Path, place: int, draft_fingerprint: str) -> Part:

@@ -1,4 +1,4 @@
-"""What a run would do and cost, said beforehand.
+"""What a run would cost, from shapes and counts alone.
 
-Read first: dry_run.py.
+Read `estimate.py` first. The dry runs of the verbs are in `../collect/dry_run.py` and `../learn/dry_run.py`.
 """

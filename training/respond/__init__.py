@@ -1,4 +1,4 @@
-"""Who says the responses: transformers, vLLM, a server, or traces that are there already.
+"""What says the responses: transformers, vLLM, a server, or traces that are there already.
 
-Read first: responders.py.
+Read `responder.py` first (what each of them gives), then `backends.py` (which one the settings ask for).
 """

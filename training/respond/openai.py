@@ -23,7 +23,7 @@ from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.request import EngineRequest
-from accept_head.training.respond.responders import Batch, answered
+from accept_head.training.respond.responder import Batch, answered
 
 BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds

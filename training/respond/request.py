@@ -15,7 +15,7 @@ from accept_head.files import sha256
 from accept_head.pair import Pair, output_size
 from accept_head.sampling import Sampling
 from accept_head.trace.config import TraceConfig
-from accept_head.training.respond.transformers import until_end
+from accept_head.training.respond.responder import until_end
 
 SUPPRESSED = -100.0  # the lowest logit bias that an OpenAI-compatible endpoint takes
 MOST_EXCLUDED = 0.1  # share of a shard's tokens that the target may exclude: rounding near a tie or at top-k's edge

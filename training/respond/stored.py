@@ -6,6 +6,7 @@ well, because its labels say what greedy decoding would do after any prefix.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from accept_head.errors import InputError
 from accept_head.prompts import Prompt
 from accept_head.trace.config import TraceConfig, check_made_by
 from accept_head.trace.shards import finished_config, read_shard
+from accept_head.training.respond.responder import Batch, answered
 
 
 @dataclass(frozen=True)
@@ -66,3 +68,16 @@ class StoredResponses:
     def responses(self, shard: int) -> list[list[int]]:
         """Those of one shard, as ids."""
         return list(read_shard(self.folder, self.config, shard)["response_ids"])
+
+
+class StoredResponder:
+    """Reads those of another trace folder (`collect --responses`)."""
+
+    def __init__(self, stored: StoredResponses, config: TraceConfig):
+        self.stored, self.size, self.drawn_with = stored, config.batch_size, stored.config.sampling
+
+    def batches(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[Batch]:
+        yield from answered(prompts, self.stored.responses(shard)[: len(prompts)], self.size)
+
+    def close(self) -> None:
+        pass

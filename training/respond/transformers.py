@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from accept_head.pair import end_ids, input_device, output_size
+from accept_head.pair import Pair, end_ids, input_device, output_size
+from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
+from accept_head.trace.config import TraceConfig
 from accept_head.training.halving import Halving
+from accept_head.training.respond.responder import Batch, in_batches, until_end
 
 
 def generation_halving() -> Halving:
@@ -116,9 +119,31 @@ class _PartOfBatch(TorchFunctionMode):
         return torch.multinomial(whole, *rest, **(kwargs or {}))[self.part]
 
 
-def until_end(row: list[int], ends: Sequence[int]) -> list[int]:
-    """The row up to and with its first end token; all of it when it has none."""
-    for position, token in enumerate(row):
-        if token in ends:
-            return row[: position + 1]
-    return row
+class TransformersResponder:
+    """Generates each batch when it is asked for."""
+
+    def __init__(self, pair: Pair, config: TraceConfig):
+        self.pair, self.config, self.drawn_with = pair, config, config.sampling
+        self.halving = generation_halving()
+
+    def batches(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[Batch]:
+        for batch in in_batches(prompts, self.config.batch_size):
+            said = self.respond(batch)
+            yield Batch(batch, [each.ids for each in said], [each.logits for each in said])
+
+    def respond(self, batch: Sequence[Prompt]) -> list[Said]:
+        # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
+        seed = (self.config.seed * 1_000_003 + batch[0].index) % (1 << 63)
+        return respond_with_logits(
+            self.pair.target,
+            self.pair.tokenizer,
+            [prompt.ids for prompt in batch],
+            self.config.sampling,
+            max_new_tokens=self.config.max_new_tokens,
+            seed=seed,
+            vocab_size=self.pair.vocab_size,
+            halving=self.halving,
+        )
+
+    def close(self) -> None:
+        pass

@@ -19,7 +19,7 @@ from accept_head.prompts import Prompt
 from accept_head.trace.config import TraceConfig
 from accept_head.training.launch import use_cpu_only
 from accept_head.training.respond.request import EngineRequest
-from accept_head.training.respond.responders import Batch, answered
+from accept_head.training.respond.responder import Batch, answered
 
 # What a launcher tells its processes. The engine has processes of its own, which must not take it for theirs.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -1,0 +1,140 @@
+"""The heads of a run: what each is before it is trained, where it starts, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel
+
+from accept_head.calibration import Quality
+from accept_head.head.network import AcceptanceHead
+from accept_head.head_config import HeadConfig
+from accept_head.pair import hidden_size, input_embeddings
+from accept_head.signals import SIGNALS
+from accept_head.training.learn.base import Labelled, fit_base, qualities, train_quality
+from accept_head.training.learn.batches import label_axes
+from accept_head.training.learn.data import PackedTraces
+from accept_head.training.learn.mixing import Packing
+from accept_head.training.learn.recipe import Recipe
+from accept_head.training.learn.splits import Splits
+from accept_head.training.learn.start import start_heads
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a head with a base starts from, as a head of its own. dev, train: as of Outcome."""
+
+    head: AcceptanceHead
+    dev: dict[str, Quality]
+    train: dict[str, dict[str, float]]
+
+    def outcome(self, name: str) -> Outcome:
+        """Of a head that is nothing else."""
+        return Outcome(name, self.head, self.dev, self.train, self.dev)
+
+
+class Outcome(NamedTuple):
+    """A head that was made.
+
+    dev: its quality on dev traces. train: its quality on the training traces, as metrics.json has it. base: the quality
+    of its base on dev traces; None for a head without a base. decay: that it was trained with; None for a base alone.
+    """
+
+    name: str
+    head: AcceptanceHead
+    dev: dict[str, Quality]
+    train: dict[str, dict[str, float]]
+    base: dict[str, Quality] | None
+    decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head to train.
+
+    name: its name in a sweep, "" when it is the only head. Of candidates with the same name one is chosen in the end.
+    w_rej: its loss weight of rejection. base: where it starts; None for a head without a base. decay: rate an epoch at
+    which its weights shrink at the peak of lr. label: its name in the logs.
+    """
+
+    name: str
+    head: AcceptanceHead
+    w_rej: float
+    base: Base | None = None
+    decay: float = 0.0
+    label: str = ""
+
+
+def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict[str, Base]:
+    """The base of each head, by the head's name; heads with the same loss weights share one."""
+    common = next(iter(recipes.values()))
+    packing: Packing = "prefix" if common.packing == "prefix" else "exact"
+    axes = label_axes(common.predicts, sees_drawn=True)
+    train, dev = (
+        Labelled.of((packed[0, row] for row in range(len(packed))), axes)
+        for packed in (
+            PackedTraces(splits.train, packing, r=0, seed=0, alternatives=int(common.alternatives)),
+            PackedTraces(splits.dev, packing, r=0, seed=0),
+        )
+    )
+
+    @cache
+    def fitted(w_rej: float) -> Base:
+        head = fit_base(
+            train, dev, hidden_size=channels, signals=SIGNALS, predicts=common.predicts, w_acc=common.w_acc, w_rej=w_rej
+        )
+        return Base(head, qualities(head, dev), train_quality(head, train))
+
+    return {name: fitted(recipe.w_rej) for name, recipe in recipes.items()}
+
+
+def make_candidates(
+    recipes: dict[str, Recipe], bases: dict[str, Base], draft: PreTrainedModel, traces: Dataset, seed: int
+) -> list[Candidate]:
+    """The heads to train, each with its first weights. traces: that they are trained on."""
+    common = next(iter(recipes.values()))
+    more: dict[str, Any] = {"standardised": common.base}
+    if bases:
+        of_base = next(iter(bases.values())).head.config  # all bases read the same
+        names = ("signals", "signal_mean", "signal_std", "base")
+        more |= {name: getattr(of_base, name) for name in names}
+    elif common.signals:
+        more |= _signal_statistics(traces)
+    embeddings = input_embeddings(draft) if common.embedding else None
+    if embeddings is not None:
+        more["embedding_std"] = float(embeddings.float().square().mean().sqrt())
+    candidates = []
+    for name, recipe in recipes.items():
+        config = HeadConfig(
+            hidden_size=hidden_size(draft),
+            depth=recipe.depth,
+            predicts=recipe.predicts,
+            reads="before" if recipe.packing == "prefix" else "drawn",
+            width=recipe.width if isinstance(recipe.width, int) else None,
+            **more,
+        )
+        for decay in recipe.decays:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)  # each head starts as it would alone
+                head = AcceptanceHead(config).attach(embeddings)
+            tried = [f"decay{decay:g}"] if len(recipe.decays) > 1 else []
+            label = "-".join([name, *tried] if name else tried)
+            candidates.append(Candidate(name, head, recipe.w_rej, bases.get(name), decay, label))
+    if common.base:
+        start_heads([one.head for one in candidates], [one.base.head for one in candidates if one.base])
+    return candidates
+
+
+def _signal_statistics(traces: Dataset) -> dict[str, Any]:
+    """The head config's fields about signals, from all positions of the training traces."""
+    columns = {name: np.concatenate(traces.with_format("numpy")[name][:]).astype(np.float64) for name in SIGNALS}
+    return {
+        "signals": SIGNALS,
+        "signal_mean": tuple(float(values.mean()) for values in columns.values()),
+        "signal_std": tuple(max(float(values.std()), 1e-6) for values in columns.values()),
+    }
