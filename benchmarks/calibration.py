@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from record import REPOSITORY, TINY, write_result
 
+from accept_head.calibration import DepthCalibration, Rounds
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
-from accept_head.depth_calibration import DepthCalibration, Rounds
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.saved import load_head
 from accept_head.inference.policies.head import HeadPolicy

@@ -92,7 +92,7 @@ class Sandbox:
 
     def _head(self, size: int) -> None:
         from accept_head import AcceptanceHead, HeadConfig
-        from accept_head.depth_calibration import DepthCalibration
+        from accept_head.calibration import DepthCalibration
         from accept_head.signals import SIGNALS
 
         config = HeadConfig(

@@ -44,9 +44,9 @@ from record import REPOSITORY, RESULTS, TINY, write_result
 from trace_alternatives import alternatives_of
 
 from accept_head.alternatives import Alternatives
+from accept_head.calibration import fit_affine
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.depth_calibration import fit_affine
 from accept_head.files import atomic_path, read_json
 from accept_head.head.saved import load_head
 from accept_head.inference.policies.batch_stop import BatchStopPolicy

@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-from accept_head.depth_calibration import DepthCalibration
+from accept_head.calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub.card import CardFacts, base_models, model_card

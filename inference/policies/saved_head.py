@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from accept_head.depth_calibration import DepthCalibration
+from accept_head.calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.head.network import AcceptanceHead

@@ -8,12 +8,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from accept_head.calibration import quality
-from accept_head.depth_calibration import DepthCalibration, Rounds, fit_affine, fit_isotonic, fit_temperatures
+from accept_head.calibration import DepthCalibration, Rounds, fit_affine, fit_isotonic, fit_temperatures
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.replay.walk import round_starts
+from accept_head.quality import quality
 
 Method = Literal["temperature", "isotonic", "affine"]
 FITS: dict[Method, Callable[..., DepthCalibration]] = {

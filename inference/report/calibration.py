@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accept_head.calibration import expected_calibration_error
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.walk import round_starts
 from accept_head.inference.report.data import CalibrationCurve
+from accept_head.quality import expected_calibration_error
 
 DEPTHS = ((1, 1), (2, 2), (3, 3), (4, 6), (7, None))
 BINS = 10

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
+from accept_head.calibration import CALIBRATION_NAME, Rounds
 from accept_head.console import make_console
-from accept_head.depth_calibration import CALIBRATION_NAME, Rounds
 from accept_head.errors import InputError
 from accept_head.files import writable_file
 from accept_head.head.origin import check_unseen

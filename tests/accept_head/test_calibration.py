@@ -1,155 +1,173 @@
-"""Quality of predictions against numpy and scikit-learn."""
+"""Maps by depth: that the fits find what made the rounds, that a product comes out right, and what a file may hold."""
+
+from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
 import torch
-from scipy.special import expit, logit, rel_entr
-from sklearn.metrics import brier_score_loss, roc_auc_score
+from scipy.optimize import minimize
+from sklearn.isotonic import isotonic_regression
 
-from accept_head.calibration import auroc, brier, expected_calibration_error, quality
-from accept_head.errors import InputError
-
-
-def sample(count=500, hard=False, seed=0):
-    """Predictions in (0, 1) and labels that lean the same way."""
-    generator = np.random.default_rng(seed)
-    predicted = generator.beta(2, 1, count)
-    labels = np.clip(predicted + generator.normal(0, 0.3, count), 0, 1)
-    if hard:
-        labels = (generator.random(count) < labels).astype(float)
-    return predicted, labels
+from accept_head import InputError
+from accept_head.calibration import (
+    CALIBRATION_NAME,
+    DepthCalibration,
+    Rounds,
+    fit_affine,
+    fit_isotonic,
+    fit_temperatures,
+)
 
 
-def auroc_of_expanded_labels(predicted, labels):
-    """A soft label a is a positive of weight a and a negative of weight 1 − a."""
-    truth = np.repeat([1, 0], len(labels))
-    return roc_auc_score(truth, np.tile(predicted, 2), sample_weight=np.concatenate([labels, 1 - labels]))
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
 
 
-def numpy_ece(predicted, labels, bins):
-    index = np.minimum((predicted * bins).astype(int), bins - 1)
-    gaps = [
-        abs(predicted[index == b].mean() - labels[index == b].mean()) * (index == b).mean() for b in np.unique(index)
-    ]
-    return sum(gaps)
+def made(slopes, intercepts=(0.0, 0.0, 0.0), count=20_000, seed=0, soft=True):
+    """Rounds of three tokens in which P(accepted) = σ(slope·z + intercept), and the head says σ(z)."""
+    random = np.random.default_rng(seed)
+    z = random.normal(0.5, 2, size=(count, 3))
+    a = sigmoid(np.array(slopes) * z + intercepts)
+    passed = random.random(a.shape) < a
+    at_risk = np.cumprod(np.concatenate([np.ones((count, 1)), passed[:, :-1]], axis=1), axis=1).astype(bool)
+    acceptance = np.where(at_risk, a if soft else passed, 0.0)
+    return Rounds(predicted=sigmoid(z), acceptance=acceptance, drafted=np.ones_like(at_risk), at_risk=at_risk)
 
 
-def tensors(*arrays):
-    return [torch.tensor(array, dtype=torch.float64) for array in arrays]
+def survivals(rounds, calibration):
+    p = torch.from_numpy(rounds.predicted)
+    return torch.stack([calibration(d + 1, p[:, d]) for d in range(p.shape[1])], dim=1).cumprod(1).double().numpy()
 
 
-def test_brier_is_the_mean_squared_error():
-    predicted, labels = sample()
-    assert brier(*tensors(predicted, labels)) == pytest.approx(np.mean((predicted - labels) ** 2), rel=1e-12)
-    predicted, labels = sample(hard=True)
-    assert brier(*tensors(predicted, labels)) == pytest.approx(brier_score_loss(labels, predicted), rel=1e-12)
+def gap(rounds, survival):
+    """Largest |mean predicted − mean observed| of each depth's survival over five equal groups by predicted."""
+    worst = []
+    for depth in range(survival.shape[1]):
+        groups = np.array_split(np.argsort(survival[:, depth]), 5)
+        worst.append(max(abs(survival[g, depth].mean() - rounds.survived[g, depth].mean()) for g in groups))
+    return np.array(worst)
 
 
-@pytest.mark.parametrize("bins", [1, 4, 15])
-def test_calibration_error_is_the_weighted_gap_of_equal_width_bins(bins):
-    predicted, labels = sample()
-    found = expected_calibration_error(*tensors(predicted, labels), bins)
-    assert found == pytest.approx(numpy_ece(predicted, labels, bins), rel=1e-9)
+def test_temperatures_are_found_in_order():
+    fitted = fit_temperatures(made((0.5, 1.0, 2.0)))
+    assert fitted.slopes == pytest.approx((0.5, 1.0, 2.0), rel=0.05) and set(fitted.intercepts) == {0.0}
 
 
-def test_calibration_error_of_four_positions_by_hand():
-    # two bins: [0, ½) holds 0.2 and 0.4 with labels 0, 1: gap |0.3 − 0.5| = 0.2;  [½, 1] holds 0.9 and 1.0 with labels
-    # 1, 0: gap |0.95 − 0.5| = 0.45.  ECE = ½·0.2 + ½·0.45 = 0.325
-    assert expected_calibration_error(*tensors([0.2, 0.4, 0.9, 1.0], [0, 1, 1, 0]), 2) == pytest.approx(0.325)
+def test_each_temperature_makes_up_for_the_depths_before_it():
+    """Where the first depth cannot be put right by a temperature, the second is fitted to the product, not to itself:
+    an independent search over the cumulative likelihood finds the same."""
+    rounds = made((1.0, 1.0, 1.0), intercepts=(-1.0, 0.0, 0.0))
+    fitted = fit_temperatures(rounds)
+    z = np.log(rounds.predicted) - np.log1p(-rounds.predicted)
+
+    def loss(log_slope):
+        s = sigmoid(fitted.slopes[0] * z[:, 0]) * sigmoid(np.exp(log_slope[0]) * z[:, 1])
+        y = rounds.survived[:, 1]
+        return -(y * np.log(s) + (1 - y) * np.log1p(-s)).mean()
+
+    found = minimize(loss, [0.0], method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-10})
+    assert fitted.slopes[1] == pytest.approx(np.exp(found.x[0]), rel=1e-3)
+    assert abs(fitted.slopes[1] - 1.0) > 0.02, "fitted by itself it would be 1"
 
 
-def test_perfect_calibration_has_no_error_and_a_shift_has():
-    predicted, _ = sample()
-    assert expected_calibration_error(*tensors(predicted, predicted)) == pytest.approx(0, abs=1e-12)
-    shifted = np.clip(predicted - 0.1, 0, 1)
-    assert expected_calibration_error(*tensors(shifted, predicted)) == pytest.approx(
-        (predicted - shifted).mean(), abs=0.01
-    )
+@pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic, fit_affine])
+def test_survivals_are_calibrated_on_rounds_that_were_not_fitted(fit):
+    """Standard errors of a group's mean: at most 0.5 / √4000 = 0.008."""
+    truth = {"slopes": (0.5, 0.5, 0.5)}
+    fitted, unseen = fit(made(**truth, soft=False)), made(**truth, seed=1, soft=False)
+    assert (gap(unseen, np.cumprod(unseen.predicted, axis=1)) > 0.1).all(), "they must have been wrong"
+    assert (gap(unseen, survivals(unseen, fitted)) < 0.035).all()
 
 
-def test_auroc_of_hard_labels_is_that_of_scikit_learn():
-    predicted, labels = sample(hard=True)
-    assert auroc(*tensors(predicted, labels)) == pytest.approx(roc_auc_score(labels, predicted), rel=1e-12)
+def test_isotonic_is_the_pool_adjacent_violators_solution():
+    rounds = made((1.0, 1.0, 1.0), intercepts=(-1.0, 0.5, 0.0), count=2000)
+    fitted = fit_isotonic(rounds)
+    for depth in range(3):
+        mine = np.where(rounds.at_risk[:, depth])[0]
+        mine = mine[np.argsort(rounds.predicted[mine, depth])]
+        expected = isotonic_regression(rounds.acceptance[mine, depth])
+        mapped = fitted(depth + 1, torch.from_numpy(rounds.predicted[mine, depth]))
+        assert mapped.numpy() == pytest.approx(expected, abs=2e-3)
+        assert (np.diff(mapped.numpy()) >= -1e-6).all()
 
 
-def test_auroc_of_soft_labels_is_that_of_weighted_hard_ones():
-    predicted, labels = sample()
-    assert auroc(*tensors(predicted, labels)) == pytest.approx(auroc_of_expanded_labels(predicted, labels), rel=1e-12)
+def test_affine_is_the_ridged_maximum_of_the_likelihood():
+    rounds = made((0.7, 0.7, 0.7), intercepts=(0.5, -0.5, 1.0), count=1500, soft=False)
+    fitted = fit_affine(rounds, prior=3.0)
+    z = np.log(rounds.predicted) - np.log1p(-rounds.predicted)
+
+    def loss(theta):
+        eta = theta[0] * z + theta[1:]
+        bits = np.logaddexp(0, eta) - rounds.acceptance * eta
+        return bits[rounds.at_risk].sum() + 1.5 * ((theta[0] - 1) ** 2 + (theta[1:] ** 2).sum())
+
+    found = minimize(loss, np.array([1.0, 0, 0, 0]), method="BFGS").x
+    assert [fitted.slopes[0], *fitted.intercepts] == pytest.approx(found, abs=1e-3)
 
 
-def test_auroc_counts_ties_one_half():
-    predicted, labels = sample()
-    coarse = predicted.round(1)
-    assert auroc(*tensors(coarse, labels)) == pytest.approx(auroc_of_expanded_labels(coarse, labels), rel=1e-12)
-    # pairs (positive, negative): (0.5, 0.5) tie, (0.5, 0.2) right, (0.8, ·) right twice → (½ + 1 + 1 + 1) / 4
-    assert auroc(*tensors([0.5, 0.8, 0.5, 0.2], [1, 1, 0, 0])) == pytest.approx(0.875)
+def test_a_depth_with_few_rounds_has_the_map_of_the_one_before():
+    rounds = made((0.5, 0.5, 0.5))
+    rounds.drafted[150:, 2] = rounds.at_risk[150:, 2] = False
+    for fit in (fit_temperatures, fit_isotonic, fit_affine):
+        fitted = fit(rounds)
+        assert fitted.depths == 2
+        p = torch.linspace(0, 1, 11)
+        assert torch.equal(fitted(2, p), fitted(3, p)) and torch.equal(fitted(2, p), fitted(9, p))
+        assert not torch.equal(fitted(1, p), fitted(2, p)) or fit is fit_affine
 
 
-def test_auroc_of_reversed_scores_is_reversed():
-    predicted, labels = sample(hard=True)
-    right = auroc(*tensors(predicted, labels))
-    assert right > 0.6
-    assert auroc(*tensors(1 - predicted, labels)) == pytest.approx(1 - right, rel=1e-12)
+def test_too_few_rounds_are_refused():
+    with pytest.raises(InputError, match="200 rounds, the traces have 50"):
+        fit_temperatures(made((1, 1, 1), count=50))
 
 
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_auroc_is_one_half_when_one_class_has_no_weight(label):
-    assert auroc(*tensors([0.1, 0.5, 0.9], [label] * 3)) == 0.5
+@pytest.mark.parametrize("fit", [fit_temperatures, fit_isotonic, fit_affine])
+def test_a_file_holds_it_as_plain_numbers(fit, tmp_path):
+    fitted = fit(made((0.5, 1.0, 1.5), count=1000), {"traces": "abc"})
+    assert fitted.save(tmp_path) == tmp_path / CALIBRATION_NAME
+    assert DepthCalibration.load(tmp_path) == fitted and fitted.fitted_on == {"traces": "abc"}
 
 
-def test_a_constant_predictor_ranks_nothing_and_is_off_by_the_difference_of_the_means():
-    _, labels = sample()
-    found = quality(torch.full((len(labels),), float(logit(0.8))), torch.tensor(labels))
-    assert found.auroc == pytest.approx(0.5, abs=1e-12)
-    assert found.ece == pytest.approx(abs(0.8 - labels.mean()), rel=1e-6)
-    assert found.mean_predicted == pytest.approx(0.8, rel=1e-6)
+def test_probabilities_at_the_ends_stay_probabilities():
+    for fit in (fit_temperatures, fit_isotonic, fit_affine):
+        fitted = fit(made((0.5, 1.0, 1.5), count=1000))
+        for depth in (1, 2, 3):
+            mapped = fitted(depth, torch.tensor([0.0, 1e-30, 1.0, 1 - 1e-7]))
+            assert ((mapped > 0) & (mapped <= 1)).all()
 
 
-def test_quality_collects_every_metric():
-    predicted, labels = sample()
-    found = quality(torch.tensor(logit(predicted)), torch.tensor(labels))
-    constant = labels.mean()
-    kl = rel_entr(labels, predicted) + rel_entr(1 - labels, 1 - predicted)
-    constant_kl = rel_entr(labels, constant) + rel_entr(1 - labels, 1 - constant)
-    assert found.to_dict() == pytest.approx(
-        {
-            "count": 500,
-            "binary_kl": kl.mean(),
-            "constant_kl": constant_kl.mean(),
-            "brier": np.mean((predicted - labels) ** 2),
-            "ece": numpy_ece(expit(logit(predicted)), labels, 15),
-            "auroc": auroc_of_expanded_labels(predicted, labels),
-            "mean_predicted": predicted.mean(),
-            "mean_observed": labels.mean(),
-        },
-        rel=1e-9,
-    )
+GOOD = {"method": "affine", "slopes": [1.0], "intercepts": [0.0]}
+BAD = [
+    ({}, "method"),
+    ({"method": "platt"}, "'platt'"),
+    ({**GOOD, "slope": [1.0]}, "'slope'"),
+    ({**GOOD, "slopes": [0.0]}, "positive"),
+    ({**GOOD, "slopes": ["1"]}, "slopes"),
+    ({**GOOD, "slopes": 1.0}, "slopes"),
+    ({**GOOD, "intercepts": [0.0, 1.0]}, "equally many"),
+    ({"method": "affine"}, "at least one"),
+    ({**GOOD, "intercepts": [True]}, "intercepts"),
+    ({**GOOD, "fitted_on": 3}, "fitted_on"),
+    ({**GOOD, "predicted": [[0.5]]}, "predicted"),
+    ({"method": "isotonic", "predicted": [[0.5, 0.4]], "observed": [[0.1, 0.2]]}, "predicted of depth 1"),
+    ({"method": "isotonic", "predicted": [[0.5, 0.5]], "observed": [[0.1, 0.2]]}, "predicted of depth 1"),
+    ({"method": "isotonic", "predicted": [[0.4, 0.5]], "observed": [[0.3, 0.2]]}, "observed of depth 1"),
+    ({"method": "isotonic", "predicted": [[0.4, 0.5]], "observed": [[0.3]]}, "length"),
+    ({"method": "isotonic", "predicted": [[0.4, 1.5]], "observed": [[0.3, 0.4]]}, "predicted of depth 1"),
+    ({"method": "isotonic", "predicted": [0.4], "observed": [[0.3]]}, "lists"),
+]
 
 
-def test_no_constant_beats_the_mean_label():
-    _, labels = sample()
-    best = quality(torch.zeros(len(labels)), torch.tensor(labels)).constant_kl
-    assert quality(torch.full((len(labels),), logit(labels.mean())), torch.tensor(labels)).binary_kl == pytest.approx(
-        best
-    )
-    for constant in (labels.mean() - 0.05, labels.mean() + 0.05):
-        assert quality(torch.full((len(labels),), logit(constant)), torch.tensor(labels)).binary_kl > best + 1e-3
+@pytest.mark.parametrize(("values", "word"), BAD, ids=[word for _, word in BAD])
+def test_a_file_that_is_not_one_is_refused_by_name(values, word, tmp_path):
+    (tmp_path / CALIBRATION_NAME).write_text(json.dumps(values))
+    with pytest.raises(InputError, match=CALIBRATION_NAME) as refused:
+        DepthCalibration.load(tmp_path)
+    assert word in str(refused.value)
 
 
-@pytest.mark.parametrize("label", [0.0, 1.0])
-def test_labels_of_one_kind_only_give_finite_numbers(label):
-    found = quality(torch.tensor([-2.0, 0.0, 3.0]), torch.full((3,), label))
-    assert all(np.isfinite(value) for value in found.to_dict().values())
-    assert found.constant_kl == pytest.approx(0, abs=1e-9)
-
-
-def test_float32_logits_are_judged_in_float64():
-    predicted, labels = sample(20000)
-    found = quality(torch.tensor(logit(predicted)).float(), torch.tensor(labels).float())
-    assert found.mean_observed == pytest.approx(labels.mean(), abs=1e-7)
-    assert found.auroc == pytest.approx(auroc_of_expanded_labels(predicted, labels), abs=1e-6)
-
-
-def test_no_positions_is_an_input_error():
-    with pytest.raises(InputError, match="no positions"):
-        quality(torch.empty(0), torch.empty(0))
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"calibration\.json: no such file"):
+        DepthCalibration.load(tmp_path)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, InputError, Sampling
+from accept_head.calibration import DepthCalibration
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.depth_calibration import DepthCalibration
 from accept_head.head_config import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict

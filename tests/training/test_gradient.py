@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from scipy.special import expit
+from torch.nn.functional import logsigmoid
 
 from accept_head import AcceptanceHead, HeadConfig
-from accept_head.objective import binary_kl, weighted_bce
+from accept_head.quality import binary_kl
 from accept_head.signals import SIGNALS
 from accept_head.training.learn.gradient import KnownGradients, head_loss
 from accept_head.training.learn.positions import Positions
@@ -55,7 +58,9 @@ def by_hand(head, inputs, *, place=None, w_rej=W_REJ, dtype=torch.float32):
 
 def by_autograd(head, inputs):
     hidden, signals, ids, labels, mask = inputs
-    value = weighted_bce(head(hidden, signals, ids), labels, mask, w_acc=W_ACC, w_rej=W_REJ).value
+    logits = head(hidden, signals, ids)
+    accepted, rejected = labels * logsigmoid(logits), (1 - labels) * logsigmoid(-logits)
+    value = -(W_ACC * accepted + W_REJ * rejected)[mask].sum()  # docs/theory.md §4
     return value, torch.autograd.grad(value, list(head.parameters()))
 
 
@@ -82,6 +87,41 @@ def test_value_and_gradients_are_autograds(depth, options):
     assert len(got.gradients) == len(gradients)
     for (name, _), mine, wanted in zip(head.named_parameters(), got.gradients, gradients, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def loss_of_logit(logit, accept, reject, w_acc=1.0, w_rej=1.0):
+    """(value, gradient to the logit) of a head that says this logit of every position, with labels a and 1 − a."""
+    head = AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=0))
+    torch.nn.init.zeros_(head.output.weight)
+    torch.nn.init.constant_(head.output.bias, logit)
+    states = torch.randn(len(accept), HIDDEN, generator=torch.Generator().manual_seed(1))
+    labels = [torch.tensor(values, dtype=torch.float32).unsqueeze(-1) for values in (accept, reject)]
+    with torch.no_grad():
+        loss = head_loss(head, Positions(SharedRows(states), None, None, *labels), w_acc=w_acc, w_rej=w_rej)
+    of_bias = [name for name, _ in head.named_parameters()].index("output.bias")
+    return loss.value.item(), loss.gradients[of_bias].item()
+
+
+def test_loss_of_three_positions_by_hand():
+    # z = 0: P̂ = ½, both logs are log ½.  a = 1, ½, 0 with w_rej = 3:
+    #   value = ln 2·(1 + (½ + 3·½) + 3) = 6 ln 2        d/dz = −½·(1 + ½) + 3·½·(½ + 1) = 1.5
+    value, gradient = loss_of_logit(0.0, [1, 0.5, 0], [0, 0.5, 1], w_rej=3.0)
+    assert value == pytest.approx(6 * np.log(2), rel=1e-6)
+    assert gradient == pytest.approx(1.5, rel=1e-6)
+
+
+@pytest.mark.parametrize("logit", [80.0, -80.0])
+@pytest.mark.parametrize("label", [0.0, 0.25, 1.0])
+def test_extreme_logits_stay_finite_and_exact(logit, label):
+    value, gradient = loss_of_logit(logit, [label], [1 - label], w_rej=6.0)
+    expected = label * np.logaddexp(0, -logit) + 6 * (1 - label) * np.logaddexp(0, logit)
+    assert value == pytest.approx(expected, rel=1e-6, abs=1e-30)
+    assert gradient == pytest.approx(-label * expit(-logit) + 6 * (1 - label) * expit(logit), abs=1e-6)
+
+
+def test_a_position_that_does_not_count_has_neither_value_nor_gradient():
+    assert loss_of_logit(0.7, [0.3, 0.0], [0.7, 0.0]) == pytest.approx(loss_of_logit(0.7, [0.3], [0.7]), rel=1e-6)
+    assert loss_of_logit(-50.0, [0.0], [0.0]) == (0.0, 0.0)
 
 
 SHARED = [

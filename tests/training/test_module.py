@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
-from accept_head.calibration import Quality
+from accept_head.quality import Quality
 from accept_head.signals import SIGNALS
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.learn import module as module_module

@@ -14,10 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from accept_head.base import base_functions, places_of
-from accept_head.calibration import Quality, quality
 from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig, Predicts
-from accept_head.objective import binary_kl
+from accept_head.quality import Quality, binary_kl, quality
 from accept_head.training.learn.batches import Packed, collate
 from accept_head.training.learn.draws import draws
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from accept_head.calibration import Quality
+from accept_head.quality import Quality
 from accept_head.training.learn.candidates import Candidate
 
 # Share of the dev KL that a residual must save over its base, and a weaker decay over a stronger one. A smaller gain

@@ -11,10 +11,10 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from accept_head.calibration import Quality
 from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig
 from accept_head.pair import hidden_size, input_embeddings
+from accept_head.quality import Quality
 from accept_head.signals import SIGNALS
 from accept_head.training.learn.base import Labelled, fit_base, qualities, train_quality
 from accept_head.training.learn.batches import label_axes

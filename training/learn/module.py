@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, get_cosine_schedule_with_warmup
 
-from accept_head.calibration import Quality, quality
 from accept_head.errors import InputError
 from accept_head.pair import attention_mask_for, base_model
+from accept_head.quality import Quality, quality
 from accept_head.training.learn.batches import DraftBatch, StateBatch, label_axes, sent
 from accept_head.training.learn.best import BestWeights
 from accept_head.training.learn.candidates import Candidate, Outcome

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
-from accept_head.calibration import Quality
 from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.head.saved import save_head
+from accept_head.quality import Quality
 from accept_head.trace.config import TraceConfig
 from accept_head.training.learn.candidates import Outcome
 from accept_head.training.learn.recipe import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from accept_head.depth_calibration import DepthCalibration
+from accept_head.calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.scorer import Score

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accept_head.depth_calibration import DepthCalibration
+from accept_head.calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.inference.policies.online.newton_sums import NewtonSums
 from accept_head.inference.policy import VerifyOutcome

@@ -1,0 +1,88 @@
+"""How good predicted acceptance probabilities are: binary KL, Brier, ECE, AUROC, and predicted against observed mean.
+
+Labels are soft: a label a counts as a positive with weight a and a negative with weight 1 − a. That is the expectation
+of each metric over the coin that verification would toss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from accept_head.errors import InputError
+
+ECE_BINS = 15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Quality of one prediction over `count` positions.
+
+    binary_kl: mean KL(a ‖ P̂), nats. constant_kl: the same for the best constant, P̂ = mean a.
+    brier: mean (P̂ − a)². ece: expected calibration error over 15 equal-width bins. auroc: probability that an accepted
+    position scores above a rejected one. mean_predicted, mean_observed: mean P̂ and mean a.
+    """
+
+    count: int
+    binary_kl: float
+    constant_kl: float
+    brier: float
+    ece: float
+    auroc: float
+    mean_predicted: float
+    mean_observed: float
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def quality(logits: Tensor, labels: Tensor) -> Quality:
+    """Judge logits (n,) against soft labels (n,). Raises InputError when n is 0."""
+    if logits.numel() == 0:
+        raise InputError("there are no positions to evaluate: the dev traces hold no usable token")
+    logits, labels = logits.double(), labels.double()
+    predicted, observed = logits.sigmoid(), labels.mean()
+    constant = torch.logit(observed.clamp(1e-12, 1 - 1e-12)).expand_as(labels)
+    return Quality(
+        count=labels.numel(),
+        binary_kl=binary_kl(labels, logits).mean().item(),
+        constant_kl=binary_kl(labels, constant).mean().item(),
+        brier=brier(predicted, labels),
+        ece=expected_calibration_error(predicted, labels),
+        auroc=auroc(predicted, labels),
+        mean_predicted=predicted.mean().item(),
+        mean_observed=observed.item(),
+    )
+
+
+def binary_kl(labels: Tensor, logits: Tensor) -> Tensor:
+    """KL(a ‖ P̂) of two Bernoulli distributions, in nats, per element; P̂ = sigmoid(logits). Shapes are equal."""
+    labels, logits = labels.double(), logits.double()
+    cross_entropy = -(labels * F.logsigmoid(logits) + (1 - labels) * F.logsigmoid(-logits))
+    entropy = -(torch.xlogy(labels, labels) + torch.xlogy(1 - labels, 1 - labels))
+    return cross_entropy - entropy
+
+
+def brier(predicted: Tensor, labels: Tensor) -> float:
+    """Mean (P̂ − a)². Both (n,)."""
+    return (predicted - labels).square().mean().item()
+
+
+def expected_calibration_error(predicted: Tensor, labels: Tensor, bins: int = ECE_BINS) -> float:
+    """Σ_b (n_b / n)·|mean P̂ in b − mean a in b| over equal-width bins of P̂. Both (n,)."""
+    index = (predicted * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=predicted.dtype).index_add_(0, index.cpu(), (predicted - labels).cpu())
+    return (gap.abs().sum() / predicted.numel()).item()
+
+
+def auroc(predicted: Tensor, labels: Tensor) -> float:
+    """Area under the ROC curve with soft labels; ties count one half; 0.5 where one class has no weight. Both (n,)."""
+    scores, group = predicted.unique(return_inverse=True)
+    positive = torch.zeros_like(scores).index_add_(0, group, labels)
+    negative = torch.zeros_like(scores).index_add_(0, group, 1 - labels)
+    below = negative.cumsum(0) - negative
+    total = positive.sum() * negative.sum()
+    return ((positive * (below + negative / 2)).sum() / total).item() if total > 0 else 0.5
