@@ -19,6 +19,7 @@ from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.base import places_of
 from accept_head.head.scorer import make_scorer
 from accept_head.inference import generate
+from accept_head.inference.decode.steps import step_of
 from accept_head.inference.kernels import head as head_operation
 from accept_head.inference.kernels import launch, signals
 from accept_head.inference.kernels import usable as door
@@ -26,7 +27,7 @@ from accept_head.inference.kernels.head import KernelScorer, bytes_to_pack, scor
 from accept_head.inference.kernels.signals import PlainSoftmax, logits_signals_by_kernel, q_signals_by_kernel
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import unit_state
-from accept_head.inference.policy import OF_Q, DraftStep, Signal
+from accept_head.inference.policy import OF_Q, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS
 from tests.inference.changed_kernels import use_kernels
@@ -190,14 +191,14 @@ def test_a_draft_step_has_what_is_needed_and_no_more():
     expected, _ = float64_signals(logits, ids, np.ones(3))
     fed = Forward(logits[:, None], logits[:, None])
     for q in (PlainSoftmax(logits), logits.softmax(-1)):
-        step = DraftStep.of(OF_Q, 1, ids, ids > 0, q, fed, None)
+        step = step_of(OF_Q, 1, ids, ids > 0, q, fed)
         assert step.signals is not None
         for column, value in enumerate((step.logprob, step.entropy, step.max_prob)):
             np.testing.assert_allclose(value.cpu(), expected[:, column], rtol=2e-5, atol=2e-5)
-        before = DraftStep.of(frozenset({Signal.ENTROPY}), 1, None, ids > 0, q, fed, None)
+        before = step_of(frozenset({Signal.ENTROPY}), 1, None, ids > 0, q, fed)
         assert before.logprob is None and before.max_prob is None and before.signals is None
         np.testing.assert_allclose(before.entropy.cpu(), expected[:, 1], rtol=2e-5, atol=2e-5)
-        assert DraftStep.of(frozenset(), 1, ids, ids > 0, q, fed, None).entropy is None
+        assert step_of(frozenset(), 1, ids, ids > 0, q, fed).entropy is None
 
 
 # The head
