@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from accept_head.inference.policies.batch_stop_device import batch_stop
 
 from accept_head import Sampling
 from accept_head.cost import ForwardCosts
@@ -41,7 +40,6 @@ from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.rows import DecodeStats, Finished
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
-from accept_head.inference.policies import specs
 from accept_head.inference.policies.fixed import FixedPolicy
 from tests.inference.replayed import standing_in
 from tests.inference.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
@@ -317,10 +315,6 @@ def test_what_the_warm_up_has_captured_serves_all_runs_of_a_policy(monkeypatch):
     """No policy pays for its graphs while it is timed, however many it has; also not in another repeat. One that learns
     begins each run anew."""
     monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
-    on_gpu = torch.device("cuda")  # the stand-in for graphs is on the CPU; what suits a GPU is chosen by the device
-    monkeypatch.setattr(
-        specs, "batch_stop", lambda *given, **options: batch_stop(*given, **options | {"device": on_gpu})
-    )
     pair, names = near_pair(), ["none", "fixed:2", "max-prob:0.6,k_max=3", "fixed:3,costs=0.2"]
     names += ["adaedl:0.4,k_max=3", "dsde:2,k_max=3", "hf-heuristic:2,k_max=3", "online-logistic:0.4,k_max=3"]
     arms = {name: arm_maker(name, pair) for name in names}

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts
 from accept_head.head.saved import load_head
-from accept_head.inference.policies import ConfidencePolicy, CumulativeConfidencePolicy, HeadPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay import cost_aware as module
 from accept_head.inference.replay.comparison import throughputs

@@ -26,7 +26,7 @@ from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.profile import forwards, regression
 from accept_head.inference.profile import rounds as grid_module
 from accept_head.inference.profile.forwards import fit_batch_cost, measure_forwards

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from accept_head import InputError
 from accept_head.cost import ForwardCosts, total_time
 from accept_head.inference import RowPolicy
-from accept_head.inference.policies import (
-    ConfidencePolicy,
-    CumulativeConfidencePolicy,
-    EntropyPolicy,
-    FixedPolicy,
-    HeadPolicy,
-    MaxProbPolicy,
-    SvipPolicy,
-)
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy
+from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay import thresholds as module
 from accept_head.inference.replay.asking import replay

@@ -15,11 +15,9 @@ from accept_head.cost import ForwardCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
 from accept_head.inference.costs.files import read_costs
-from accept_head.inference.policies import (
-    CumulativeConfidencePolicy,
-    HeadPolicy,
-    SvipPolicy,
-)
+from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.informed import replay_informed
 from accept_head.inference.replay.truth import InformedTables
@@ -38,7 +36,7 @@ HEADS = {"heads/drawn": SIGNALS, "heads/before": BEFORE}
 FAMILIES = {
     "heads/drawn": ["head with signals lag 0", "head with signals lag 1"],
     "heads/before": ["head before"],
-    **{name: [name] for name in ("confidence", "cumulative-confidence", "max-prob", "entropy", "svip")},
+    **{name: [name] for name in ("confidence", "cumulative-confidence", "entropy", "max-prob", "svip")},
 }
 OWN = {"cumulative-confidence": CumulativeConfidencePolicy.grid, "svip": SvipPolicy.grid}  # not the grid's thresholds
 LEARNERS = ["adaedl"]

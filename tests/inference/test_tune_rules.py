@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from accept_head import InputError
-from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.cost import ForwardCosts
 from accept_head.files import write_json
 from accept_head.inference import make_policy
 from accept_head.inference.costs.files import pair_costs
@@ -27,7 +29,7 @@ def traces(tmp_path_factory):
 
 
 def test_every_policy_but_the_batch_rules_can_be_tuned():
-    from accept_head.inference.policies import POLICIES
+    from accept_head.inference.policies.registry import POLICIES
 
     assert set(POLICIES) - set(EVERY) == {"none", "fixed", "head", "batch-map", "max-prob-mean"}
 
@@ -58,9 +60,8 @@ def write_costs(folder):
 def test_rows_that_are_asked_together_do_not_look_at_each_other(traces, name):
     value = LEARNERS[name].values[1]
     together = ask(traces, name, value, COSTS, traces.k_max)
-    alone = replay(
-        traces, LEARNERS[name].build(value, PairCosts.constant(COSTS), traces.k_max), name, batch=1, costs=COSTS
-    )
+    policy = make_policy(spec_of({"name": together.name, "params": together.params}), llama(1))
+    alone = replay(traces, policy, name, batch=1, costs=COSTS)
     assert np.array_equal(together.counts, alone.counts)
 
 
@@ -93,7 +94,7 @@ def test_policies_predict_by_the_file_that_their_spec_names(traces, tmp_path, na
     grid = Grid(k_min=(1,), k_max=(traces.k_max,), rules=(name,))
     values = LEARNERS[name].values if name == "goodput" else (4,)  # the traces' rounds are short
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LEARNERS, name, LEARNERS[name]._replace(values=values))
+        patch.setitem(LEARNERS, name, replace(LEARNERS[name], values=values))
         tuned, other = (search_all(traces, {}, COSTS, grid, pair=pair) for pair in (pair_costs(path), None))
     (row,) = (row for row in tuned.rows(costs_file=str(path)) if row["name"] == name)
     again = replay(traces, make_policy(row["spec"], llama(1)), name, batch=1, costs=COSTS)
