@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -11,8 +10,11 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.inference import RowPolicy, generate
-from accept_head.inference.policies import AdaEdlPolicy, MeanMaxProbPolicy
-from accept_head.inference.policy import DraftStep, Signal, VerifyOutcome
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.max_prob import MeanMaxProbPolicy
+from accept_head.inference.policy import DraftStep, Signal
+from tests.inference.references import ScalarAdaEdl
+from tests.inference.rounds import Given, Rowwise, begin, compare, outcome
 from tests.inference.toy import ragged_prompts, toy_pair, two
 
 T, F = True, False
@@ -22,69 +24,23 @@ def step(depth, active, **signals):
     return DraftStep(depth=depth, token_ids=None, active=torch.tensor(active), **signals)
 
 
-def outcome(drafted, accepted, live=None):
-    drafted, accepted = torch.tensor(drafted), torch.tensor(accepted)
-    live = torch.ones_like(drafted, dtype=torch.bool) if live is None else torch.tensor(live)
-    return VerifyOutcome(drafted=drafted, accepted=accepted, live=live, lengths=torch.zeros_like(drafted))
-
-
 # --- AdaEDL ----------------------------------------------------------------------------------------------------------
 
 
-class ScalarAdaEdl:
-    """One row, from the formulas of docs/theory.md §8."""
-
-    def __init__(self, level, longest):
-        self.level, self.rate, self.longest = level, 0.9, longest
-
-    def goes_on(self, entropy):
-        return 1 - math.sqrt(0.2 * entropy) >= self.level
-
-    def verified(self, accepted, drafted):
-        if drafted == 0:
-            return
-        self.rate = 0.5 * self.rate + 0.5 * accepted / drafted
-        if self.rate < 0.9:
-            wanted = self.level + 0.01
-        elif accepted != self.longest:
-            wanted = self.level - 0.01
-        else:
-            wanted = self.level
-        self.level = 0.9 * self.level + 0.1 * wanted
-
-
 def test_adaedl_is_its_formula_for_each_row_over_many_rounds():
-    random = np.random.default_rng(0)
-    rows, longest = 5, 6
-    policy = AdaEdlPolicy(0.6, k_max=longest)
-    policy.start(rows, torch.device("cpu"))
-    policy.admit(torch.arange(rows), torch.full((rows,), 3))
-    scalars = [ScalarAdaEdl(0.6, longest) for _ in range(rows)]
-    stopped = 0
-    for number in range(200):
-        policy.start_round(torch.ones(rows, dtype=torch.bool))
-        entropies = random.gamma(1.0, 0.8, size=(rows, longest))
-        drafted, active = np.zeros(rows, dtype=int), np.ones(rows, dtype=bool)
-        for depth in range(1, longest + 1):
-            said = policy.draw_next(step(depth, active.tolist(), entropy=torch.tensor(entropies[:, depth - 1])))
-            for row in np.where(active)[0]:
-                expected = depth == 1 or scalars[row].goes_on(entropies[row, depth - 1])
-                assert bool(said[row]) == expected
-                active[row] = expected
-            drafted += active
-        accepted = random.binomial(drafted, 0.95 if number % 2 else 0.6)
-        policy.observe(outcome(drafted.tolist(), accepted.tolist()))
-        for row in range(rows):
-            scalars[row].verified(accepted[row], drafted[row])
-        assert policy.levels.tolist() == pytest.approx([scalar.level for scalar in scalars], rel=1e-4)
-        stopped += int((drafted < longest).sum())
-    assert 100 < stopped < 999
+    def given(number, random):
+        wins = random.random((5, 6)) < (0.95 if number % 2 else 0.6)
+        return Given(random.random(5) < 0.9, wins, {"entropy": random.gamma(1.0, 0.8, size=(5, 6))})
+
+    policy = AdaEdlPolicy(0.6, k_max=6)
+    reference = Rowwise(lambda: ScalarAdaEdl(0.6, 6), levels="level", rates="rate")
+    played = compare(policy, reference, given, 200, [3] * 5, moves=150)
+    assert 100 < (played.drafted < 6).sum() < 999
     assert len({round(level, 4) for level in policy.levels.tolist()}) > 2, "rows must have gone their own ways"
 
 
 def test_adaedl_always_draws_k_min_tokens_and_keeps_its_level_where_nothing_was_drafted():
-    policy = AdaEdlPolicy(0.9, k_min=2, k_max=5)
-    policy.start(2, torch.device("cpu"))
+    policy = begin(AdaEdlPolicy(0.9, k_min=2, k_max=5), [3, 3])
     spread = torch.tensor([5.0, 5.0])
     assert policy.draw_next(step(1, [T, T], entropy=spread)).tolist() == [T, T]
     assert policy.draw_next(step(2, [T, F], entropy=spread)).tolist() == [T, F]
@@ -94,8 +50,7 @@ def test_adaedl_always_draws_k_min_tokens_and_keeps_its_level_where_nothing_was_
 
 
 def test_adaedl_forgets_a_row_that_is_given_to_another_request_and_follows_rows_that_move():
-    policy = AdaEdlPolicy(0.5, k_max=4)
-    policy.start(3, torch.device("cpu"))
+    policy = begin(AdaEdlPolicy(0.5, k_max=4), [3] * 3)
     for accepted in ([0, 1, 4], [0, 2, 4], [1, 0, 4]):
         policy.observe(outcome([4, 4, 4], accepted))
     levels, rates = policy.levels.clone(), policy.rates.clone()
@@ -138,7 +93,6 @@ class Listener(RowPolicy):
     """Declines to draw by a coin, and remembers what it is told."""
 
     needs = frozenset({Signal.ENTROPY, Signal.MAX_PROB, Signal.DIVERGENCE, Signal.SECONDS})
-    peeks = True
     max_draft_tokens = 5
 
     def __init__(self):
