@@ -14,31 +14,8 @@ from accept_head.inference import generate
 from accept_head.inference.policies.bandit import BanditPolicy
 from accept_head.inference.policies.dsde import DsdePolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
-from accept_head.inference.policy import VerifyOutcome
+from tests.inference.rounds import Given, Reference, Rowwise, begin, compare, outcome
 from tests.inference.toy import ragged_prompts, two
-
-CPU = torch.device("cpu")
-GARBAGE = 77.0  # what nobody may look at
-
-
-def outcome(drafted, accepted, live=None, divergence=None, seconds=None):
-    drafted, accepted = torch.as_tensor(drafted), torch.as_tensor(accepted)
-    live = torch.ones_like(drafted, dtype=torch.bool) if live is None else torch.as_tensor(live)
-    lengths = torch.zeros_like(drafted)
-    return VerifyOutcome(
-        drafted=drafted, accepted=accepted, live=live, lengths=lengths, divergence=divergence, seconds=seconds
-    )
-
-
-def move(policy, scalars, new, random):
-    """Rows change places, and one of them gets a new request."""
-    order = random.permutation(len(scalars))
-    policy.select(torch.tensor(order))
-    scalars[:] = [scalars[row] for row in order]
-    row = int(random.integers(len(scalars)))
-    policy.admit(torch.tensor([row]), torch.tensor([9]))
-    scalars[row] = new()
-
 
 # --- the i.i.d. optimum ----------------------------------------------------------------------------------------------
 
@@ -54,45 +31,35 @@ class ScalarLeviathan:
         tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
         return tokens / (1 + gamma * self.cost)
 
-    def drafts(self):
+    def drafts(self, shown, room):
         best = max(range(self.k_max + 1), key=self.speed)
         return 1 if best == 0 and self.idle >= 16 else best
 
-    def verified(self, drafted, accepted):
-        self.idle = 0 if drafted else self.idle + 1
-        self.accepted += accepted
-        self.judged += min(drafted, accepted + 1)
+    def as_good(self, said, expected):
+        return math.isclose(self.speed(said), self.speed(expected), rel_tol=1e-6)
+
+    def verified(self, round):
+        self.idle = 0 if round.drafted else self.idle + 1
+        self.accepted += round.accepted
+        self.judged += min(round.drafted, round.accepted + 1)
 
 
 @pytest.mark.parametrize("cost", [0.1, 0.3])
 def test_leviathan_is_its_formula_for_each_row_over_many_rounds(cost):
-    random, rows = np.random.default_rng(0), 5
-    policy, rates = LeviathanPolicy(cost, k_max=12), np.array([0.0, 0.2, 0.7, 0.97, 1.0])
-    policy.start(rows, CPU)
-    scalars, seen = [ScalarLeviathan(cost, 12) for _ in range(rows)], set()
-    for number in range(300):
-        live = random.random(rows) < 0.9
-        drafted = policy.start_round(torch.tensor(live))
-        assert drafted.dtype == torch.int64
-        for row in range(rows):
-            expected = scalars[row].drafts()
-            assert int(drafted[row]) == expected or math.isclose(
-                scalars[row].speed(int(drafted[row])), scalars[row].speed(expected), rel_tol=1e-6
-            )
-        seen |= set(drafted.tolist())
-        passed = random.random((rows, 12)) < rates[:, None]
-        accepted = np.minimum(passed.cumprod(1).sum(1), drafted.numpy())
-        policy.observe(outcome(drafted, torch.tensor(accepted), live))
-        for row in np.where(live)[0]:
-            scalars[row].verified(int(drafted[row]), int(accepted[row]))
-        if number % 70 == 69:
-            move(policy, scalars, lambda: ScalarLeviathan(cost, 12), random)
+    rates = np.array([[0.0], [0.2], [0.7], [0.97], [1.0]])
+    reference = Rowwise(lambda: ScalarLeviathan(cost, 12))
+
+    def given(number, random):
+        return Given(random.random(5) < 0.9, random.random((5, 12)) < rates)
+
+    played = compare(LeviathanPolicy(cost, k_max=12), reference, given, 300, [3] * 5, moves=70)
+    seen = set(played.drafted.flat)
     assert {0, 1, 12} <= seen and len(seen) > 5
 
 
 def test_leviathan_tries_again_after_a_while_and_recovers_from_bad_luck():
     policy = LeviathanPolicy(0.2, probe=3, prior=1.0)
-    policy.start(1, CPU)
+    begin(policy, [3])
     drafted = []
     for number in range(90):
         k = policy.start_round(torch.tensor([True]))
@@ -101,7 +68,7 @@ def test_leviathan_tries_again_after_a_while_and_recovers_from_bad_luck():
     stopped = drafted.index(0)
     assert drafted[stopped : stopped + 8] == [0, 0, 0, 1, 0, 0, 0, 1] and min(drafted[-9:]) > 3
     policy = LeviathanPolicy(0.2, probe=3, rate=0.0)
-    policy.start(1, CPU)
+    begin(policy, [3])
     drafted = []
     for number in range(6):
         if number == 2:
@@ -110,7 +77,7 @@ def test_leviathan_tries_again_after_a_while_and_recovers_from_bad_luck():
         policy.observe(outcome(drafted[-1:], [0]))
     assert drafted == [0, 0, 0, 0, 0, 1], "a new request waits anew"
     hopeless = LeviathanPolicy(1.0, probe=1, rate=1.0)
-    hopeless.start(1, CPU)
+    begin(hopeless, [3])
     for _ in range(4):
         assert hopeless.start_round(torch.tensor([True])).tolist() == [0]
         hopeless.observe(outcome([0], [0]))
@@ -129,6 +96,8 @@ def spread(values, decay):
 class ScalarDsde:
     """One row, eqs 1-8."""
 
+    cap = staticmethod(np.mean)
+
     def __init__(self):
         self.values, self.first, self.accepted, self.last = [], [], [], 0.0
 
@@ -145,10 +114,14 @@ class ScalarDsde:
         penalty = (math.exp(2 * self.last) - 1) * ratio
         return (1 - penalty) * (longest - 2) + 2 if penalty <= 1 else 2.0
 
-    def cap(self, predictions):
-        return np.mean(predictions)
+    def as_good(self, said, expected):
+        return self.calibrated() and abs(said - expected) < 0.5 + 1e-3
 
-    def verified(self, accepted, values):
+    def verified(self, round):
+        if round.divergence:
+            self.learn(round.accepted, round.divergence)
+
+    def learn(self, accepted, values):
         if not self.calibrated():
             self.accepted.append(accepted)
             self.first += values
@@ -179,10 +152,11 @@ class ScalarFork(ScalarDsde):
         penalty = ratio * (math.exp(2 * self.last / 0.5) - 1)
         return max(shortest, math.ceil((longest - shortest) * (1 - penalty) + shortest)) if penalty <= 1 else shortest
 
-    def cap(self, predictions):
+    @staticmethod
+    def cap(predictions):
         return math.ceil(np.mean(predictions))
 
-    def verified(self, accepted, values):
+    def learn(self, accepted, values):
         self.values += values
         self.last = np.mean(values)
         if self.ready:
@@ -195,47 +169,41 @@ class ScalarFork(ScalarDsde):
             self.ready = True
 
 
+class Capped(Rowwise):
+    """Rows that know enough draft what they predict, but no more than the batch's cap."""
+
+    def __init__(self, make):
+        super().__init__(make)
+        self.capped, self.seen, self.warm = 0, set(), set()
+
+    def drafts(self, live, given, lengths):
+        predicted = {row: self.rows[row].predicted() for row in live if self.rows[row].calibrated()}
+        cap = self.make.cap(list(predicted.values())) if predicted else None
+        self.capped += sum(value > cap for value in predicted.values())
+        self.warm |= {self.rows[row].warm() for row in live if row not in predicted}
+        wanted = [min(predicted[row], cap) if row in predicted else self.rows[row].warm() for row in live]
+        self.seen |= {round(float(k)) for row, k in zip(live, wanted, strict=True) if row in predicted}
+        return [min(k, given.of(row)[1]) for row, k in zip(live, wanted, strict=True)]
+
+
 @pytest.mark.parametrize(("scalar", "fork"), [(ScalarDsde, False), (ScalarFork, True)])
 def test_dsde_is_its_equations_for_each_row_over_many_rounds(scalar, fork):
-    random, rows = np.random.default_rng(1), 5
+    def given(number, random):
+        values = random.gamma(0.5, 0.3 if number % 40 < 20 else 0.05, size=(5, 20))
+        room = np.where(random.random(5) < 0.1, random.integers(0, 21, 5), 99)  # at the end of a response
+        return Given(random.random(5) < 0.9, random.random((5, 20)) < 0.85, room=room, divergence=values)
+
     policy = DsdePolicy(**({"fork": True, "temperature": 0.5} if fork else {"k": 8}))
-    policy.start(rows, CPU)
-    scalars, capped, seen, warm = [scalar() for _ in range(rows)], 0, set(), set()
-    for number in range(300):
-        live = random.random(rows) < 0.9
-        ready = [row for row in range(rows) if live[row] and scalars[row].calibrated()]
-        predicted = {row: scalars[row].predicted() for row in ready}
-        cap = scalars[0].cap(list(predicted.values())) if predicted else None
-        said = policy.start_round(torch.tensor(live))
-        assert said.dtype == torch.int64
-        for row in np.where(live)[0]:
-            if row in predicted:
-                capped += predicted[row] > cap
-                assert abs(int(said[row]) - min(predicted[row], cap)) < 0.5 + 1e-3
-            else:
-                assert int(said[row]) == scalars[row].warm()
-                warm.add(int(said[row]))
-        seen |= {int(said[row]) for row in predicted}
-        # The end of a response allows no more, or an end token was drawn.
-        drafted = np.where(random.random(rows) < 0.1, random.integers(0, said.numpy() + 1), said.numpy())
-        scale = 0.3 if number % 40 < 20 else 0.05
-        values = random.gamma(0.5, scale, size=(rows, max(1, drafted.max())))
-        accepted = np.minimum((random.random((rows, 20)) < 0.85).cumprod(1).sum(1), drafted)
-        judged = np.minimum(drafted, accepted + 1) * live
-        shown = np.where(np.arange(values.shape[1]) < judged[:, None], values, GARBAGE)
-        policy.observe(outcome(drafted, accepted, live, divergence=torch.tensor(shown)))
-        for row in np.where(judged)[0]:
-            scalars[row].verified(int(accepted[row]), values[row, : judged[row]].tolist())
-        if number % 60 == 59:
-            move(policy, scalars, scalar, random)
-    assert capped > 50 and len(seen) > 6 and 2 in seen, "the rows must have been told apart"
-    assert len(warm) == (3 if fork else 1)
+    reference = Capped(scalar)
+    compare(policy, reference, given, 300, [3] * 5, moves=60, seed=1)
+    assert reference.capped > 50 and len(reference.seen) > 6 and 2 in reference.seen, "rows must have been told apart"
+    assert len(reference.warm) == (3 if fork else 1)
 
 
 def test_dsde_without_a_cap_leaves_each_row_its_own_length():
     capped, free = DsdePolicy(calibration=1), DsdePolicy(calibration=1, cap=False)
     for policy in (capped, free):
-        policy.start(2, CPU)
+        begin(policy, [3, 3])
         policy.observe(outcome([5, 5], [5, 0], divergence=torch.tensor([[0.1, 0.0, 0.0, 0.0, 0.0]] * 2)))
     live = torch.tensor([True, True])
     assert free.start_round(live).tolist() == [6, 2]
@@ -245,7 +213,7 @@ def test_dsde_without_a_cap_leaves_each_row_its_own_length():
 
 def test_dsde_takes_rounds_in_which_nobody_drafts_and_models_that_exclude_each_other():
     policy = DsdePolicy(calibration=1)
-    policy.start(2, CPU)
+    begin(policy, [3, 3])
     policy.observe(outcome([0, 0], [0, 0], divergence=torch.zeros(2, 0)))
     assert policy.start_round(torch.tensor([True, True])).tolist() == [5, 5]
     policy.observe(outcome([2, 2], [1, 2], divergence=torch.tensor([[0.1, math.inf], [0.1, 0.1]])))
@@ -256,7 +224,7 @@ def test_dsde_takes_rounds_in_which_nobody_drafts_and_models_that_exclude_each_o
 # --- BanditSpec ------------------------------------------------------------------------------------------------------
 
 
-class ScalarBandit:
+class ScalarBandit(Reference):
     def __init__(self, arms, shared):
         self.arms, self.shared, self.rewards, self.t = arms, shared, {arm: [] for arm in arms}, 1
 
@@ -270,45 +238,38 @@ class ScalarBandit:
         top = max(max(rewards) for rewards in self.rewards.values())
         return max(self.arms, key=lambda arm: self.bound(arm, top))
 
-    def earned(self, arm, reward):
-        self.rewards[arm].append(reward)
+    def drafts(self, live, given, lengths):
+        return [self.chooses()] * len(live)
+
+    def verified(self, rounds):
+        self.rewards[self.chooses()].append(sum(each.accepted + 1 for each in rounds) / rounds[0].seconds)
         self.t += 1
 
 
-def play(policy, number_of_rounds, reward, rows=3):
-    """Arms in the order played; reward(arm, round) is in tokens/s."""
-    policy.start(rows, CPU)
-    played = []
-    for number in range(number_of_rounds):
-        drafted = policy.start_round(torch.ones(rows, dtype=torch.bool))
-        assert drafted.dtype == torch.int64 and len(set(drafted.tolist())) == 1
-        played.append(int(drafted[0]))
-        tokens = rows * (played[-1] + 1)
-        policy.observe(outcome(drafted, drafted, seconds=tokens / reward(played[-1], number)))
-    return played
+def play(policy, number_of_rounds, reward, arms=range(1, 5), shared=False):
+    """Arms in the order played, all tokens accepted; reward(arm, round, random) is in tokens/s."""
+    scalar, everyone = ScalarBandit(arms, shared), np.ones(3, dtype=bool)
+
+    def given(number, random):
+        speed = float(reward(scalar.chooses(), number, random))
+        return Given(everyone, np.ones((3, 5), dtype=bool), tokens_per_second=speed)
+
+    return compare(policy, scalar, given, number_of_rounds, [3] * 3, seed=2).drafted[:, 0].tolist()
 
 
 @pytest.mark.parametrize(("zero", "shared"), [(False, False), (True, False), (False, True)])
 def test_bandit_is_its_formula_over_many_rounds(zero, shared):
-    random = np.random.default_rng(2)
-    policy = BanditPolicy(4, zero_arm=zero, shared_bonus=shared)
-    scalar = ScalarBandit(range(0 if zero else 1, 5), shared)
-
-    def reward(arm, number):
-        assert arm == scalar.chooses()
-        scalar.earned(arm, float(random.gamma(20, 5 + arm % 3)))
-        return scalar.rewards[arm][-1]
-
-    played = play(policy, 400, reward)
-    assert played[: 2 * len(scalar.arms) - 1] == [*scalar.arms, *scalar.arms][:-1]
-    assert shared or min(map(played.count, scalar.arms)) > 20
+    arms, policy = range(0 if zero else 1, 5), BanditPolicy(4, zero_arm=zero, shared_bonus=shared)
+    played = play(policy, 400, lambda arm, number, random: random.gamma(20, 5 + arm % 3), arms, shared)
+    assert played[: 2 * len(arms) - 1] == [*arms, *arms][:-1]
+    assert shared or min(map(played.count, arms)) > 20
 
 
 def test_the_released_bonus_never_looks_back_at_an_arm_that_was_unlucky():
-    def unlucky(arm, number):
+    def unlucky(arm, number, random):
         return 50.0 if number < 7 and arm == 3 else {1: 100.0, 2: 90.0, 3: 120.0, 4: 80.0}[arm]
 
-    released = play(BanditPolicy(4, shared_bonus=True), 1200, unlucky)
+    released = play(BanditPolicy(4, shared_bonus=True), 1200, unlucky, shared=True)
     assert set(released[7:]) == {1}
     ours = play(BanditPolicy(4), 1200, unlucky)
     assert max(range(1, 5), key=ours[-200:].count) == 3
@@ -316,7 +277,7 @@ def test_the_released_bonus_never_looks_back_at_an_arm_that_was_unlucky():
 
 def test_bandit_counts_only_rounds_of_the_arm_and_tokens_of_live_rows():
     policy = BanditPolicy(2)
-    policy.start(2, CPU)
+    begin(policy, [3, 3])
     live = torch.tensor([True, False])
     assert policy.start_round(live).tolist() == [1, 1]
     policy.observe(outcome([1, 5], [1, 5], [True, False], seconds=0.5))
@@ -324,7 +285,7 @@ def test_bandit_counts_only_rounds_of_the_arm_and_tokens_of_live_rows():
     assert policy.start_round(live).tolist() == [2, 2]
     policy.observe(outcome([1, 2], [1, 2], [True, False], seconds=0.5))
     assert policy.counts.tolist() == [1, 0] and policy.start_round(live).tolist() == [2, 2]
-    policy.start(3, CPU)
+    begin(policy, [3] * 3)
     assert policy.counts.tolist() == [1, 0], "another batch: what was learnt stays"
 
 
