@@ -15,53 +15,46 @@ from accept_head.inference import generate
 from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policy import DraftStep
-from tests.inference.test_history_rules import move, outcome
+from tests.inference.rounds import Given, Reference, Rowwise, begin, compare, one_round, outcome
 from tests.inference.toy import ragged_prompts, two
 
-CPU = torch.device("cpu")
+class Theirs:
+    """transformers' class, without models, as the reference of one row."""
 
+    def __init__(self, schedule="constant", threshold=0.0, k=20):
+        self.generator = generator = object.__new__(AssistedCandidateGenerator)
+        generator.assistant_generation_config = SimpleNamespace(
+            num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=threshold
+        )
+        generator.generation_config = SimpleNamespace(assistant_confidence_threshold=threshold)
+        generator.num_assistant_tokens, generator.probs, generator.matches = k, [], []
 
-def theirs(schedule="constant", threshold=0.0, k=20):
-    """transformers' class, without models."""
-    generator = object.__new__(AssistedCandidateGenerator)
-    generator.assistant_generation_config = SimpleNamespace(
-        num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=threshold
-    )
-    generator.generation_config = SimpleNamespace(assistant_confidence_threshold=threshold)
-    generator.num_assistant_tokens, generator.probs, generator.matches = k, [], []
-    return generator
+    def drafts(self, shown, room):
+        return min(room, self.generator.num_assistant_tokens)
 
-
-def tell(generator, drafted, accepted):
-    generator.update_candidate_strategy(None, [range(drafted + 1)], accepted)
+    def verified(self, round):
+        self.generator.update_candidate_strategy(None, [range(round.drafted + 1)], round.accepted)
 
 
 # --- +2, −1 ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_heuristic_is_transformers_own_for_each_row():
-    random, rows = np.random.default_rng(0), 4
-    policy, scalars, seen = HfHeuristicPolicy(k_max=10_000), [theirs("heuristic_transient") for _ in range(4)], set()
-    policy.start(rows, CPU)
-    rates = np.array([0.05, 0.2, 0.4, 0.6])  # of rounds that are accepted as a whole
-    for number in range(300):
-        live = random.random(rows) < 0.9
-        k = policy.start_round(torch.tensor(live))
-        assert k.dtype == torch.int64 and k.tolist() == [scalar.num_assistant_tokens for scalar in scalars]
-        seen |= set(k.tolist())
-        drafted = np.minimum(k.numpy(), random.integers(0, 30, rows))  # an end token or the end of the response
-        accepted = np.where(random.random(rows) < rates, drafted, random.integers(0, np.maximum(drafted, 1)))
-        policy.observe(outcome(drafted, accepted, live))
-        for row in np.where(live)[0]:
-            tell(scalars[row], int(drafted[row]), int(accepted[row]))
-        if number % 50 == 49:
-            move(policy, scalars, lambda: theirs("heuristic_transient"), random)
-    assert {1, 2, 20, 22} <= seen
+    rates = np.array([[0.05], [0.2], [0.4], [0.6]])  # of rounds that are accepted as a whole
+
+    def given(number, random):
+        wins = (random.random((4, 1)) < rates) | (random.random((4, 30)) < 0.8)
+        room = np.where(random.random(4) < 0.5, 30, random.integers(0, 30, 4))  # the end of the response
+        return Given(random.random(4) < 0.9, wins, room=room)
+
+    reference = Rowwise(lambda: Theirs("heuristic_transient"))
+    played = compare(HfHeuristicPolicy(k_max=10_000), reference, given, 300, [3] * 4, moves=50)
+    assert {1, 2, 20, 22} <= set(played.drafted.flat)
 
 
 def test_the_heuristic_stays_at_its_cap_and_comes_down_at_once():
     policy = HfHeuristicPolicy(5, k_max=8)
-    policy.start(1, CPU)
+    begin(policy, [3] * 1)
     seen = []
     for accepted in (5, 7, 8, 8, 0, 0):
         k = policy.start_round(torch.tensor([True]))
@@ -69,14 +62,14 @@ def test_the_heuristic_stays_at_its_cap_and_comes_down_at_once():
         policy.observe(outcome(k, [accepted]))
     assert seen == [5, 7, 8, 8, 8, 7]
     policy = HfHeuristicPolicy(k_max=8)
-    policy.start(1, CPU)
+    begin(policy, [3] * 1)
     assert policy.start_round(torch.tensor([True])).tolist() == [8]
 
 
 def test_the_schedule_that_persists_hands_the_mean_on_and_the_transient_one_does_not():
     for persist, expected in ((True, 9), (False, 6)):
         policy = HfHeuristicPolicy(6, persist=persist)
-        policy.start(3, CPU)
+        begin(policy, [3] * 3)
         for _ in range(3):
             policy.observe(outcome([6, 6, 6], [6, 6, 0], [True, True, False]))
         policy.observe(outcome([6, 6, 6], [6, 0, 6], [True, True, False]))  # 14, 11 and an idle row
@@ -85,74 +78,76 @@ def test_the_schedule_that_persists_hands_the_mean_on_and_the_transient_one_does
         policy.admit(torch.tensor([2]), torch.tensor([4]))
         live = torch.ones(3, dtype=torch.bool)
         assert policy.start_round(live).tolist() == [14, 9, expected]
-        policy.start(2, CPU)
+        begin(policy, [3] * 2)
         assert policy.start_round(live[:2]).tolist() == [expected] * 2
 
 
 # --- the threshold and its curve -------------------------------------------------------------------------------------
 
 
-def play(policy, live, drafted, accepted, q):
-    """One round. q: (batch, slots), of which row r drafts the first drafted[r]."""
-    policy.start_round(torch.tensor(live))
-    for depth in range(1, int(drafted.max()) + 1):
-        shown = np.where(depth <= drafted, q[:, depth - 1], 1e-9)
-        # A row whose budget ends with this token is not active any more, though the token was drafted.
-        step = DraftStep(
-            depth=depth,
-            token_ids=None,
-            active=torch.tensor(depth < drafted),
-            logprob=torch.tensor(np.log(shown)),
-        )
-        policy.keep_drafting(step)
-    policy.observe(outcome(drafted, accepted, live))
+class Threshold(Reference):
+    """θ of all rows together; they draft all that they may."""
+
+    def __init__(self, policy):
+        self.policy, self.theirs, self.seen = policy, Theirs(threshold=0.4).generator, set()
+
+    def drafts(self, live, given, lengths):
+        self.shown = {row: given.of(row)[0]["logprob"] for row in live}
+        return [given.of(row)[1] for row in live]
+
+    def verified(self, rounds):
+        for each in rounds:
+            self.theirs.probs.extend(np.exp(self.shown[each.row][: each.drafted]).tolist())
+            self.theirs.update_candidate_strategy(None, [range(each.drafted + 1)], each.accepted)
+
+    def state(self):
+        assert len(self.policy.matches) == len(self.theirs.matches)
+        assert self.policy.matches.sum() == sum(self.theirs.matches)
+        self.seen.add(round(self.policy.threshold, 3))
+        return {"threshold": self.theirs.assistant_generation_config.assistant_confidence_threshold}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_the_threshold_is_transformers_own_after_every_round(rows):
-    random, policy, reference = np.random.default_rng(rows), HfConfidencePolicy(), theirs(threshold=0.4)
-    policy.start(rows, CPU)
-    thresholds = set()
-    for number in range(150):
-        live = random.random(rows) < 0.9
-        drafted = random.integers(0, 7, rows)
+    def given(number, random):
         q = random.integers(1, 50, (rows, 7)) / 50  # few values, so that ties are common
-        accepted = np.minimum((random.random((rows, 7)) < q).cumprod(1).sum(1), drafted)
-        play(policy, live, drafted, accepted, q)
-        for row in np.where(live)[0]:
-            reference.probs.extend(np.exp(np.log(q[row, : drafted[row]])).tolist())
-            tell(reference, int(drafted[row]), int(accepted[row]))
-        assert policy.threshold == pytest.approx(reference.assistant_generation_config.assistant_confidence_threshold)
-        assert len(policy.matches) == len(reference.matches) and policy.matches.sum() == sum(reference.matches)
-        thresholds.add(round(policy.threshold, 3))
-        if number == 75:
-            policy.select(torch.arange(rows))
-            policy.admit(torch.arange(rows), torch.full((rows,), 3))
-            policy.start(rows, CPU)
-    assert len(thresholds) > 3 and 0.4 in thresholds
+        wins = random.random((rows, 7)) < q
+        return Given(random.random(rows) < 0.9, wins, {"logprob": np.log(q)}, random.integers(0, 7, rows))
+
+    policy = HfConfidencePolicy(k_min=7)
+    reference = Threshold(policy)
+    for seed in (rows, rows + 4):  # another batch: what was learnt stays
+        compare(policy, reference, given, 75, [3] * rows, moves=50, seed=seed)
+    assert len(reference.seen) > 3 and 0.4 in reference.seen
+
+
+def play(policy, drafted, accepted, q):
+    """One round of one row that drafts so many of the tokens with these probabilities."""
+    one_round(policy, [True], {"logprob": np.log(q)}, drafted)
+    policy.observe(outcome([drafted], [accepted]))
 
 
 def test_the_threshold_waits_for_enough_tokens_of_both_kinds():
-    policy, live, q = HfConfidencePolicy(0.4), np.array([True]), np.array([[0.9, 0.8, 0.7, 0.1, 0.1, 0.1]])
-    play(policy, live, np.array([6]), np.array([6]), q)
+    policy, q = HfConfidencePolicy(0.4, k_min=6), [[0.9, 0.8, 0.7, 0.1, 0.1, 0.1]]
+    play(policy, 6, 6, q)
     assert policy.threshold == 0.4 and len(policy.matches) == 6
-    play(policy, live, np.array([3]), np.array([1]), q)  # the third token is not judged
+    play(policy, 3, 1, q)  # the third token is not judged
     assert len(policy.matches) == 8 and policy.threshold == pytest.approx(0.1)
-    policy = HfConfidencePolicy(0.4)
-    play(policy, live, np.array([5]), np.array([4]), q)
+    policy = HfConfidencePolicy(0.4, k_min=6)
+    play(policy, 5, 4, q)
     assert policy.threshold == 0.4, "five tokens are not enough"
-    play(policy, live, np.array([1]), np.array([1]), q)
+    play(policy, 1, 1, q)
     assert policy.threshold == pytest.approx(0.7)
 
 
 def test_only_the_newest_tokens_count_where_there_is_a_window():
-    random, policy = np.random.default_rng(3), HfConfidencePolicy(0.4, window=50)
-    unbounded = HfConfidencePolicy(0.4)
+    random, policy = np.random.default_rng(3), HfConfidencePolicy(0.4, k_min=4, window=50)
+    unbounded = HfConfidencePolicy(0.4, k_min=4)
     for number in range(80):
         q = random.random((1, 4))
-        accepted = np.minimum(((q < 0.5) if number < 40 else (q > 0.8)).cumprod(1).sum(1), 4)
+        accepted = int(((q < 0.5) if number < 40 else (q > 0.8)).cumprod(1).sum())
         for each in (policy, unbounded):
-            play(each, np.array([True]), np.array([4]), accepted, q)
+            play(each, 4, accepted, q)
     assert len(policy.matches) == 50 and policy.matches.tolist() == unbounded.matches[-50:].tolist()
     assert policy.threshold > 0.75 > unbounded.threshold
 
