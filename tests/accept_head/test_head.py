@@ -13,6 +13,7 @@ from accept_head.errors import InputError
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.scorer import make_scorer
 from accept_head.head_config import HeadConfig
+from accept_head.signals import SIGNALS
 
 HIDDEN = 8
 PREDICTS = ["token", "next", "both"]
@@ -48,6 +49,27 @@ def rewrite_config(folder, **changes):
 
 
 # --- the network
+
+SIGNALS_READ = {"signals": ("draft_entropy",), "signal_mean": (0.4,), "signal_std": (0.2,)}
+BASE_READ = {"signals": SIGNALS, "base": True, "signal_mean": (0.0,) * 9, "signal_std": (1.0,) * 9}
+
+
+@pytest.mark.parametrize("predicts", ["token", "both"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"depth": 0},
+        {"depth": 4, "width": 24},
+        {**SIGNALS_READ, "embedding_std": 0.7},
+        {**BASE_READ, "width": 3, "standardised": True, "embedding_std": 0.7, "reads": "before"},
+        {**BASE_READ, "depth": 0, "residual": False, "reads": "before"},
+    ],
+    ids=str,
+)
+def test_the_config_knows_the_weights_of_the_network(options, predicts):
+    config = HeadConfig(hidden_size=HIDDEN, predicts=predicts, **options)
+    shapes = {name: tuple(tensor.shape) for name, tensor in AcceptanceHead(config).state_dict().items()}
+    assert config.tensor_shapes() == shapes
 
 
 @pytest.mark.parametrize("predicts", PREDICTS)
