@@ -22,7 +22,7 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine.cache import Compile
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.profile.device import finish
 from accept_head.inference.profile.prompts import usable_prompts
 from accept_head.pair import Pair

@@ -28,7 +28,7 @@ from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import Request
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine.cache import Compile
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policy import VerifyOutcome
 from accept_head.inference.profile.device import finish
 from accept_head.inference.profile.prompts import usable_prompts

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accept_head.errors import InputError
-from accept_head.inference.policies import EntropyPolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay.thresholds import Setting
 from accept_head.inference.tune.objectives import Objective

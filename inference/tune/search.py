@@ -8,7 +8,7 @@ from typing import Any
 
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.head.network import AcceptanceHead
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.comparison import BOUNDS, compare, throughputs
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.coupled import CoupledTraces

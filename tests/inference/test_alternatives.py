@@ -13,14 +13,13 @@ from scipy.stats import chisquare
 from accept_head import InputError, Sampling
 from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
 from accept_head.inference import generate
-from accept_head.inference.decode.loop import ALTERNATIVES
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.online.training import OnlineTraining
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay.asking import replay
 from accept_head.prompts import load_prompts
-from accept_head.randomness import uniforms
+from accept_head.randomness import DecodeStream, uniforms
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
 from tests.inference.test_online_training import correction, linear_head, outcome
 from tests.inference.test_replay_equals_decoding import PERIOD, Z_LIMIT, Held
@@ -102,7 +101,7 @@ def test_the_decode_loop_tells_them_of_each_slot():
             if not each.live[row] or slot >= int(each.drafted[row]):
                 continue
             # `watch` is called after the round was counted.
-            random = uniforms(5, keys[row], counts[row] - 1, slot, ALTERNATIVES, torch.arange(DRAWS))
+            random = uniforms(5, keys[row], counts[row] - 1, slot, DecodeStream.ALTERNATIVES, torch.arange(DRAWS))
             expected = draw_alternatives(p[row, slot], q[row, slot], random)
             for told, known in zip(each.alternatives, expected, strict=True):
                 torch.testing.assert_close(told[row, slot], known, atol=1e-5, rtol=1e-4)
