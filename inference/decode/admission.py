@@ -17,7 +17,7 @@ def admit(run: Run, waiting: Waiting) -> None:
     taken = rows.admit(requests)
     ends = [len(request.prompt) - 1 for request in requests]
     run.target.fill(rows.tokens, taken, [0] * len(taken), ends)
-    if drafting.most:
+    if drafting.max_draft_tokens:
         run.draft.fill(rows.tokens, taken, [0] * len(taken), ends)
         rows.mark_fed(taken)
     index = torch.tensor(taken, device=rows.keys.device)

@@ -18,7 +18,7 @@ import torch
 from accept_head.errors import InputError
 from accept_head.inference.decode.drafted import Drafted
 from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.policies.drafting import Drafting, Going
+from accept_head.inference.policies.drafting import Drafting, DraftProgress
 
 Chunk = int | Literal["auto"]
 
@@ -67,7 +67,7 @@ class Chunks:
         self.auto = chunk == "auto" and seconds is not None and drafting.stops_early and drafting.in_chunks
         self.size = 1 if chunk == "auto" else chunk
         # How often rounds ended after 1, 2, … tokens; at first as if they had ended anywhere.
-        self.ends = [1.0] * drafting.most
+        self.ends = [1.0] * drafting.max_draft_tokens
         if self.auto:
             self._choose()
         elif self.size > 1 and drafting.stops_early and not drafting.in_chunks:
@@ -80,16 +80,17 @@ class Chunks:
         total = sum(self.ends)
         self.size = best_chunk([count / total for count in self.ends], *self.seconds) if self.ends else 1
 
-    def over(self, drafted: Drafted, going: Going, depth: int, most: int) -> bool:
+    def over(self, drafted: Drafted, progress: DraftProgress, depth: int, most: int) -> bool:
         """Whether the round ends after `depth` tokens, as far as the host wants to know now: a sync. If it does, what
         no row drew is dropped from `drafted`."""
         drafting = self.drafting
         if not drafting.stops_early or not asks(depth, most, self.size, drafting.peeks):
             return depth == most and self._ended(most)
         if self.size == 1 and not drafting.peeks:
-            return not bool(going.active.any()) and self._ended(depth)
-        forwards = going.lengths + going.in_vain
-        some, slots, needed = torch.stack([going.active.any().long(), going.lengths.max(), forwards.max()]).tolist()
+            return not bool(progress.active.any()) and self._ended(depth)
+        forwards = progress.lengths + progress.extra_forwards
+        numbers = progress.active.any().long(), progress.lengths.max(), forwards.max()
+        some, slots, needed = torch.stack(numbers).tolist()
         if some and depth < most:
             return False
         ran = depth

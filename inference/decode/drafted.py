@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accept_head.acceptance import divergence
-from accept_head.inference.policies.drafting import Going
+from accept_head.inference.policies.drafting import DraftProgress
 from accept_head.inference.policy import DraftStep
 
 
@@ -26,8 +26,8 @@ class Drawn(NamedTuple):
 @dataclass
 class Drafted:
     """One round's proposals. lengths: (batch,) tokens each row drew. submitted: (batch,) how many of them are verified.
-    slots: the most that any row submits. in_vain: as in Going. wasted: draft forwards of a chunk after all rows had
-    stopped.
+    slots: the most that any row submits. extra_forwards: as in DraftProgress. wasted: draft forwards of a chunk after
+    all rows had stopped.
 
     Slot by slot, ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when greedy; scores: the same
     shape, what q is made of, or empty if nobody asks.
@@ -35,7 +35,7 @@ class Drafted:
 
     lengths: Tensor
     submitted: Tensor
-    in_vain: Tensor
+    extra_forwards: Tensor
     slots: int = 0
     wasted: int = 0
     ids: list[Tensor] = field(default_factory=list)
@@ -43,8 +43,8 @@ class Drafted:
     scores: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def nothing(cls, going: Going) -> Drafted:
-        return cls(going.lengths, going.lengths, going.in_vain)
+    def nothing(cls, progress: DraftProgress) -> Drafted:
+        return cls(progress.lengths, progress.lengths, progress.extra_forwards)
 
     def append(self, drawn: Drawn) -> None:
         self.ids.append(drawn.ids)
@@ -58,10 +58,10 @@ class Drafted:
         for part in (self.ids, self.probabilities, self.scores):
             del part[slots:]
 
-    def stop(self, going: Going) -> None:
+    def stop(self, progress: DraftProgress) -> None:
         """Nobody drafts any more."""
-        self.submitted = self.lengths = going.lengths
-        self.in_vain = going.in_vain
+        self.submitted = self.lengths = progress.lengths
+        self.extra_forwards = progress.extra_forwards
 
     def submit(self, kept: Tensor) -> None:
         """Verify only (batch,) tokens of each row. The host has to know the width of the forward: a sync."""

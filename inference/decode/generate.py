@@ -71,7 +71,7 @@ def generate(
     padding. policy: a DraftPolicy or its SPEC (`fixed:4`, `head:PATH:0.5`, …). batch_size: rows decoded together;
     further prompts take the place of finished ones; all at once when left out. end_token_ids: the target's own when
     left out. stop_strings: need `tokenizer`. compile: see CachedModel. attention: `sdpa`, `flash`, `varlen`, or `auto`,
-    the fastest that is there and serves the models (see attention_backends). chunk: tokens that are drafted
+    the fastest that is there and serves the models (see engine/attention). chunk: tokens that are drafted
     before the host asks whether any row goes on; `auto`: 1 on a CPU, and on a GPU what costs the least by measured
     times. watch: called after every round.
 

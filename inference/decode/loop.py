@@ -43,22 +43,22 @@ def draft(run: Run) -> Drafted:
     one a chunk of drafted tokens. Whether any row goes on decides whether there is another forward, and only the host
     can launch one.
     """
-    drafting, going = run.drafting, run.begin()
-    drafted, most = Drafted.nothing(going), run.most(going)
+    drafting, progress = run.drafting, run.begin()
+    drafted, most = Drafted.nothing(progress), run.longest_draft(progress)
     if most == 0:
         return drafted
     fed = run.feed_unfed()
     for depth in range(1, most + 1):
-        drawn, going = run.draw(depth, fed, going)
+        drawn, progress = run.draw(depth, fed, progress)
         drafted.append(drawn)
         # A policy that judges the state at the drawn token itself has it fed before it is asked.
         ahead = run.feed(drawn.ids, depth) if drafting.looks_ahead and depth < most else None
         if drafting.asks:
-            going = run.judge(depth, drawn, ahead, going)
-        if run.chunks.over(drafted, going, depth, most):
+            progress = run.judge(depth, drawn, ahead, progress)
+        if run.chunks.over(drafted, progress, depth, most):
             break
         fed = ahead or run.feed(drawn.ids, depth)
-    drafted.stop(going)
+    drafted.stop(progress)
     if drafted.wasted:
         run.rows.wasted += drafted.wasted * run.rows.live
     if drafting.trims:
@@ -137,10 +137,10 @@ class Decoder:
                 watch(Round(run.rows, drafted, verified, logits, scores, outcome))
             del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
             finished = run.observe(outcome)
-            going = run.rows.live_rows or not waiting.done
+            more = run.rows.live_rows or not waiting.done
             yield from finished
             if self.runs != number:  # the caller has begun another
-                if going:
+                if more:
                     raise InputError("another run of this decoder has begun: rows and caches are its own now")
                 return
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accept_head.cost import DecodeCounts
 from accept_head.errors import InputError
-from accept_head.inference.decode.drafted import Drafted, Going
+from accept_head.inference.decode.drafted import Drafted, DraftProgress
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.kernels import rows as on_device
 from accept_head.inference.kernels.rows import Accepted, RoundCounts, RowState
@@ -198,19 +198,27 @@ class Rows:
         """(batch,) where the last so many tokens of each row begin, and what stands from there on, (batch, width)."""
         return on_device.last_tokens(self.tokens, self.lengths, tokens, width)
 
-    def go_on(self, depth: int, token_ids: Tensor, going: Going, stopping: Stopping) -> Going:
+    def place_drawn(self, depth: int, token_ids: Tensor, progress: DraftProgress, stopping: Stopping) -> DraftProgress:
         """Put (batch,) drafted tokens behind the accepted ones, where nobody counts them until they are accepted → how
         far the rows are, and which of them go on.
 
         What is drawn is kept, so not drafting beyond an end token changes no distribution."""
         active, drawn = on_device.write_drawn(
-            self.tokens, self.lengths, depth, token_ids, stopping.end_ids, going.budget, going.active, going.lengths
+            self.tokens,
+            self.lengths,
+            depth,
+            token_ids,
+            stopping.end_ids,
+            progress.budget,
+            progress.active,
+            progress.lengths,
         )
-        return going._replace(active=active, lengths=drawn)
+        return progress._replace(active=active, lengths=drawn)
 
     def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> Accepted:
         """Keep the accepted tokens and the next one, cut after an end token."""
-        counts = RoundCounts(verified.accepted, verified.next_ids, drafted.lengths, drafted.in_vain, drafted.submitted)
+        accepted, next_ids, _ = verified
+        counts = RoundCounts(accepted, next_ids, drafted.lengths, drafted.extra_forwards, drafted.submitted)
         return on_device.accept(self.state, counts, stopping.end_ids, drafted.slots, any_drawn=bool(drafted.ids))
 
     def sync(self, stopping: Stopping) -> list[Finished]:

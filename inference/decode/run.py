@@ -21,7 +21,7 @@ from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.engine.graphs import run_directly
 from accept_head.inference.kernels.verify import Verified
-from accept_head.inference.policies.drafting import Drafting, Going
+from accept_head.inference.policies.drafting import Drafting, DraftProgress
 from accept_head.inference.policy import DraftPolicy, Signal, Verifier, VerifyOutcome
 from accept_head.pair import Forward
 
@@ -68,17 +68,17 @@ class Run:
 
     # --- drafting ----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> Going:
+    def begin(self) -> DraftProgress:
         """A round begins: what each row may draft."""
         self._began = time.perf_counter()
         if not self.processing.greedy:
-            self._call("random", self._steps.set_uniforms, max(1, self.drafting.most))
-        going: Going = self._ask("begin", self._steps.begin, state=self.policy, renews=True)
-        return going
+            self._call("random", self._steps.set_uniforms, max(1, self.drafting.max_draft_tokens))
+        progress: DraftProgress = self._ask("begin", self._steps.begin, state=self.policy, renews=True)
+        return progress
 
-    def most(self, going: Going) -> int:
+    def longest_draft(self, progress: DraftProgress) -> int:
         """Tokens that any row may draft. A sync, unless the policy's budget is always the same."""
-        return self.rows.room(self.drafting.most) if self.drafting.constant else int(going.budget.max())
+        return self.rows.room(self.drafting.max_draft_tokens) if self.drafting.constant else int(progress.budget.max())
 
     def feed_unfed(self) -> Forward:
         """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed →
@@ -102,18 +102,19 @@ class Run:
         starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
         return self.draft.forward(token_ids[:, None], starts, longest, lend=self.lends)
 
-    def draw(self, depth: int, fed: Forward, going: Going) -> tuple[Drawn, Going]:
+    def draw(self, depth: int, fed: Forward, progress: DraftProgress) -> tuple[Drawn, DraftProgress]:
         """The token at `depth` of every row, and who drafts on."""
         # A policy that does not peek is not asked when tokens are drawn: the step is that of all who need the same.
         call, state = (self._ask, self.policy) if self.drafting.peeks else (self._call, None)
-        shown = self.drafting.needs, self.drafting.asks
-        drawn: tuple[Drawn, Going] = call(f"draw {depth}", self._steps.draw, depth, fed, going, *shown, state=state)
+        given = depth, fed, progress, self.drafting.needs, self.drafting.asks
+        drawn: tuple[Drawn, DraftProgress] = call(f"draw {depth}", self._steps.draw, *given, state=state)
         return drawn
 
-    def judge(self, depth: int, drawn: Drawn, ahead: Forward | None, going: Going) -> Going:
+    def judge(self, depth: int, drawn: Drawn, ahead: Forward | None, progress: DraftProgress) -> DraftProgress:
         """Who drafts on after the policy was asked. ahead: the draft forward on the drawn token, if it took place."""
         hidden = ahead.hidden[:, 0] if ahead else None
-        judged: Going = self._ask(f"judge {depth}", self._steps.judge, drawn.step, hidden, going, state=self.policy)
+        given = drawn.step, hidden, progress
+        judged: DraftProgress = self._ask(f"judge {depth}", self._steps.judge, *given, state=self.policy)
         return judged
 
     # --- verification ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.kernels.sampling import draw
 from accept_head.inference.kernels.signals import PlainSoftmax, signals_of
 from accept_head.inference.kernels.verify import Verified, by_match, by_ratio
-from accept_head.inference.policies.drafting import Drafting, Going
+from accept_head.inference.policies.drafting import Drafting, DraftProgress
 from accept_head.inference.policy import OF_Q, DraftStep, Signal, Verifier
 from accept_head.pair import Forward
 from accept_head.randomness import DecodeStream, uniforms
@@ -42,13 +42,15 @@ class Steps:
         """This round's random numbers, `slots` for each purpose of each row."""
         self.rows.set_uniforms(self.seed, slots)
 
-    def begin(self) -> Going:
+    def begin(self) -> DraftProgress:
         """What each row may draft. A round emits one token more than it accepts, so that the last token of a response
         needs no draft."""
         rows = self.rows
         return self.drafting.begin(rows.live.clone(), rows.max_lengths - rows.lengths - 1)
 
-    def draw(self, depth: int, fed: Forward, going: Going, needs: frozenset[Signal], asks: bool) -> tuple[Drawn, Going]:
+    def draw(
+        self, depth: int, fed: Forward, progress: DraftProgress, needs: frozenset[Signal], asks: bool
+    ) -> tuple[Drawn, DraftProgress]:
         """Draw the token at `depth` of every row; rows that have stopped draw one that nobody counts. needs, asks: what
         the policy reads of it, and whether it is asked afterwards."""
         rows, processing = self.rows, self.processing
@@ -56,15 +58,15 @@ class Steps:
         q = None if processing.greedy else processing.probabilities(scores)
         signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
         if self.drafting.peeks:
-            going = self.drafting.peek(step_of(needs, depth, None, going.active, signal_q, fed), going)
+            progress = self.drafting.peek(step_of(needs, depth, None, progress.active, signal_q, fed), progress)
         ids = scores.argmax(-1) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
-        going = rows.go_on(depth, ids, going, self.stopping)
-        step = step_of(needs, depth, ids, going.active, signal_q, fed) if asks else None
-        return Drawn(ids, q, scores if Signal.DIVERGENCE in needs else None, step), going
+        progress = rows.place_drawn(depth, ids, progress, self.stopping)
+        step = step_of(needs, depth, ids, progress.active, signal_q, fed) if asks else None
+        return Drawn(ids, q, scores if Signal.DIVERGENCE in needs else None, step), progress
 
-    def judge(self, step: DraftStep, drawn_hidden: Tensor | None, going: Going) -> Going:
+    def judge(self, step: DraftStep, drawn_hidden: Tensor | None, progress: DraftProgress) -> DraftProgress:
         """Ask the policy which rows go on. drawn_hidden: (batch, hidden), if it was fed the drawn token."""
-        return self.drafting.judge(replace(step, drawn_hidden=drawn_hidden), going)
+        return self.drafting.judge(replace(step, drawn_hidden=drawn_hidden), progress)
 
     def test(self, scores: Tensor, window: Tensor, submitted: Tensor, drawn_from: list[Tensor]) -> Verified:
         """What becomes of the candidates, which stand in the window behind its first token. drawn_from: q of each slot,

@@ -39,13 +39,13 @@ class RowState(NamedTuple):
 
 class RoundCounts(NamedTuple):
     """What a round did, (batch,) each. verified, next_ids: candidates that were accepted, and the token behind them.
-    drafted: tokens that the row drew. in_vain: draft forwards beyond one a drawn token. submitted: tokens that were
-    verified."""
+    drafted: tokens that the row drew. extra_forwards: draft forwards beyond one a drawn token. submitted: tokens that
+    were verified."""
 
     verified: Tensor
     next_ids: Tensor
     drafted: Tensor
-    in_vain: Tensor
+    extra_forwards: Tensor
     submitted: Tensor
 
 
@@ -206,7 +206,7 @@ def accept_in_torch(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots:
     rows.drafted.add_(counts.drafted)
     rows.submitted.add_(counts.submitted)
     rows.accepted.add_(accepted)
-    rows.draft_forwards.add_(counts.drafted + counts.in_vain)
+    rows.draft_forwards.add_(counts.drafted + counts.extra_forwards)
     rows.round_accepted.copy_(accepted)
     live = rows.live.clone()
     rows.live.logical_and_(~ended & (lengths < rows.max_lengths))
@@ -218,7 +218,7 @@ def accept_by_kernel(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots
     with torch.cuda.device_of(made.accepted):
         triton_kernels("rows").accept[(len(made.accepted),)](
             rows.tokens, rows.lengths, rows.max_lengths, rows.fed, rows.live, end_ids,
-            counts.verified, counts.next_ids, counts.drafted, counts.in_vain, counts.submitted,
+            counts.verified, counts.next_ids, counts.drafted, counts.extra_forwards, counts.submitted,
             rows.rounds, rows.drafted, rows.submitted, rows.accepted, rows.draft_forwards,
             rows.round_accepted, *made, slots + 1, rows.tokens.shape[1], len(end_ids),
             DRAFTED=any_drawn, WIDTH=power_of_two(slots + 1), BLOCK=_block(end_ids),

@@ -85,7 +85,7 @@ class BatchStopPolicy(RowPolicy):
         host: Host = OURS,
     ):
         name, inner = type(policy).__name__, Drafting(policy)
-        if not inner.most:
+        if not inner.max_draft_tokens:
             raise InputError(f"costs are given to policy {name}, which drafts nothing")
         if inner.trims:
             raise InputError(
@@ -101,7 +101,7 @@ class BatchStopPolicy(RowPolicy):
             raise InputError(f"batch-stop memory is {memory}, expected a number of rows above 1")
         self.policy, self.inner, self.costs, self.host = policy, inner, costs, host
         self.content = content_hash(policy)  # so that two with different policies inside have different hashes
-        self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.most, inner.by_tenant
+        self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.max_draft_tokens, inner.by_tenant
         self.in_chunks = inner.in_chunks or not inner.stops_early
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:

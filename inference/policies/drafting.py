@@ -3,12 +3,12 @@
 The decode loop, replay, the exact enumeration and vLLM's runners each draft in their own way. Each of them asks its
 policy through `Drafting`, which knows who drafts on, how much every row has drafted and what was drafted in vain:
 
-    going = drafting.begin(live, room)
+    progress = drafting.begin(live, room)
     for each token:
-        going = drafting.peek(step, going)       if drafting.peeks, before the token is drawn
-        going = drafting.drew(going)             the token is drawn
-        going = drafting.judge(step, going)      if drafting.asks
-    submitted = drafting.trim(going.lengths)     if drafting.trims
+        progress = drafting.peek(step, progress)       if drafting.peeks, before the token is drawn
+        progress = drafting.drew(progress)             the token is drawn
+        progress = drafting.judge(step, progress)      if drafting.asks
+    submitted = drafting.trim(progress.lengths)     if drafting.trims
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from accept_head.errors import InputError
 from accept_head.inference.policy import BOTH, DraftPolicy, DraftStep, RowPolicy, Signal, Verifier
 
 
-class Going(NamedTuple):
+class DraftProgress(NamedTuple):
     """How far the rows of a round are, (batch,) each. budget: most tokens that a row may draft. active: bool, whether
-    it drafts on. lengths: tokens that it drew. in_vain: draft forwards that it took part in without a token drawn."""
+    it drafts on. lengths: tokens that it drew. extra_forwards: draft forwards that it took part in without drawing."""
 
     budget: Tensor
     active: Tensor
     lengths: Tensor
-    in_vain: Tensor
+    extra_forwards: Tensor
 
 
 class Drafting:
@@ -52,7 +52,7 @@ class Drafting:
         agree: Callable[[Tensor], Tensor] | None = None,
     ):
         self.policy, self.device, self.agree, kind = policy, device, agree, type(policy)
-        self.most, self.needs = policy.max_draft_tokens, policy.needs
+        self.max_draft_tokens, self.needs = policy.max_draft_tokens, policy.needs
         self.constant = getattr(policy.start_round, "constant", False)
         self.asks = getattr(kind, "keep_drafting", None) is not RowPolicy.keep_drafting
         self.learns = getattr(kind, "observe", None) is not RowPolicy.observe
@@ -101,35 +101,39 @@ class Drafting:
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def begin(self, live: Tensor, room: Tensor | int) -> Going:
+    def begin(self, live: Tensor, room: Tensor | int) -> DraftProgress:
         """live: (batch,) bool. room: most tokens that the host lets each row draft, (batch,) or one for all."""
         answer = self.policy.start_round(self.there(live))
         limit = room if isinstance(room, Tensor) else torch.full_like(live, room, dtype=torch.long)
         if self.constant:
-            budget = limit.clamp(0, self.most) * live
+            budget = limit.clamp(0, self.max_draft_tokens) * live
         else:
             budget = torch.minimum(self._checked("start_round", answer, len(live)), limit).clamp(min=0) * live
-        return Going(budget, budget > 0, torch.zeros_like(budget), torch.zeros_like(budget))
+        return DraftProgress(budget, budget > 0, torch.zeros_like(budget), torch.zeros_like(budget))
 
-    def peek(self, step: DraftStep, going: Going) -> Going:
+    def peek(self, step: DraftStep, progress: DraftProgress) -> DraftProgress:
         """Before a token is drawn. A row that declines has had its draft forward for nothing."""
-        wanted = self._checked("draw_next", self.policy.draw_next(step), len(going.active))  # type: ignore[attr-defined]
-        declined = going.active & ~wanted
-        return going._replace(active=going.active & ~declined, in_vain=going.in_vain + declined)
+        wanted = self._checked("draw_next", self.policy.draw_next(step), len(progress.active))  # type: ignore[attr-defined]
+        declined = progress.active & ~wanted
+        return progress._replace(active=progress.active & ~declined, extra_forwards=progress.extra_forwards + declined)
 
     @staticmethod
-    def drew(going: Going) -> Going:
+    def drew(progress: DraftProgress) -> DraftProgress:
         """Each active row has drawn one more token."""
-        lengths = going.lengths + going.active
-        return going._replace(active=going.active & (lengths < going.budget), lengths=lengths)
+        lengths = progress.lengths + progress.active
+        return progress._replace(active=progress.active & (lengths < progress.budget), lengths=lengths)
 
-    def judge(self, step: DraftStep, going: Going) -> Going:
+    def judge(self, step: DraftStep, progress: DraftProgress) -> DraftProgress:
         """After a token is drawn. Where it was fed for the policy to judge it, a row that stops has had one more draft
         forward for nothing."""
-        wanted = self._checked("keep_drafting", self.policy.keep_drafting(step), len(going.active))
-        active = going.active & wanted
-        in_vain = going.in_vain if step.drawn_hidden is None else going.in_vain + (going.active & ~active)
-        return going._replace(active=active, in_vain=in_vain)
+        wanted = self._checked("keep_drafting", self.policy.keep_drafting(step), len(progress.active))
+        active = progress.active & wanted
+        extra_forwards = (
+            progress.extra_forwards
+            if step.drawn_hidden is None
+            else progress.extra_forwards + (progress.active & ~active)
+        )
+        return progress._replace(active=active, extra_forwards=extra_forwards)
 
     def trim(self, drafted: Tensor) -> Tensor:
         """(batch,) how many of the (batch,) drafted tokens to verify."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from accept_head.alternatives import Alternatives
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
-from accept_head.inference.policies.drafting import Drafting, Going, check_lossless
+from accept_head.inference.policies.drafting import Drafting, DraftProgress, check_lossless
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.scores import HIDDEN, draft_step
@@ -105,12 +105,12 @@ class _Host:
     def round(self) -> None:
         traces, live = self.traces, self.live
         here = self.place.clamp(max=traces.positions - 1)
-        going = self.draft(here, self.drafting.begin(live, traces.drafts[here]))
-        drafted = submitted = going.lengths
-        if self.drafting.trims and going.budget.any():
+        progress = self.draft(here, self.drafting.begin(live, traces.drafts[here]))
+        drafted = submitted = progress.lengths
+        if self.drafting.trims and progress.budget.any():
             submitted = self.drafting.trim(drafted)
         accepted = torch.minimum(submitted, traces.leading[here])
-        forwards = drafted + going.in_vain
+        forwards = drafted + progress.extra_forwards
         spent = torch.stack([drafted - accepted, torch.ones_like(drafted), forwards], dim=-1)
         self.counts[:, 1:].index_add_(0, self.response[live], spent[live])
         judged = torch.minimum(submitted, accepted + 1)
@@ -120,23 +120,25 @@ class _Host:
         self.observe(here, live, drafted, submitted, accepted, int(forwards.max()))
         self.admit()
 
-    def draft(self, here: Tensor, going: Going) -> Going:
+    def draft(self, here: Tensor, progress: DraftProgress) -> DraftProgress:
         """One round of every row, as in the decode loop."""
-        drafting, most = self.drafting, int(going.budget.max())
+        drafting, most = self.drafting, int(progress.budget.max())
         if not drafting.stops_early:
-            return going._replace(lengths=going.budget)
+            return progress._replace(lengths=progress.budget)
         for depth in range(1, most + 1):
             tokens = self.traces.path[here, depth - 1].clamp(max=len(self.traces.ids) - 1)
             if drafting.peeks:
-                going = drafting.peek(self.step(depth, tokens, going, peek=True), going)
-            going = drafting.drew(going)
+                progress = drafting.peek(self.step(depth, tokens, progress, peek=True), progress)
+            progress = drafting.drew(progress)
             if drafting.asks:
-                going = drafting.judge(self.step(depth, tokens, going, last=depth == most), going)
-            if not going.active.any():
+                progress = drafting.judge(self.step(depth, tokens, progress, last=depth == most), progress)
+            if not progress.active.any():
                 break
-        return going
+        return progress
 
-    def step(self, depth: int, tokens: Tensor, going: Going, *, peek: bool = False, last: bool = False) -> DraftStep:
+    def step(
+        self, depth: int, tokens: Tensor, progress: DraftProgress, *, peek: bool = False, last: bool = False
+    ) -> DraftStep:
         """What the decode loop would show: what the policy asked for, and before a token is drawn nothing of the token;
         at the last token that the round can have, no state at it."""
         needs = self.policy.needs
@@ -145,7 +147,7 @@ class _Host:
         return DraftStep(
             depth=depth,
             token_ids=None if peek or full.token_ids is None else full.token_ids.long(),
-            active=going.active,
+            active=progress.active,
             fed_hidden=fed,
             drawn_hidden=None if peek or last else drawn,
             logprob=full.logprob if Signal.LOGPROB in needs and not peek else None,

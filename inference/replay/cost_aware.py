@@ -83,8 +83,8 @@ class _Decisions:
         self.accepted = traces.leading[:, None] >= length
         self.possible = length <= self.most[:, None]
         # Who feeds a token just to judge it has paid for the last one when it comes to that.
-        in_vain = policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.reads
-        self.free = (length == self.most[:, None]) & in_vain
+        extra_forwards = policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.reads
+        self.free = (length == self.most[:, None]) & extra_forwards
 
     def closed_form(self, starts: Tensor, price: float, level: float) -> float:
         """price/ρ, ρ of the rounds from `starts` at the present level. price: tokens that a draft forward is worth."""

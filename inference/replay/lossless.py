@@ -156,17 +156,17 @@ def play(policy: DraftPolicy, tables: Tables, drawn: Sequence[Sequence[int]]) ->
     """Ask the policy as the decode loop does, in a round in which the rows draw these tokens → drafted and submitted
     tokens, (rows,) each."""
     drafting = Drafting(policy)
-    going = drafting.begin(torch.ones(len(drawn), dtype=torch.bool), tables.shape.depth)
-    for depth in range(1, int(going.budget.max()) + 1):
+    progress = drafting.begin(torch.ones(len(drawn), dtype=torch.bool), tables.shape.depth)
+    for depth in range(1, int(progress.budget.max()) + 1):
         if drafting.peeks:
-            going = drafting.peek(_step(policy, tables, drawn, depth, going.active, peek=True), going)
-        if not going.active.any():
+            progress = drafting.peek(_step(policy, tables, drawn, depth, progress.active, peek=True), progress)
+        if not progress.active.any():
             break
-        going = drafting.drew(going)
+        progress = drafting.drew(progress)
         if drafting.asks:
-            going = drafting.judge(_step(policy, tables, drawn, depth, going.active), going)
-    drafted = going.lengths
-    return drafted, drafting.trim(drafted) if drafting.trims and going.budget.any() else drafted
+            progress = drafting.judge(_step(policy, tables, drawn, depth, progress.active), progress)
+    drafted = progress.lengths
+    return drafted, drafting.trim(drafted) if drafting.trims and progress.budget.any() else drafted
 
 
 def _step(

@@ -43,15 +43,15 @@ def replay_thresholds(
         raise InputError(f"{name} corrects its scores by depth or by the past: asking.replay prices it")
     scores = score_tokens(traces, policy, floor=min(policy.level_of(setting.threshold) for setting in settings))
     lanes = threshold_lengths(traces, policy, settings, scores)
-    in_vain = None
+    extra_forwards = None
     if policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.needs:  # a forward just to judge
         bounds = torch.tensor([setting.k_max for setting in settings])
-        in_vain = lanes < torch.minimum(traces.drafts.int()[:, None], bounds)
+        extra_forwards = lanes < torch.minimum(traces.drafts.int()[:, None], bounds)
     lag = {"lag": policy.lag} if Signal.DRAWN_HIDDEN in policy.reads else {}
     replayed = []
     for start in range(0, len(settings), LANES):
         part = slice(start, start + LANES)
-        walked = walk_rounds(traces, lanes[:, part], None if in_vain is None else in_vain[:, part])
+        walked = walk_rounds(traces, lanes[:, part], None if extra_forwards is None else extra_forwards[:, part])
         for lane, setting in enumerate(settings[part]):
             params = {"threshold": setting.threshold, "k_min": setting.k_min, "k_max": setting.k_max, **lag}
             replayed.append(replayed_of(walked, lane, f"{name}:{setting.threshold:g}", params))

@@ -80,9 +80,9 @@ class Walked:
     accepted: np.ndarray
 
 
-def walk_rounds(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = None) -> Walked:
+def walk_rounds(traces: CoupledTraces, lanes: Tensor, extra_forwards: Tensor | None = None) -> Walked:
     """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
-    position drafts; in_vain: (P, lanes) bool, whether it feeds the last of them for nothing."""
+    position drafts; extra_forwards: (P, lanes) bool, whether it feeds the last of them for nothing."""
     responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1
     lane = torch.arange(width).expand(responses, width)
     place = traces.starts[:, None].expand(responses, width).clone()
@@ -95,7 +95,7 @@ def walk_rounds(traces: CoupledTraces, lanes: Tensor, in_vain: Tensor | None = N
         accepted = torch.minimum(drafted, traces.leading[here])
         discarded += drafted - accepted
         rounds += live
-        forwards += drafted if in_vain is None else drafted + (in_vain[here, lane] & live)
+        forwards += drafted if extra_forwards is None else drafted + (extra_forwards[here, lane] & live)
         for histogram, value in zip(histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True):
             histogram += torch.bincount((lane * sizes + value)[live], minlength=width * sizes)
         # Beyond the end only after a drawn end token, which nothing follows.

@@ -83,7 +83,7 @@ def after_draw(
 @triton.jit
 def accept(
     tokens, lengths, max_lengths, fed, live, ends,
-    verified, next_ids, drawn, in_vain, submitted_now,
+    verified, next_ids, drawn, extra_forwards, submitted_now,
     rounds, drafted, submitted, accepted, forwards,
     round_accepted, kept, was_live, new_lengths,
     width, columns, many_ends,
@@ -91,7 +91,8 @@ def accept(
 ):  # fmt: skip
     """What `accept_in_torch` does to a row. Grid (rows,).
 
-    verified, next_ids: (rows,) candidates that were accepted, and the token behind them. drawn, in_vain, submitted_now:
+    verified, next_ids: (rows,) candidates that were accepted, and the token behind them. drawn, extra_forwards,
+    submitted_now:
     (rows,) of this round. kept, was_live, new_lengths: (rows,) what it says of the round. width: candidates a row can
     have, and 1. DRAFTED: whether there were any. WIDTH, BLOCK: powers of two, at least width and many_ends.
     """
@@ -113,7 +114,7 @@ def accept(
     ended = first < WIDTH
     emitted = tl.where(ended, first.to(tl.int64) + 1, emitted)
     keeps = tl.minimum(passed, emitted) * one
-    own, vain, sent = tl.load(drawn + row), tl.load(in_vain + row), tl.load(submitted_now + row)
+    own, extra, sent = tl.load(drawn + row), tl.load(extra_forwards + row), tl.load(submitted_now + row)
     if DRAFTED:  # the draft has been fed everything up to the last token it drew
         tl.store(fed + row, length + tl.minimum(passed, own - 1))
     now = length + emitted
@@ -122,7 +123,7 @@ def accept(
     _add(drafted + row, own)
     _add(submitted + row, sent)
     _add(accepted + row, keeps)
-    _add(forwards + row, own + vain)
+    _add(forwards + row, own + extra)
     tl.store(round_accepted + row, keeps)
     tl.store(kept + row, keeps)
     tl.store(was_live + row, is_live)
