@@ -111,11 +111,11 @@ class PolicyHost:
         with self.stopwatch.timing():
             self._observe(requests, lengths, verdict)
             self._follow(requests, lengths)
-            self.going = self.drafting.begin(torch.tensor(live, dtype=torch.bool), min(limit, self.limit))
+            self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), min(limit, self.limit))
         self.context, self.live = lengths, list(live)  # of the rows as this round finds them
         self.depth = self.forwards = 0
         self.pending = None
-        self.most = int(self.going.budget.max()) if live else 0
+        self.most = int(self.progress.budget.max()) if live else 0
         self.more = self.most > 0
         return self.most
 
@@ -149,8 +149,8 @@ class PolicyHost:
         if drafting.peeks:
             seen = DraftStep(self.depth, None, self._active(), hidden, None, None, signals.entropy, signals.max_prob)
             with self.stopwatch.timing():
-                self.going = drafting.peek(seen, self.going)
-        self.going = drafting.drew(self.going)
+                self.progress = drafting.peek(seen, self.progress)
+        self.progress = drafting.drew(self.progress)
         self.more = self.depth < self.most
         if drafting.asks:
             step = DraftStep(self.depth, token_ids, self._active(), hidden, None, *signals)
@@ -159,13 +159,13 @@ class PolicyHost:
             else:
                 self._judge(step)
         if drafting.stops_early:
-            self.more = self.more and bool(self.going.active.any())
+            self.more = self.more and bool(self.progress.active.any())
         return self.more
 
     def end(self) -> list[int]:
         """The drafted tokens of each row that are to be verified."""
         self.forwards = max(self.forwards, 1)  # even without a draft, what was accepted is fed
-        drafted = submitted = self.going.lengths
+        drafted = submitted = self.progress.lengths
         if self.drafting.trims and self.depth:  # else there is nothing to drop, and it was shown nothing
             with self.stopwatch.timing():
                 submitted = self.drafting.trim(drafted)
@@ -187,11 +187,11 @@ class PolicyHost:
 
     def _judge(self, step: DraftStep) -> None:
         with self.stopwatch.timing():
-            self.going = self.drafting.judge(step, self.going)
-        self.more = self.depth < self.most and bool(self.going.active.any())
+            self.progress = self.drafting.judge(step, self.progress)
+        self.more = self.depth < self.most and bool(self.progress.active.any())
 
     def _active(self) -> Tensor:
-        return self.drafting.there(self.going.active)
+        return self.drafting.there(self.progress.active)
 
     # --- between rounds ----------------------------------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class PolicyHost:
 
     def _stopped(self) -> list[bool]:
         """Rows whose draft the policy ended."""
-        ends = zip(self.live, self.kept, self.going.budget.tolist(), strict=True)
+        ends = zip(self.live, self.kept, self.progress.budget.tolist(), strict=True)
         return [live and kept < budget for live, kept, budget in ends]
 
     def _predicted(self) -> list[list[float]]:

@@ -15,13 +15,10 @@ Importing this imports neither torch, nor vLLM, nor prometheus_client: every pro
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 import weakref
@@ -39,23 +36,6 @@ VERSION = 1  # of a file
 WRITE_EVERY = 1.0  # seconds
 
 Counts = dict[str, Any]
-
-
-def share_metrics() -> None:
-    """Called in each process of vLLM; the first one, the front end, makes the folder, and removes it when it ends.
-    Whatever it does twice it does once."""
-    from accept_head.inference.adapters.vllm.scrape import register_collector
-
-    if not os.environ.get(FOLDER):
-        folder = tempfile.mkdtemp(prefix="accept-head-metrics-")
-        os.environ[FOLDER] = folder
-        atexit.register(_remove, folder, os.getpid())
-    register_collector()
-
-
-def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a fork inherits this too
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class DraftMetrics:

@@ -19,7 +19,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from accept_head.inference.adapters.vllm.metrics import share_metrics
+from accept_head.inference.adapters.vllm.scrape import share_metrics
 from accept_head.inference.adapters.vllm.settings import check, installed_version, is_supported
 
 

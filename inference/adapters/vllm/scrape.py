@@ -7,10 +7,13 @@ Each is of one engine (label `engine`: the worker's process id); those that end 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +44,21 @@ RATES = {
     "predicted_acceptance_per_pos": ("Mean predicted acceptance of scored tokens so far.", predicted),
     "observed_acceptance_per_pos": ("Share of the same tokens that were accepted.", observed),
 }
+
+
+def share_metrics() -> None:
+    """Called in each process of vLLM; the first one, the front end, makes the folder, and removes it when it ends.
+    Whatever it does twice it does once."""
+    if not os.environ.get(FOLDER):
+        folder = tempfile.mkdtemp(prefix="accept-head-metrics-")
+        os.environ[FOLDER] = folder
+        atexit.register(_remove, folder, os.getpid())
+    register_collector()
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # a fork inherits this too
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def register_collector() -> None:

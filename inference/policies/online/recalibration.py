@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +20,10 @@ from torch import Tensor
 from accept_head.calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.inference.policies.online.newton_sums import NewtonSums
+from accept_head.inference.policies.online.rounds import Round, Token, gathered
 from accept_head.inference.policy import VerifyOutcome
 
-# What is learnt from; float32 has no probability between this one's and 1.
-MOST_SIGNAL, MOST_LOG_ODDS = 6.0, 16.0
 ANONYMOUS = 0  # the tenant of rows that nobody named
-
-
-class Token(NamedTuple):
-    """Of one depth z, (batch,), signals, (batch, signals), and state, (batch, state)."""
-
-    z: Tensor
-    signals: Tensor | None
-    state: Tensor | None
-
-
-class Round(NamedTuple):
-    """depths: how many were judged. tokens: of all of them, (depths, batch, …) each. tenants, judged: (batch,) int.
-    labels: (batch, depths)."""
-
-    depths: int
-    tokens: Token
-    tenants: Tensor
-    judged: Tensor
-    labels: Tensor
 
 
 class OnlineRecalibration:
@@ -72,20 +51,7 @@ class OnlineRecalibration:
         |log s − log s°| ≤ 2·tenant_share·MOST_SLOPE,  |u − u°| ≤ 2·tenant_share·MOST_WEIGHT,
         |b_d − b°_d| ≤ 2·tenant_share·MOST_INTERCEPT,    ‖v − v°‖ ≤ 2·tenant_share·MOST_STATE,
 
-    the last of which bounds what v does to any logit, as ‖h‖ = 1.
-
-    Proof, for a coordinate whose box is ±B; in the same words for v, with lengths in place of absolute values. No θ_t
-    is a function of other tenants' rows: its weights and residuals are taken at θ_t itself, not at the pooled θ, and
-    ages are counted in rounds, not in rows. Let c = Σ_{t≠a} w_t·θ_t, w = Σ_{t≠a} w_t, m = VOTES / tenant_share, and
-    D° = max(w, m) ≤ D = max(w + w_a, m). Then |c| ≤ w·B ≤ D°·B, D − D° ≤ w_a ≤ VOTES ≤ tenant_share·D, and
-
-        |(c + w_a·θ_a)/D − c/D°| ≤ |c|·(D − D°)/(D·D°) + w_a·|θ_a|/D ≤ B·w_a/D + B·w_a/D ≤ 2·tenant_share·B.
-
-    Following in bounded steps, θ ← max(θ − STEP, min(θ + STEP, target)), is monotone in θ and in the target, and shifts
-    with them: if both differ by at most ε, so does the result; and so it does of v ← v + FOLLOWS·(target − v). By
-    induction over the rounds the bound holds for θ. ∎
-    (All else equal: what the others' rows draft, and so learn, depends on θ, too; their θ_t stay in their boxes. And
-    one tenant is one key: who can have many keys has many shares, and beyond TENANTS displaces others.)
+    the last of which bounds what v does to any logit, as ‖h‖ = 1. docs/theory.md §11 proves it.
     With per_tenant, rows are corrected by their own tenant's θ_t, and no tenant has any influence on another.
 
     Never absorbing with k_min ≥ 1: Y_1 is drafted and judged in every round; Y_{d+1} is drafted whenever θ says that
@@ -130,10 +96,8 @@ class OnlineRecalibration:
         self.half_life, self.prior, self.tenant_share, self.per_tenant = half_life, prior, tenant_share, per_tenant
         self.learning = True
         self.normal = torch.tensor(signals, dtype=torch.float64)  # (2, signals) mean and deviation
-        self.state, self.signals = (
-            state,
-            1 + self.normal.shape[1],
-        )  # up to here θ has log s and u, up to `shared` what all depths share
+        # θ has log s and u up to `signals`, what all depths share up to `shared`.
+        self.state, self.signals = state, 1 + self.normal.shape[1]
         self.shared = self.signals + state
         box = [self.MOST_SLOPE] + [self.MOST_WEIGHT] * (self.signals - 1)
         box += [self.MOST_STATE] * state + [self.MOST_INTERCEPT] * k_max
@@ -274,26 +238,8 @@ class OnlineRecalibration:
         rounds, self.pending = self.pending, []
         if not rounds:
             return
-        dtype, k_max = self.own.dtype, len(self.box) - self.shared
-        tokens = [each.tokens for each in rounds]
-        # Of every token, (n,): its row's tenant, how many of the row's were judged, its label, and its own depth.
-        tenant, judged = (
-            torch.cat([values for each in rounds for values in [getattr(each, name)] * each.depths])
-            for name in ("tenants", "judged")
-        )
-        label = torch.cat([each.labels.t().reshape(-1) for each in rounds]).to(dtype)
-        places = torch.arange(k_max, device=tenant.device)
-        depth = torch.cat([places[: len(z), None].expand_as(z).reshape(-1) for z, *_ in tokens])
-        x = torch.cat([z.reshape(-1) for z, *_ in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
-        if self.signals > 1:
-            signals = torch.cat([s.flatten(0, 1) for _, s, _ in tokens if s is not None]).to(dtype)
-            normal = ((signals - self.normal[0]) / self.normal[1]).clamp(-MOST_SIGNAL, MOST_SIGNAL)
-            x = torch.cat([x, normal], dim=-1)
-        if self.state:
-            states = torch.cat([state.flatten(0, 1) for *_, state in tokens if state is not None]).to(dtype)
-            x = torch.cat([x, states], dim=-1)
-        counts = depth < judged
-        x, label = torch.where(counts[:, None], x, 0.0), torch.where(counts, label, 0.0)  # idle rows may hold NaN
+        seen = gathered(rounds, self.normal, len(self.box) - self.shared, self.own.dtype)
+        x, label, counts, tenant, depth = seen
         own = self.own[tenant]
         intercept = own.gather(1, self.shared + depth[:, None])[:, 0]
         p = torch.sigmoid(x[:, 0] + (x * self._moved(own)).sum(-1) + intercept)

@@ -16,8 +16,8 @@ from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 
 from accept_head.inference.adapters.vllm import metrics as module
 from accept_head.inference.adapters.vllm.counts import VerifiedRound
-from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics, share_metrics
-from accept_head.inference.adapters.vllm.scrape import PREFIX, Collector
+from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics
+from accept_head.inference.adapters.vllm.scrape import PREFIX, Collector, share_metrics
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -143,7 +143,8 @@ def test_an_engine_counts_as_vllm_does(make_llm, generate, prompts):
 
 FRONT_END = """
 import json, os, sys
-from accept_head.inference.adapters.vllm.metrics import FOLDER, share_metrics
+from accept_head.inference.adapters.vllm.metrics import FOLDER
+from accept_head.inference.adapters.vllm.scrape import share_metrics
 share_metrics()
 made = os.environ[FOLDER]
 share_metrics()

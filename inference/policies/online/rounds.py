@@ -1,0 +1,63 @@
+"""What recalibration remembers of single rounds until it learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What is learnt from; float32 has no probability between this one's and 1.
+MOST_SIGNAL, MOST_LOG_ODDS = 6.0, 16.0
+
+
+class Token(NamedTuple):
+    """Of one depth z, (batch,), signals, (batch, signals), and state, (batch, state)."""
+
+    z: Tensor
+    signals: Tensor | None
+    state: Tensor | None
+
+
+class Round(NamedTuple):
+    """depths: how many were judged. tokens: of all of them, (depths, batch, …) each. tenants, judged: (batch,) int.
+    labels: (batch, depths)."""
+
+    depths: int
+    tokens: Token
+    tenants: Tensor
+    judged: Tensor
+    labels: Tensor
+
+
+class Gathered(NamedTuple):
+    """Every token of some rounds, (n,) each, x: (n, 1 + signals + state). counts: whether the token was judged. label:
+    whether it was accepted, or a(Y). tenant: its row's. depth: from 0."""
+
+    x: Tensor
+    label: Tensor
+    counts: Tensor
+    tenant: Tensor
+    depth: Tensor
+
+
+def gathered(rounds: Sequence[Round], normal: Tensor, k_max: int, dtype: torch.dtype) -> Gathered:
+    """normal: (2, signals) mean and deviation of the signals."""
+    tokens = [each.tokens for each in rounds]
+    tenant, judged = (
+        torch.cat([values for each in rounds for values in [getattr(each, name)] * each.depths])
+        for name in ("tenants", "judged")
+    )
+    label = torch.cat([each.labels.t().reshape(-1) for each in rounds]).to(dtype)
+    places = torch.arange(k_max, device=tenant.device)
+    depth = torch.cat([places[: len(z), None].expand_as(z).reshape(-1) for z, *_ in tokens])
+    x = torch.cat([z.reshape(-1) for z, *_ in tokens]).to(dtype).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)[:, None]
+    if normal.shape[1]:
+        signals = torch.cat([s.flatten(0, 1) for _, s, _ in tokens if s is not None]).to(dtype)
+        x = torch.cat([x, ((signals - normal[0]) / normal[1]).clamp(-MOST_SIGNAL, MOST_SIGNAL)], dim=-1)
+    if states := [state.flatten(0, 1) for *_, state in tokens if state is not None]:
+        x = torch.cat([x, torch.cat(states).to(dtype)], dim=-1)
+    counts = depth < judged
+    # Idle rows may hold NaN.
+    return Gathered(torch.where(counts[:, None], x, 0.0), torch.where(counts, label, 0.0), counts, tenant, depth)
