@@ -124,7 +124,7 @@ def plan_memory(
     head: int = 0,
 ) -> MemoryPlan:
     """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: tokens. head: bytes that heads
-    take besides what they have already, see `fused_head.bytes_to_pack`."""
+    take besides what they have already, see `kernels.head.bytes_to_pack`."""
     models = [target, *([draft] if max_draft_tokens else [])]
     served = [check_served(model, attention) for model in models]
     backends = [choose(model, attention) for model in models]

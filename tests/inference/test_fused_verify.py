@@ -139,9 +139,7 @@ def test_memory_with_gaps_and_what_the_kernels_do_not_serve():
     precise = by_ratio(p.double(), q.double(), *given[2:])
     assert precise.acceptance.dtype is torch.float64 and torch.equal(precise.accepted, accepted)
     empty = [each[:0] for each in given]
-    assert (
-        by_ratio(*empty).next_ids.shape == (0,) and by_match(ids[:0], ids[:0, :2], drafted[:0]).accepted.numel() == 0
-    )
+    assert by_ratio(*empty).next_ids.shape == (0,) and by_match(ids[:0], ids[:0, :2], drafted[:0]).accepted.numel() == 0
 
 
 RATIO = "tl.div_rn(p_of_y, tl.where(q_of_y > 0, q_of_y, 1.0))"
