@@ -4,6 +4,16 @@ from __future__ import annotations
 
 import math
 
+from accept_head.cost import BatchForwardCost, PairCosts
+
+
+def pair_costs(draft, token=0.0, target=1.0, row=0.0, context=0.0):
+    """Seconds of a draft step (and a row of it), of a token to verify, of a verification, and of a context token."""
+    return PairCosts(
+        draft=BatchForwardCost(alpha=context / 10, beta=row, gamma=draft, r_squared=1.0),
+        target=BatchForwardCost(alpha=context, beta=token, gamma=target, r_squared=1.0),
+    )
+
 
 def product_rule(probabilities, threshold, most, *, k_min=1, lag=0):
     """SpecDec++ §4.2, one row: after how many tokens, at most `most`, 1 − Π P̂ of those judged is above the threshold.

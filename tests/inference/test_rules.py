@@ -141,8 +141,8 @@ def test_the_divergence_is_that_of_both_models_on_the_text_itself(temperature):
     sampling = Sampling(temperature=temperature, top_k=3)
     tokens, _ = generate(target, draft, [prompt], policy=policy, sampling=sampling, max_new_tokens=20, seed=3)
     place, compared = len(prompt), 0
-    for outcome in policy.outcomes:
-        judged = int(outcome.judged[0])
+    for told in policy.outcomes:
+        judged = int(told.judged[0])
         for slot in range(judged):
             prefix = torch.tensor([[*prompt, *tokens[0]][: place + slot]])
             with torch.no_grad():
@@ -151,10 +151,10 @@ def test_the_divergence_is_that_of_both_models_on_the_text_itself(temperature):
                     for model in (target, draft)
                 )
             expected = float((p * (np.log(p) - np.log(q))).sum())
-            assert float(outcome.divergence[0, slot]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+            assert float(told.divergence[0, slot]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
             compared += 1
-        place += int(outcome.accepted[0]) + 1
-        assert int(outcome.lengths[0]) == min(place, len(prompt) + 20)
+        place += int(told.accepted[0]) + 1
+        assert int(told.lengths[0]) == min(place, len(prompt) + 20)
     assert compared > 5
 
 
