@@ -25,19 +25,19 @@ class HeadConfig:
     hidden_size: channels of the draft's last hidden state.
     depth: residual blocks, 0 (a linear probe) to 4.
     predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
-        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each. Of a head that is told
-        which token was drawn (signals or embedding), `both` are two statements about Y_i: a(Y_i), and β_{i+1} given
-        that Y_i is accepted; it needs not have been fed. Of one that is not, `next` is a function of the state alone.
+        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each. A head that reads
+        which token was drawn (signals or embedding) says two things of Y_i with `both`: a(Y_i), and β_{i+1} if Y_i is
+        accepted. Y_i need not have been fed for that. Without these inputs `next` depends on the state alone.
     reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
-    signals: draft signals (signals.SIGNALS) of Y_i that the head also reads; not for `next` alone.
-    signal_mean, signal_std: what each signal is normalised with, inside the head; with a base, each function of them.
-    base: the logits have a part that is linear in functions of the signals (base.py), and the residual reads these
-        functions, too, in place of the signals.
-    standardised: the state goes in through a matrix with an offset, which were made to give its standardised principal
-        components; `width` is how many.
-    residual: whether there is more to the head than its base: blocks, and what they read.
-    embedding_std: the head also reads the draft's input embedding of Y_i, divided by this, the root mean square of the
-        draft's embedding matrix; None = it does not. Not for `next` alone.
+    signals: draft signals (signals.SIGNALS) of Y_i that the head also reads. Not with predicts `next`.
+    signal_mean, signal_std: what the head normalises each signal with, or with a base each function of the signals.
+    base: the logits have a part that is linear in functions of the signals (base.py). The residual reads these
+        functions as well, in place of the signals.
+    standardised: the state enters as its `width` largest principal components, standardised: through a fixed matrix
+        with an offset.
+    residual: whether the head has more than its base: blocks, and what they read.
+    embedding_std: root mean square of the draft's embedding matrix. The head also reads the draft's input embedding of
+        Y_i, divided by this. None when it does not read it. Not with predicts `next`.
     width: channels inside the head; None = hidden_size, and the state goes in as it is, as in the paper.
     """
 
@@ -113,12 +113,12 @@ class HeadConfig:
 
     @property
     def inputs(self) -> int:
-        """Numbers that the head is told of a token's signals."""
+        """Numbers that the head reads of a token's signals."""
         return len(places_of(self.signals)) if self.base else len(self.signals)
 
     @property
     def channels(self) -> int:
-        """Inside the head."""
+        """Width of the residual blocks."""
         return self.width or self.hidden_size
 
     @property
@@ -127,13 +127,13 @@ class HeadConfig:
 
     @property
     def sees_drawn(self) -> bool:
-        """Whether it is told which token was drawn, and not by the state at it alone."""
+        """Whether it reads which token was drawn from an input other than the state."""
         return bool(self.signals) or self.reads_embedding
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether, once Y_i is drawn, it says how likely Y_{i+1} will be accepted: a second logit of a state that has
-        not seen Y_i, from a head that has not either, speaks of Y_i itself."""
+        """Whether it predicts the acceptance of Y_{i+1} once Y_i is drawn. If neither the state nor the head has seen
+        Y_i, the second logit is a prediction for Y_i itself."""
         return self.predicts == "both" and (self.reads == "drawn" or self.sees_drawn)
 
     @property

@@ -1,7 +1,7 @@
 """How good predicted acceptance probabilities are: binary KL, Brier, ECE, AUROC, and predicted against observed mean.
 
-Labels are soft: a label a counts as a positive with weight a and a negative with weight 1 − a. That is the expectation
-of each metric over the coin that verification would toss.
+Labels are soft: a label a counts as a positive with weight a and a negative with weight 1 − a. Each metric is thus its
+expectation over the outcome of the verification.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Is a head used as it was trained? What cannot work is refused; what merely costs speed is said, in one line, once.
+"""What a head was trained for, against what it is used for.
 
-Whatever a head says, decoded text stays exact: a wrong head only stops drafting at the wrong moments. So another draft
-of the same shape, another target, dtype or sampling is a warning. A draft with another hidden size, or without some of
-the recorded ids, cannot be read at all, and is refused.
+Decoded text stays exact with any head: a wrong one only stops drafting at the wrong moments. So another draft of the
+same shape, another target, dtype or sampling is a warning, one line, once. A draft with another hidden size, or without
+some of the recorded ids, cannot be used at all, and is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ SETTINGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 class Checkpoint(NamedTuple):
-    """Where a model's weights came from: a folder, or a name on the Hub at some revision; None = main, as cached, which
-    is all that a loaded model still knows."""
+    """Where a model's weights came from: a folder, or a name on the Hub at some revision.
+
+    revision: None = main, as cached. A loaded model does not know any other.
+    """
 
     name: str
     revision: str | None = None
@@ -41,8 +43,11 @@ class Checkpoint(NamedTuple):
 
 
 class HeadOrigin:
-    """What a head's folder records, in trace_config.json, of how it was trained; of a tuned threshold, the sampling
-    settings of its traces instead. head: as the user names it. Whatever is not recorded is not checked."""
+    """What a head's folder records of its training, in trace_config.json. What is not recorded is not checked.
+
+    head: as the user names it. sampling: the settings it was trained for, or those of the traces that its threshold was
+    tuned on.
+    """
 
     def __init__(self, head: str, recorded: Mapping[str, Any], sampling: Mapping[str, Any]):
         self.head, self.recorded, self.sampling = head, recorded, sampling

@@ -16,7 +16,7 @@ from accept_head.errors import InputError
 from accept_head.hub.errors import hub_errors
 
 WEIGHTS_NAME, HEAD_CONFIG_NAME, TRAINING_NAME = "model.safetensors", "config.json", "training_config.json"
-# All that a head's folder may hold; nothing else is ever fetched, or sent.
+# All that a head's folder may hold. Nothing else is ever fetched or sent.
 HEAD_FILES = (
     WEIGHTS_NAME,
     HEAD_CONFIG_NAME,

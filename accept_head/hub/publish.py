@@ -1,7 +1,7 @@
 """`accept-head publish`: a head's folder → a repository on the Hub, in one commit.
 
-One commit: an upload that breaks off leaves the last revision as it was, and readers never see half of a new one. What
-arrived before it broke off is kept by the Hub under its hash, and is not sent again.
+With one commit, an upload that breaks off leaves the last revision as it was, and readers never see half of a new one.
+The Hub keeps what arrived before that under its hash, and it is not sent again.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def push_folder(
     license: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Make the repository and the branch if need be and commit the whole head to it. Returns the commit's address; that
-    of the last commit when nothing has changed since.
+    """Make the repository and the branch if need be, and commit the whole head. Returns the commit's address, or the
+    last commit's when nothing has changed since.
 
-    Raises InputError, and sends nothing, when the folder does not hold a whole head; and when the Hub refuses or cannot
-    be reached, in which case the branch is as it was.
+    Raises InputError, and sends nothing, when the folder does not hold a whole head. Raises it when the Hub refuses or
+    cannot be reached; the branch is then as it was.
     """
     if (found := HUB_NAME.fullmatch(repo)) is None or found["revision"]:
         raise InputError(f"--repo {repo}: expected user/name")
@@ -115,7 +115,7 @@ def push_folder(
         api.create_repo(repo, private=private, exist_ok=True)
         if branch != "main":
             api.create_branch(repo, branch=branch, exist_ok=True)
-        # What the last head had and this one has not, say a threshold, would be taken for this one's.
+        # A file that only the last head had, such as a threshold, would be taken for this head's.
         there = api.list_repo_files(repo, revision=branch)
         stale = [name for name in there if name in {*HEAD_FILES, *MADE_FILES} - files.keys()]
         commit = api.create_commit(
@@ -176,7 +176,7 @@ def _shared_bytes(path: Path, value: dict[str, Any]) -> bytes:
 
 
 def _shareable(value: Any) -> Any:
-    """Of absolute paths only the last part is anybody else's business. Fingerprints do not cover names."""
+    """Absolute paths cut to their last part: the rest is private. Fingerprints do not cover names."""
     if isinstance(value, dict):
         return {key: _shareable(each) for key, each in value.items()}
     if isinstance(value, list):
