@@ -11,14 +11,16 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.inference import make_policy
-from accept_head.inference.decode import steps
+from accept_head.inference.decode import captured
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.rows import Rows
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.graphs import Graphs
-from accept_head.inference.policies import FixedPolicy, HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from tests.inference.replayed import standing_in
 from tests.inference.test_memory import Live
 from tests.inference.toy import VOCAB, architectures, one_layer_pair, ragged_prompts, random_head
@@ -170,8 +172,8 @@ def test_captured_steps_see_what_has_changed(change, backend):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_graph_that_is_kept_although_it_does_not_fit_shows(change, backend, monkeypatch):
     """Each comparison that `Steps` makes, left out."""
-    monkeypatch.setattr(steps.Settings, "__eq__", lambda one, another: another is not None)
-    monkeypatch.setattr(steps, "read_by_steps", lambda policy: {})
+    monkeypatch.setattr(captured.Settings, "__eq__", lambda one, another: another is not None)
+    monkeypatch.setattr(captured, "read_by_steps", lambda policy: {})
     monkeypatch.setattr(Graphs, "forget", lambda graphs, *names: None)
     assert changed(new_decoder("graphs"), change, backend) != changed(new_decoder(), change, backend)
 
@@ -213,8 +215,8 @@ def test_another_seed_takes_one_more_graph_in_place_of_the_old(backend):
     drawn, begun = [], []
     for seed in (1, 2):
         run(decoder, policy, seed=seed)
-        own = decoder.steps.policies[id(policy)].graphs
-        drawn += [graph for key, graph in decoder.steps.shared.captured.items() if key[0] == "random"]
+        own = decoder.captured.policies[id(policy)].graphs
+        drawn += [graph for key, graph in decoder.captured.shared.captured.items() if key[0] == "random"]
         begun += [graph for key, graph in own.captured.items() if key[0] == "begin"]
     assert len(drawn) == len(begun) == 2 and drawn[0] is not drawn[1] and begun[0] is begun[1]
 
@@ -223,11 +225,11 @@ def test_steps_that_ask_no_policy_are_captured_once_for_all(backend):
     """A policy's own are `begin` and, if it stops early, `judge`; another that needs the same draws by the same."""
     decoder = new_decoder("graphs")
     run(decoder, POLICIES["threshold"]())
-    names = {key[0].split()[0] for key in decoder.steps.shared.captured}
+    names = {key[0].split()[0] for key in decoder.captured.shared.captured}
     assert names == {"random", "draw", "draft", "target", "test", "accept"}
     made, policy = backend.captures, POLICIES["threshold"]()
     run(decoder, policy)
-    own = decoder.steps.policies[id(policy)].graphs.captured
+    own = decoder.captured.policies[id(policy)].graphs.captured
     assert {key[0].split()[0] for key in own} == {"begin", "judge"} and backend.captures == made + len(own)
 
 
@@ -237,14 +239,14 @@ def test_more_policies_take_no_more_memory_and_go_with_their_graphs(backend):
     sizes = []
     for policy in policies:
         run(decoder, policy)
-        sizes.append(sum(buffer.nbytes for buffer in decoder.steps.shared.buffers.values()))
+        sizes.append(sum(buffer.nbytes for buffer in decoder.captured.shared.buffers.values()))
     assert sizes[0] == sizes[1] == sizes[2] > 0
-    assert len(decoder.steps.policies) == 3
+    assert len(decoder.captured.policies) == 3
     del policies, policy
     run(decoder, policy := FixedPolicy(1))
-    assert [each.policy() for each in decoder.steps.policies.values()] == [policy]
+    assert [each.policy() for each in decoder.captured.policies.values()] == [policy]
     run(decoder, policy, sampling=GREEDY)
-    assert max(buffer.nbytes for buffer in decoder.steps.shared.buffers.values()) < 2 * VOCAB * 4  # q is gone
+    assert max(buffer.nbytes for buffer in decoder.captured.shared.buffers.values()) < 2 * VOCAB * 4  # q is gone
 
 
 def test_longer_drafts_than_planned_make_the_rows_anew(backend):
@@ -266,7 +268,7 @@ def test_memory_is_given_back(compile, backend):
     decoder.free()
     assert decoder.target.bytes == decoder.draft.bytes == 0
     if compile == "graphs":
-        for graphs in (decoder.target.graphs, decoder.draft.graphs, decoder.steps.shared):
+        for graphs in (decoder.target.graphs, decoder.draft.graphs, decoder.captured.shared):
             assert not (graphs.captured or graphs.buffers or graphs.kept)
     assert run(decoder, policy) == first
 

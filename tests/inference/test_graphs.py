@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from accept_head import InputError, Sampling
+from accept_head.calibration import DepthCalibration
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.depth_calibration import DepthCalibration
 from accept_head.inference import generate, make_policy
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
@@ -19,20 +19,19 @@ from accept_head.inference.decode.rows import Rows
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.capture import Capture
 from accept_head.inference.engine.graphs import Graphs
-from accept_head.inference.policies import (
-    AdaSpecPolicy,
-    BanditPolicy,
-    BatchMapPolicy,
-    BatchStopPolicy,
-    BudgetPolicy,
-    FixedPolicy,
-    GoodputPolicy,
-    HeadPolicy,
-    HfHeuristicPolicy,
-    RecalibratedHeadPolicy,
-)
-from accept_head.inference.policies.batch_stop_device import DeviceBatchStopPolicy
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
+from accept_head.inference.policies.bandit import BanditPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.budget import BudgetPolicy
+from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.goodput import GoodputPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.pair import input_embeddings
 from tests.inference.replayed import ReplayedGraphs, standing_in
 from tests.inference.test_cache import MODELS
@@ -70,7 +69,7 @@ COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
 
 
 def of_costs(policy):
-    return DeviceBatchStopPolicy(BatchStopPolicy(policy, COSTS))
+    return BatchStopPolicy(policy, COSTS)
 
 
 CAPTURED = {
@@ -159,7 +158,7 @@ def test_replayed_steps_are_the_plain_ones(name, sampling, backend, caplog):
     make = CAPTURED[name]
     plain = decode(make(), sampling=sampling)
     assert backend.captures == 0
-    chunk = 3 if make().in_chunks else 1
+    chunk = 3 if Drafting(make()).in_chunks else 1
     assert decode(make(), sampling=sampling, compile="graphs", chunk=chunk) == plain
     assert 0 < backend.captures < backend.replays
     assert len({stats.rounds for _, stats in plain}) > 2
@@ -291,7 +290,12 @@ LEARNT = {"budget": BudgetPolicy, "goodput": GoodputPolicy, "head online": Recal
 def test_what_a_policy_learns_and_does_not_name_shows(name, backend, monkeypatch):
     plain = decode(CAPTURED[name](), max_new_tokens=30)
     assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") == plain
-    monkeypatch.setattr(LEARNT[name], "inputs", ())
+    capture = LEARNT[name].capture
+    if isinstance(capture, property):
+        unread = property(lambda policy: replace(capture.fget(policy), read=()))
+    else:
+        unread = replace(capture, read=())
+    monkeypatch.setattr(LEARNT[name], "capture", unread)
     assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") != plain
 
 
@@ -386,7 +390,7 @@ def test_a_model_on_several_devices_is_refused(backend):
 
 
 class Sum:
-    carries = ("total", "terms")
+    capture = Capture(carried=("total", "terms"))
 
     def __init__(self):
         self.total, self.terms = torch.zeros(2), []
