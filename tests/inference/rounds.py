@@ -15,7 +15,7 @@ import torch
 from accept_head.inference.decode.captured import read_by_steps
 from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.policies.drafting import Drafting
-from accept_head.inference.policy import DraftStep, Signal, VerifyOutcome
+from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOutcome
 
 CPU = torch.device("cpu")
 KNOWN_LATE = ("logprob", "drawn_hidden")  # of a token that is not drawn yet
@@ -61,10 +61,10 @@ def step_of(drafting, depth, going, tables, most, peek=False):
     return DraftStep(depth, ids, going.active, **{name: values[name] for name in wanted & values.keys()})
 
 
-def outcome(drafted, accepted, live=None, *, submitted=None, lengths=None, **read):
+def outcome(drafted, accepted, live=None, *, submitted=None, lengths=None, kind=VerifyOutcome, **read):
     """Of lists, arrays or tensors. Rows are live, and verified as they were drafted, where nothing else is said."""
     drafted, accepted = (torch.as_tensor(values).long() for values in (drafted, accepted))
-    return VerifyOutcome(
+    return kind(
         drafted=drafted,
         submitted=drafted if submitted is None else torch.as_tensor(submitted).long(),
         accepted=accepted,
@@ -72,6 +72,39 @@ def outcome(drafted, accepted, live=None, *, submitted=None, lengths=None, **rea
         lengths=torch.zeros_like(drafted) if lengths is None else torch.as_tensor(lengths).long(),
         **read,
     )
+
+
+# --- a policy whose predictions are given ---------------------------------------------------------------------------
+
+
+class Told(RowPolicy):
+    """Predicts what it is told, by way of max q; a row stops when the product is below the threshold. What it says of
+    the next token, if it looks ahead, is told by way of the entropy."""
+
+    needs = frozenset({Signal.MAX_PROB})
+
+    def __init__(self, k_max=8, threshold=0.0):
+        self.max_draft_tokens, self.threshold = k_max, threshold
+
+    def start_round(self, live):
+        self.predicted, self.predicted_next, self.product = [], [], torch.ones(live.shape)
+        return super().start_round(live)
+
+    def keep_drafting(self, step):
+        self.predicted.append(step.max_prob)
+        if step.entropy is not None:
+            self.predicted_next.append(step.entropy)
+        self.product = self.product * step.max_prob
+        return step.active & (self.product >= self.threshold)
+
+
+class Foretelling(Told):
+    needs = frozenset({Signal.MAX_PROB, Signal.ENTROPY})
+
+
+def shown(told, ahead=None):
+    """What Told reads, of signals of what is drawn, (rows, depths)."""
+    return {"max_prob": told, "entropy": np.ones(np.shape(told)) if ahead is None else ahead}
 
 
 # --- many rounds, against a reference --------------------------------------------------------------------------------

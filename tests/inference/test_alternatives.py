@@ -20,8 +20,9 @@ from accept_head.inference.policy import Signal
 from accept_head.inference.replay.asking import replay
 from accept_head.prompts import load_prompts
 from accept_head.randomness import DecodeStream, uniforms
+from tests.inference.rounds import outcome
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
-from tests.inference.test_online_training import correction, linear_head, outcome
+from tests.inference.test_online_training import correction, linear_head
 from tests.inference.test_replay_equals_decoding import PERIOD, Z_LIMIT, Held
 from tests.inference.toy import random_head, toy_pair
 

@@ -26,6 +26,7 @@ from accept_head.inference.costs.batch_table import (
     vllm_option,
 )
 from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.profile.rounds import count_accepted
 from tests.inference.toy import ragged_prompts, two
 
@@ -134,7 +135,7 @@ def test_numbers_that_are_not_integers_are_refused(value):
 
 def test_idle_rows_do_not_count_and_no_rows_draft_nothing():
     policy = BatchMapPolicy(TABLE)
-    assert (policy.max_draft_tokens, policy.stops_early, policy.needs) == (4, False, frozenset())
+    assert (policy.max_draft_tokens, Drafting(policy).stops_early, policy.needs) == (4, False, frozenset())
     policy.start(6, torch.device("cpu"))
     live = torch.tensor([False, True, False, True, True, False])
     assert policy.start_round(live).tolist() == [2] * 6

@@ -8,115 +8,39 @@ from __future__ import annotations
 import copy
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from lossless import head as table_head
 
 from accept_head import InputError, Sampling
 from accept_head.cli import main
-from accept_head.cost import BatchForwardCost, ForwardCosts, PairCosts
+from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference import generate, make_policy
-from accept_head.inference.policies import (
-    POLICIES,
-    AdaEdlPolicy,
-    AdaSpecPolicy,
-    BatchStopPolicy,
-    BudgetPolicy,
-    ConfidencePolicy,
-    FixedPolicy,
-    HeadPolicy,
-    OnlineLogisticPolicy,
-)
-from accept_head.inference.policies.batch_stop import OURS, VLLM, Host
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
+from accept_head.inference.policies.batch_stop import OURS, VLLM, BatchStopPolicy, Host
+from accept_head.inference.policies.budget import BudgetPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.content import content_hash
-from accept_head.inference.policy import BOTH, DraftStep, RowPolicy, Signal, VerifyOutcome
+from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.registry import POLICIES
+from accept_head.inference.policy import BOTH, DraftStep
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.lossless import PROVED, Shape, enumerate_rounds
 from accept_head.inference.tune.rules import checked_rules
 from accept_head.prompts import load_prompts
 from tests.inference.enumeration import emitted_distribution, target_distribution, total_variation, uncertain_pair
+from tests.inference.references import pair_costs
+from tests.inference.rounds import Foretelling, Told, begin, one_round, outcome, shown
 from tests.inference.test_replay_equals_decoding import GREEDY, K_MAX, PERIOD, ROWS, Held, head
 from tests.inference.toy import llama, random_head, toy_pair
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from lossless import head as table_head
-
-CPU = torch.device("cpu")
 HOSTS = {"ours": OURS, "vllm": VLLM}
-
-
-def pair_costs(draft, token=0.0, target=1.0, row=0.0, context=0.0):
-    """Seconds of a draft step (and a row of it), of a token to verify, of a verification, and of a context token."""
-    return PairCosts(
-        draft=BatchForwardCost(alpha=context / 10, beta=row, gamma=draft, r_squared=1.0),
-        target=BatchForwardCost(alpha=context, beta=token, gamma=target, r_squared=1.0),
-    )
-
-
-class Told(RowPolicy):
-    """Predicts what it is told, by way of max q; a row stops when the product is below the threshold. What it says of
-    the next token, if it looks ahead, is told by way of the entropy."""
-
-    needs = frozenset({Signal.MAX_PROB})
-    looks_ahead = False
-
-    def __init__(self, k_max=8, threshold=0.0):
-        self.max_draft_tokens, self.threshold = k_max, threshold
-
-    def start_round(self, live):
-        self.predicted, self.predicted_next, self.product = [], [], torch.ones(live.shape)
-        return super().start_round(live)
-
-    def keep_drafting(self, step):
-        self.predicted.append(step.max_prob)
-        if self.looks_ahead:
-            self.predicted_next.append(step.entropy)
-        self.product = self.product * step.max_prob
-        return step.active & (self.product >= self.threshold)
-
-
-class Foretelling(Told):
-    looks_ahead = True
-
-
-def begin(policy, lengths):
-    policy.start(len(lengths), CPU)
-    policy.admit(torch.arange(len(lengths)), torch.as_tensor(lengths))
-    return policy
-
-
-def one_round(policy, live, told, room=None, ahead=None):
-    """What a decode loop asks → (rows,) tokens drafted. told, ahead: (rows, depths), signals of what is drawn."""
-    told = torch.as_tensor(told, dtype=torch.float32)
-    ahead = torch.ones_like(told) if ahead is None else torch.as_tensor(ahead, dtype=torch.float32)
-    budget = policy.start_round(live)
-    assert budget.dtype == torch.long and budget.shape == live.shape
-    budget = budget * live if room is None else torch.minimum(budget * live, torch.as_tensor(room))
-    drafted, active = torch.zeros_like(budget), budget > 0
-    for depth in range(1, int(budget.max()) + 1):
-        drafted = drafted + active
-        active = active & (drafted < budget)
-        if policy.stops_early:
-            signals = {"max_prob": told[:, depth - 1], "entropy": ahead[:, depth - 1]}
-            step = DraftStep(depth=depth, token_ids=None, active=active, **signals)
-            answer = policy.keep_drafting(step)
-            assert answer.dtype == torch.bool and not (answer & ~active).any()
-            active = answer
-        if not active.any():
-            break
-    return drafted
-
-
-def outcome_of(drafted, accepted, live, lengths, submitted=None):
-    accepted, lengths, submitted = (
-        torch.as_tensor(n) for n in (accepted, lengths, drafted if submitted is None else submitted)
-    )
-    return VerifyOutcome(
-        drafted=drafted, accepted=accepted, live=live, lengths=lengths, seconds=1.0, submitted=submitted
-    )
 
 
 # --- the rule, by a scalar reference ---------------------------------------------------------------------------------
@@ -222,10 +146,10 @@ def test_the_rule_is_its_formula_over_many_rounds(host, load, rule):
         live[random.integers(len(lengths))] = True
         told = random.beta(*((6, 1), (1, 3), (6, 1))[number * 3 // 400], size=(len(lengths), k_max))
         told = np.where(live[:, None], told, np.nan)  # what idle rows hold is arbitrary
-        ahead = random.beta(5, 2, size=told.shape) if rule.looks_ahead else np.ones(told.shape)
+        ahead = random.beta(5, 2, size=told.shape) if rule is Foretelling else np.ones(told.shape)
         room = np.where(random.random(len(lengths)) < 0.9, k_max, random.integers(1, 3, size=len(lengths)))
         alive = np.where(live)[0]
-        drafted = one_round(policy, torch.from_numpy(live), told, torch.from_numpy(room), ahead).numpy()
+        drafted = one_round(policy, live, shown(told, ahead), room)[0].numpy()
         told_alive, ahead_alive = told[alive].tolist(), ahead[alive].tolist()
         expected = scalar.round(lengths[alive].tolist(), told_alive, ahead_alive, threshold, room[alive].tolist())
         assert drafted[alive].tolist() == expected, number
@@ -236,7 +160,7 @@ def test_the_rule_is_its_formula_over_many_rounds(host, load, rule):
         accepted = np.minimum(submitted, np.cumprod(wins, axis=1).sum(1))
         known = live & (random.random(len(live)) < 0.9)
         lengths = lengths + known * (accepted + 1)
-        policy.observe(outcome_of(torch.from_numpy(drafted), accepted, torch.from_numpy(known), lengths, submitted))
+        policy.observe(outcome(drafted, accepted, known, submitted=submitted, lengths=lengths))
         scalar.observe(
             expected, submitted[alive].tolist(), accepted[alive].tolist(), np.where(known[alive])[0].tolist()
         )
@@ -249,26 +173,14 @@ def test_the_rule_is_its_formula_over_many_rounds(host, load, rule):
     assert 0 in seen or load == "light"
 
 
-def test_rows_may_change_places_before_a_verdict():
-    """The verdict is then in the new order, and counts for the same rows."""
+def test_a_row_whose_verdict_never_comes_counts_for_nothing():
     told = np.array([[0.9, 0.8], [0.5, 0.9], [0.99, 0.2], [0.7, 0.7]])
-    live, order = torch.ones(4, dtype=torch.bool), torch.tensor([3, 0, 1])
-    known = torch.tensor([True, True, False, True])  # row 2 was aborted
-    sums = []
-    for moved in (True, False):
-        policy = begin(BatchStopPolicy(Told(2), pair_costs(1e-6)), [5, 6, 7, 8])
-        drafted = one_round(policy, live, told)
-        accepted, lengths = torch.tensor([2, 0, 1, 1]), torch.tensor([8, 7, 7, 10])
-        if moved:
-            policy.select(order)
-            policy.observe(outcome_of(drafted[order], accepted[order], known[order], lengths[order]))
-        else:
-            policy.observe(outcome_of(drafted, accepted, known, lengths))
-        sums.append([list(part) for part in (policy.accepted, policy.before, policy.after, policy.totals)])
-    assert np.allclose(np.concatenate(sums[0]), np.concatenate(sums[1]))
-    accepted, before, after, _ = sums[0]
-    assert accepted == [2, 1] and before == pytest.approx([3, 0.9 + 0.5 + 0.7])
-    assert after == pytest.approx([0.9 + 0.5 + 0.7, 0.9 * 0.8 + 0.5 * 0.9 + 0.7 * 0.7])
+    policy = begin(BatchStopPolicy(Told(2), pair_costs(1e-6)), [5, 6, 7, 8])
+    drafted, _ = one_round(policy, [True] * 4, shown(told))
+    policy.observe(outcome(drafted, [2, 0, 1, 1], [True, True, False, True], lengths=[8, 7, 7, 10]))
+    assert policy.accepted.tolist() == [2, 1]
+    assert policy.before.tolist() == pytest.approx([3, 0.9 + 0.5 + 0.7])
+    assert policy.after.tolist() == pytest.approx([0.9 + 0.5 + 0.7, 0.9 * 0.8 + 0.5 * 0.9 + 0.7 * 0.7])
 
 
 # --- where it settles ------------------------------------------------------------------------------------------------
@@ -288,11 +200,11 @@ def decode(policy, rows, acceptance, rounds, seed=0):
     random, lengths, live = np.random.default_rng(seed), torch.full((rows,), 10), torch.ones(rows, dtype=torch.bool)
     k_max, seen = policy.max_draft_tokens, []
     for _ in range(rounds):
-        drafted = one_round(policy, live, np.zeros((rows, k_max)))
+        drafted, _ = one_round(policy, live)
         wins = random.random((rows, k_max)) < np.broadcast_to(acceptance, (rows,))[:, None]
         accepted = torch.minimum(drafted, torch.from_numpy(np.cumprod(wins, axis=1).sum(1)))
         lengths = lengths + accepted + 1
-        policy.observe(outcome_of(drafted, accepted, live, lengths))
+        policy.observe(outcome(drafted, accepted, live, lengths=lengths))
         seen.append(int(drafted.max()))
     return np.array(seen)
 
@@ -300,23 +212,24 @@ def decode(policy, rows, acceptance, rounds, seed=0):
 class Free(BatchStopPolicy):
     """Broken: time is worth nothing."""
 
-    def _set_prices(self, rows, context):
-        super()._set_prices(rows, context)
-        self.token_price, self.step_price, self.first_price = 0.0, 0.0, 0.0
+    def _set_prices(self, live):
+        price = 0 * super()._set_prices(live)
+        self.token_price = self.step_price = price
+        return price
 
 
 class OfOneRow(BatchStopPolicy):
     """Broken: the gains are not summed over the rows."""
 
     def _pays(self, gain, price):
-        return max(max(0.0, g - self.token_price) for g in gain) > price
+        return (gain - self.token_price).clamp(min=0).max() > price
 
 
 class AllStopped(BatchStopPolicy):
     """Broken: a row's own gain is compared with its share of the step, so that the last row decides."""
 
     def _pays(self, gain, price):
-        return any((g - self.token_price) * len(gain) > price for g in gain)
+        return ((gain - self.token_price) * len(gain) > price).any()
 
 
 DEAR_TOKENS, CHEAP_TOKENS = pair_costs(0.15, 0.05, 0.85), pair_costs(0.12, 0.002, 1.0)
@@ -369,11 +282,11 @@ def mixed(policy, costs, host, rounds=400, rows=32, seed=1):
     tokens = seconds = 0.0
     for number in range(rounds):
         told = np.where(random.random((rows, 1)) < 0.15, 0.97, 0.4).repeat(policy.max_draft_tokens, axis=1)
-        drafted = one_round(policy, live, told)
+        drafted, _ = one_round(policy, live, shown(told))
         wins = random.random(told.shape) < told
         accepted = torch.minimum(drafted, torch.from_numpy(np.cumprod(wins, axis=1).sum(1)))
         lengths = lengths + accepted + 1
-        policy.observe(outcome_of(drafted, accepted, live, lengths))
+        policy.observe(outcome(drafted, accepted, live, lengths=lengths))
         if number >= rounds // 4:
             longest = int(drafted.max())
             verified = rows * (1 + longest) if host.padded else rows + int(drafted.sum())
@@ -410,7 +323,7 @@ def test_a_row_is_trimmed_where_its_own_token_does_not_pay():
     lengths = {}
     for name, host in HOSTS.items():
         policy = begin(BatchStopPolicy(Told(4), costs, host=host, optimism=1.0), [5] * 3)
-        lengths[name] = one_round(policy, live, told).tolist()
+        lengths[name] = one_round(policy, live, shown(told))[0].tolist()
     assert lengths["vllm"] == [4, 1, 4] and lengths["ours"] == [4, 4, 4]
 
 
@@ -544,14 +457,14 @@ def test_online_logistic_tells_what_it_predicts_and_rules_of_confidence_predict_
     policy = begin(OnlineLogisticPolicy(0.1, k_max=4), [3, 3])
     told = [[0.9, 0.5, 0.8], [0.2, 0.99, 0.6]]
     for _ in range(2):
-        one_round(policy, torch.ones(2, dtype=torch.bool), np.array(told), room=[3, 3])
+        one_round(policy, [True, True], shown(told), [3, 3])
         odds = torch.logit(torch.tensor(told).T)
         assert torch.stack(policy.predicted) == pytest.approx(torch.sigmoid(0.5 * odds - 0.2), abs=1e-6)
     confidence = ConfidencePolicy(0.3)
     confidence.start_round(torch.ones(2, dtype=torch.bool))
     signals = {"logprob": torch.tensor([-0.1, -0.2])}
     confidence.keep_drafting(DraftStep(1, None, torch.ones(2, dtype=torch.bool), **signals))
-    assert confidence.predicted == [] and RowPolicy.predicted == []
+    assert Drafting(confidence).predicted == []
 
 
 @pytest.mark.parametrize("factor", [0.6, 1.2])
@@ -593,15 +506,13 @@ LOSSLESS = {
 def test_it_is_lossless_under_both_verifiers(name):
     """Exact enumeration of a row's rounds, given what the others draw: the batch's end depends on this row's tokens."""
     found = enumerate_rounds(LOSSLESS[name], pairs=25, shape=Shape(vocab=3, depth=3, rows=2))
-    assert LOSSLESS[name]().lossless == BOTH
+    assert Drafting(LOSSLESS[name]()).lossless == BOTH
     assert found.ratio.max() < PROVED and found.match.max() < PROVED
     assert np.count_nonzero(found.submitted) > 1, "it must have stopped at several lengths"
 
 
 class Dropping(BatchStopPolicy):
     """Broken: the token after which the batch stops is dropped."""
-
-    trims = True
 
     def trim(self, drafted):
         return (drafted - 1).clamp(min=0)
@@ -648,7 +559,7 @@ def test_a_spec_takes_costs(tmp_path):
     file.write_text(json.dumps({"t_draft": 1, "t_target": 2, "batch": {"draft": rates, "target": rates}}))
     policy = make_policy(f"head:{made}:0.5,costs={file},k_max=7", DRAFT)
     assert isinstance(policy, BatchStopPolicy) and isinstance(policy.policy, HeadPolicy)
-    assert (policy.policy.threshold, policy.max_draft_tokens, policy.stops_early) == (0.5, 7, True)
+    assert (policy.policy.threshold, policy.max_draft_tokens) == (0.5, 7) and Drafting(policy).stops_early
     assert float(policy.costs.verify_seconds(10, 1000)) == pytest.approx(1.201) and policy.host == OURS
     policy = make_policy("fixed:8,costs=0.2", DRAFT, host=VLLM)
     assert isinstance(policy, BatchStopPolicy) and isinstance(policy.policy, FixedPolicy) and policy.host == VLLM
@@ -729,12 +640,12 @@ def test_what_is_wrapped_is_part_of_the_content():
 def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     policy = begin(BatchStopPolicy(FixedPolicy(4), pair_costs(0.1)), [10] * 8)
     decode(policy, 8, 0.3, 50)
-    learnt = list(policy.accepted)
+    learnt = policy.accepted.tolist()
     begin(policy, [10] * 2)
-    assert policy.accepted == learnt and policy.lengths == [10, 10]
+    assert policy.accepted.tolist() == learnt and policy.lengths.tolist() == [10, 10]
     other = copy.deepcopy(policy)
     decode(other, 2, 0.9, 5)
-    assert policy.accepted == learnt != other.accepted
+    assert policy.accepted.tolist() == learnt != other.accepted.tolist()
 
 
 def test_steps_in_vain_are_counted():
@@ -745,18 +656,18 @@ def test_steps_in_vain_are_counted():
     policy.start_round(live)
     for depth in (1, 2):
         policy.keep_drafting(DraftStep(depth, None, live, hidden, hidden))
-    policy.observe(outcome_of(torch.tensor([2]), [1], live, [5]))
+    policy.observe(outcome([2], [1], lengths=[5]))
     keep = 1 - 1 / 500
-    assert policy.totals == pytest.approx([keep + 1, keep + 2, 3, 2])
+    assert policy.totals.tolist() == pytest.approx([keep + 1, keep + 2, 3, 2])
     peeking = begin(BatchStopPolicy(AdaEdlPolicy(0.9, k_max=5), pair_costs(1e-9)), [3])
     peeking.start_round(live)
     for depth, entropy in ((1, 0.01), (2, 3.0)):
         step = DraftStep(depth, None, live, entropy=torch.tensor([entropy]))
         if peeking.draw_next(step).all():
             peeking.keep_drafting(step)
-    peeking.observe(outcome_of(torch.tensor([1]), [1], live, [5]))
-    assert peeking.totals == pytest.approx([keep + 1, keep + 2, 2, 1])
-    assert peeking.before == [1, 1, 0, 0, 0] and peeking.accepted == [1, 0, 0, 0, 0]
+    peeking.observe(outcome([1], [1], lengths=[5]))
+    assert peeking.totals.tolist() == pytest.approx([keep + 1, keep + 2, 2, 1])
+    assert peeking.before.tolist() == [1, 1, 0, 0, 0] and peeking.accepted.tolist() == [1, 0, 0, 0, 0]
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------

@@ -14,22 +14,21 @@ import torch
 from accept_head import InputError, Sampling
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference import RowPolicy, generate, make_policy
-from accept_head.inference.decode import chunks
+from accept_head.inference.decode import chunks, loop
 from accept_head.inference.decode.chunks import RECONSIDERED, Chunks, asks, best_chunk, chunk_cost, measured_seconds
-from accept_head.inference.decode.drafted import Drafted, Going
+from accept_head.inference.decode.drafted import Drafted
 from accept_head.inference.decode.generate import make_decoder, make_requests
-from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode.steps import Steps
 from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.policies import (
-    POLICIES,
-    AdaSpecPolicy,
-    BatchMapPolicy,
-    BudgetPolicy,
-    FixedPolicy,
-    GoodputPolicy,
-    HeadPolicy,
-    RecalibratedHeadPolicy,
-)
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.budget import BudgetPolicy
+from accept_head.inference.policies.drafting import Drafting, DraftProgress
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.goodput import GoodputPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.registry import POLICIES
 from tests.inference.toy import one_layer_pair, ragged_prompts, random_head
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20), Sampling(temperature=0)
@@ -75,17 +74,18 @@ CHUNKED = {
     "head lag 0": head(lag=0),
     "head before": head(reads="before"),
     "head online": head(RecalibratedHeadPolicy, "before", online=True),
+    "costs": named("confidence:0.4,k_max=7,costs=0.2"),
 }
 # They decide with the host after each token, or go by how often they were asked.
 ONE_BY_ONE = {
     "head online, with a lag": head(RecalibratedHeadPolicy, online=True),
     "adaspec": lambda: AdaSpecPolicy(COSTS, k_max=6),
     "budget retrospective": lambda: BudgetPolicy(COSTS, k_max=6, retrospective=True),
-    "costs": named("confidence:0.4,k_max=7,costs=0.2"),
 }
 # What a round leaves behind, which the next one makes anew.
 OF_A_ROUND = {"predicted", "predicted_next", "drawn", "features", "tokens", "survivals", "seen", "earlier", "running"}
-OF_A_ROUND |= {"survival", "state", "pending"}
+OF_A_ROUND |= {"survival", "state", "pending", "decided", "judged", "told", "steps", "rho", "longest"}
+OF_A_ROUND |= {"token_price", "step_price"}
 
 
 def run(make, **options):
@@ -155,7 +155,8 @@ def test_every_policy_is_in_one_of_these_lists_but_that_by_the_clock():
 def test_chunks_change_neither_tokens_nor_counts_nor_what_is_learnt(name, sampling, batch_size, sizes):
     """Five prompts, of responses that end at different times: rows come and go."""
     make, options = CHUNKED[name], {"sampling": sampling, "batch_size": batch_size}
-    assert make().in_chunks or not make().stops_early
+    asked = Drafting(make())
+    assert asked.in_chunks or not asked.stops_early
     rows, state, wasted = run(make, **options)
     assert wasted == 0
     for chunk in sizes:
@@ -184,7 +185,8 @@ def test_alone_in_its_batch_a_row_wastes_what_the_device_ran_beyond_its_counts(n
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_policies_that_cannot_are_asked_after_each_token(name, caplog):
     make = ONE_BY_ONE[name]
-    assert make().stops_early and not make().in_chunks
+    asked = Drafting(make())
+    assert asked.stops_early and not asked.in_chunks
     assert run(make) == run(make, chunk=4)
     assert [record.message for record in caplog.records] == [
         f"accept-head: policy {type(make()).__name__} decides with the host after each token: chunk is 1"
@@ -216,10 +218,10 @@ def test_a_policy_of_the_users_is_asked_after_each_token_unless_it_says_that_it_
 # What is wrong shows.
 
 
-def not_masked(decoder, depth, fed, going, shows, draw=Decoder._draw):
+def not_masked(steps, depth, fed, progress, *shown, draw=Steps.draw):
     """Rows that have stopped count what is drawn for them in the rest of a chunk."""
-    drawn, after = draw(decoder, depth, fed, going, shows)
-    return drawn, after._replace(lengths=torch.full_like(after.lengths, depth) * (going.budget >= depth))
+    drawn, after = draw(steps, depth, fed, progress, *shown)
+    return drawn, after._replace(lengths=torch.full_like(after.lengths, depth) * (progress.budget >= depth))
 
 
 def not_cut(drafted, slots, wasted, cut=Drafted.cut):
@@ -227,7 +229,7 @@ def not_cut(drafted, slots, wasted, cut=Drafted.cut):
     drafted.wasted = wasted
 
 
-@pytest.mark.parametrize(("owner", "name", "wrong"), [(Decoder, "_draw", not_masked), (Drafted, "cut", not_cut)])
+@pytest.mark.parametrize(("owner", "name", "wrong"), [(Steps, "draw", not_masked), (Drafted, "cut", not_cut)])
 def test_a_chunk_that_is_not_masked_or_cut_shows(owner, name, wrong, monkeypatch):
     make, widths = CHUNKED["confidence"], []
 
@@ -292,7 +294,7 @@ def test_when_the_host_asks():
 
 def test_auto_follows_where_rounds_end():
     policy = make_policy("confidence:0.4,k_max=8", LLAMA[1])
-    auto = Chunks("auto", policy, (1.0, 0.6))
+    auto = Chunks("auto", Drafting(policy), (1.0, 0.6))
     first = auto.size
 
     def rounds(stop):
@@ -300,8 +302,8 @@ def test_auto_follows_where_rounds_end():
             lengths, drafted = torch.zeros(1, dtype=torch.long), Drafted(*[torch.zeros(1, dtype=torch.long)] * 3)
             for depth in range(1, 9):
                 lengths = lengths + (depth <= stop)
-                going = Going(lengths, lengths < 0 if depth >= stop else lengths > 0, lengths, lengths * 0)
-                if auto.over(drafted, going, depth, 8):
+                progress = DraftProgress(lengths, lengths < 0 if depth >= stop else lengths > 0, lengths, lengths * 0)
+                if auto.over(drafted, progress, depth, 8):
                     break
 
     rounds(1)
@@ -311,10 +313,10 @@ def test_auto_follows_where_rounds_end():
 
 
 def test_auto_is_one_on_a_cpu_and_for_policies_that_cannot():
-    assert Chunks("auto", FixedPolicy(0), None).size == 1
-    assert Chunks("auto", make_policy("confidence", LLAMA[1]), None).size == 1
-    assert Chunks("auto", ONE_BY_ONE["costs"](), (1.0, 50.0)).size == 1
-    assert Chunks("auto", make_policy("confidence", LLAMA[1]), (1.0, 50.0)).size > 1
+    assert Chunks("auto", Drafting(FixedPolicy(0)), None).size == 1
+    assert Chunks("auto", Drafting(make_policy("confidence", LLAMA[1])), None).size == 1
+    assert Chunks("auto", Drafting(ONE_BY_ONE["adaspec"]()), (1.0, 50.0)).size == 1
+    assert Chunks("auto", Drafting(make_policy("confidence", LLAMA[1])), (1.0, 50.0)).size > 1
 
 
 @pytest.mark.parametrize("t_sync", [0.0, 10.0])
@@ -328,7 +330,7 @@ def test_auto_measures_and_changes_nothing(t_sync, monkeypatch):
 
     right = run(make)
     monkeypatch.setattr(chunks, "works_ahead", lambda device: True)
-    monkeypatch.setattr(chunks, "measured_seconds", times)
+    monkeypatch.setattr(loop, "measured_seconds", times)
     rows, state, wasted = run(make, chunk="auto")
     assert (rows, state) == right[:2] and (wasted > 0) == (t_sync > 0)
     assert len(measured) == 1 and min(measured[0]) > 0

@@ -15,7 +15,7 @@ from accept_head.head.scorer import make_scorer
 from accept_head.inference.adapters.vllm import reader as reader_module
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.engine.compiled import Compiled, compiled
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.signals import draft_signals
 from tests.inference.toy import random_head

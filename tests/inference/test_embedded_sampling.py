@@ -16,10 +16,11 @@ from scipy.stats import chi2_contingency, chisquare
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference import generate
-from accept_head.inference.decode import loop as decode
-from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode import loop
 from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import Forward
 from accept_head.signals import SIGNALS
 
@@ -108,7 +109,7 @@ def sample(pair, prompt, policy, new_tokens, *, samples=SAMPLES, shared=True):
     """(samples, new_tokens)."""
     with pytest.MonkeyPatch.context() as patch:
         if shared:
-            patch.setattr(decode, "CachedModel", SharingModel)
+            patch.setattr(loop, "CachedModel", SharingModel)
         generated = generate(
             pair.target,
             pair.draft,
@@ -213,17 +214,17 @@ def test_two_tokens_have_the_targets_distribution(embedded_pair, prompt):
 
 
 def test_dropping_drawn_tokens_by_their_own_probability_is_caught(embedded_pair, prompt, monkeypatch):
-    draft = Decoder._draft
+    draft = loop.draft
 
-    def drops_unlikely_tokens(decoder):
-        drafted = draft(decoder)
+    def drops_unlikely_tokens(run):
+        drafted = draft(run)
         if drafted.ids:
             slots = zip(drafted.probabilities, drafted.ids, strict=True)
             likely = torch.stack([q.gather(-1, ids[:, None])[:, 0] >= 0.5 for q, ids in slots], dim=1)
-            drafted.trim(likely.long().cumprod(-1).sum(-1))
+            drafted.submit(torch.minimum(likely.long().cumprod(-1).sum(-1), drafted.lengths))
         return drafted
 
-    monkeypatch.setattr(Decoder, "_draft", drops_unlikely_tokens)
+    monkeypatch.setattr(loop, "draft", drops_unlikely_tokens)
     samples = SAMPLES // 10
     biased = sample(embedded_pair, prompt, POLICIES["fixed:3"](), 2, samples=samples)
     assert Cells(embedded_pair.target, prompt, 2, samples).p_value(biased) < FALSE_ALARM

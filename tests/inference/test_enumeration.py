@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,20 +17,17 @@ from scipy.stats import chisquare
 from accept_head import Sampling
 from accept_head.acceptance import residual
 from accept_head.inference import generate
-from accept_head.inference.decode import loop as decode
-from accept_head.inference.decode.loop import Decoder
-from accept_head.inference.engine.attention import AttentionKinds
+from accept_head.inference.decode import loop, steps
+from accept_head.inference.engine.attention.kinds import AttentionKinds
 from accept_head.inference.kernels import verify
 from accept_head.inference.kernels.verify import Verified
-from accept_head.inference.policies import (
-    AdaEdlPolicy,
-    ConfidencePolicy,
-    CumulativeConfidencePolicy,
-    FixedPolicy,
-    MaxProbPolicy,
-    MeanMaxProbPolicy,
-    SvipPolicy,
-)
+from accept_head.inference.policies.adaedl import AdaEdlPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
+from accept_head.inference.policies.svip import SvipPolicy
+from accept_head.randomness import DecodeStream
 from tests.inference.enumeration import (
     PROVED,
     emitted_distribution,
@@ -208,17 +206,16 @@ def test_four_tokens_of_a_row_alone(policy):
 
 
 def draft_that(monkeypatch, change):
-    """Let `change(decoder, drafted)` rewrite how many drafted tokens are submitted."""
-    draft = Decoder._draft
+    """Let `change(run, drafted)` rewrite how many drafted tokens are submitted."""
+    draft = loop.draft
 
-    def changed(decoder):
-        drafted = draft(decoder)
+    def changed(run):
+        drafted = draft(run)
         if drafted.ids:
-            drafted.submitted = change(decoder, drafted)
-            drafted.slots = int(drafted.submitted.max())
+            drafted.submit(change(run, drafted))
         return drafted
 
-    monkeypatch.setattr(Decoder, "_draft", changed)
+    monkeypatch.setattr(loop, "draft", changed)
 
 
 def until(drafted, kept):
@@ -226,17 +223,17 @@ def until(drafted, kept):
     return torch.minimum(drafted.lengths, torch.stack(kept, dim=1).long().cumprod(-1).sum(-1))
 
 
-def drop_unlikely(decoder, drafted):
+def drop_unlikely(run, drafted):
     slots = zip(drafted.probabilities, drafted.ids, strict=True)
     return until(drafted, [q.gather(-1, ids[:, None])[:, 0] >= 0.5 for q, ids in slots])
 
 
-def drop_uncertain(decoder, drafted):
+def drop_uncertain(run, drafted):
     return until(drafted, [q.max(-1).values >= 0.5 for q in drafted.probabilities])
 
 
-def drop_what_was_drawn_last_before_a_stop(decoder, drafted):
-    room = (decoder.rows.max_lengths - decoder.rows.lengths - 1).clamp(max=decoder.policy.max_draft_tokens)
+def drop_what_was_drawn_last_before_a_stop(run, drafted):
+    room = (run.rows.max_lengths - run.rows.lengths - 1).clamp(max=run.drafting.max_draft_tokens)
     return drafted.lengths - (drafted.lengths < room).long()
 
 
@@ -290,7 +287,7 @@ def test_a_mistaken_next_token_is_biased(monkeypatch, mistake):
         next_p = torch.where(rejected[:, None], residual(p_next, q_next), p_next)
         return Verified(accepted, verify.draw(next_p, redraw_uniform))
 
-    monkeypatch.setattr(decode, "verify", mistaken)
+    monkeypatch.setattr(steps, "by_ratio", mistaken)
     found = together(POLICIES["fixed:2"])
     assert found < PROVED if mistake == "none" else found > BIASED
 
@@ -309,7 +306,8 @@ def test_a_target_that_sees_the_next_draft_token_is_biased(monkeypatch):
 
 
 def test_a_random_number_that_decides_twice_is_found(monkeypatch):
-    monkeypatch.setattr(decode, "ACCEPT", decode.DRAFT)
+    streams = {stream.name: stream for stream in DecodeStream}
+    monkeypatch.setattr(steps, "DecodeStream", SimpleNamespace(**streams | {"ACCEPT": DecodeStream.DRAFT}))
     with pytest.raises(AssertionError, match="random number decides two choices"):
         together(POLICIES["fixed:2"])
 

@@ -10,6 +10,7 @@ import torch
 
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
 from accept_head.inference.policy import DraftStep, VerifyOutcome
+from tests.inference.rounds import outcome
 
 CPU = torch.device("cpu")
 
@@ -72,13 +73,8 @@ def play(estimator, qs, submitted, accepted, live=None, kind=VerifyOutcome, draf
     active = torch.ones(len(qs), dtype=torch.bool)
     steps = [DraftStep(depth=d + 1, token_ids=None, active=active, max_prob=qs[:, d]) for d in range(qs.shape[1])]
     predictions = torch.stack([estimator.predict(step) for step in steps], dim=1)
-    drafted, submitted, accepted = (
-        torch.as_tensor(n) for n in (submitted if drafted is None else drafted, submitted, accepted)
-    )
-    live = active if live is None else torch.tensor(live)
-    estimator.observe(
-        kind(drafted=drafted, submitted=submitted, accepted=accepted, live=live, lengths=torch.zeros(len(qs)))
-    )
+    drafted = submitted if drafted is None else drafted
+    estimator.observe(outcome(drafted, accepted, live, submitted=submitted, kind=kind))
     return predictions
 
 
@@ -183,6 +179,5 @@ def test_what_was_learnt_outlives_start_and_a_round_without_drafts_teaches_nothi
     assert learnt != [0.5, -0.2, -0.2]
     estimator.start(CPU)
     estimator.start_round()
-    zero = torch.zeros(8, dtype=torch.long)
-    estimator.observe(VerifyOutcome(drafted=zero, accepted=zero, live=zero == 0, lengths=zero))
+    estimator.observe(outcome([0] * 8, [0] * 8))
     assert fitted(estimator) == learnt

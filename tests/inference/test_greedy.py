@@ -7,7 +7,9 @@ import torch
 
 from accept_head.inference import generate
 from accept_head.inference.decode.rows import Rows
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import hidden_size, load_pair
 from accept_head.prompts import load_prompts
 from tests.inference.toy import architectures, ragged_prompts, random_head, transformers_greedy

@@ -18,6 +18,7 @@ from accept_head.inference.policy import DraftStep
 from tests.inference.rounds import Given, Reference, Rowwise, begin, compare, one_round, outcome
 from tests.inference.toy import ragged_prompts, two
 
+
 class Theirs:
     """transformers' class, without models, as the reference of one row."""
 

@@ -6,17 +6,20 @@ By sampling, with the loop's own random numbers; test_enumeration.py does withou
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from scipy.stats import chisquare
 
 from accept_head import Sampling
 from accept_head.inference import generate
-from accept_head.inference.decode import loop as decode
-from accept_head.inference.decode.loop import Decoder
+from accept_head.inference.decode import loop, steps
 from accept_head.inference.kernels import rows
-from accept_head.inference.kernels.verify import verify
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
+from accept_head.inference.kernels.verify import by_ratio
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.randomness import DecodeStream
 from tests.inference.enumeration import random_head_policy, uncertain_pair
 from tests.inference.toy import TOKENS, exact_distribution
 
@@ -109,23 +112,24 @@ def test_policies_that_can_stop_early_do(name):
 
 def test_dropping_drawn_tokens_by_their_own_probability_is_caught(monkeypatch):
     """keep-then-stop is what makes proposal scores lossless: cutting the token itself biases the output."""
-    draft = Decoder._draft
+    draft = loop.draft
 
-    def drops_unlikely_tokens(decoder):
-        drafted = draft(decoder)
+    def drops_unlikely_tokens(run):
+        drafted = draft(run)
         if drafted.ids:
             slots = zip(drafted.probabilities, drafted.ids, strict=True)
             likely = torch.stack([q.gather(-1, ids[:, None])[:, 0] > 0.5 for q, ids in slots], dim=1)
-            drafted.trim(likely.long().cumprod(-1).sum(-1))
+            drafted.submit(torch.minimum(likely.long().cumprod(-1).sum(-1), drafted.lengths))
         return drafted
 
-    monkeypatch.setattr(Decoder, "_draft", drops_unlikely_tokens)
+    monkeypatch.setattr(loop, "draft", drops_unlikely_tokens)
     assert p_value_of(FixedPolicy(2)) < FALSE_ALARM
 
 
 @pytest.mark.parametrize("purpose", ["ACCEPT", "REDRAW"])
 def test_reusing_the_drafts_random_number_in_verification_is_caught(monkeypatch, purpose):
-    monkeypatch.setattr(decode, purpose, decode.DRAFT)
+    streams = {stream.name: stream for stream in DecodeStream}
+    monkeypatch.setattr(steps, "DecodeStream", SimpleNamespace(**streams | {purpose: DecodeStream.DRAFT}))
     assert p_value_of(FixedPolicy(2)) < FALSE_ALARM
 
 
@@ -144,7 +148,7 @@ def test_verify_accepts_as_often_as_the_formula_says_at_every_depth():
     p = torch.rand(k + 1, vocab, generator=generator).softmax(-1)
     q = (3 * torch.rand(k, vocab, generator=generator)).softmax(-1)
     draft_ids = torch.stack([torch.multinomial(q[i], rows, True, generator=generator) for i in range(k)], dim=1)
-    verified = verify(
+    verified = by_ratio(
         p.expand(rows, -1, -1),
         q.expand(rows, -1, -1),
         draft_ids,

@@ -17,7 +17,7 @@ from accept_head.inference.decode import generate as generation
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.engine import memory
 from accept_head.inference.engine.proof import check_served
-from accept_head.inference.policies import FixedPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.prompts import load_prompts
 from tests.inference.toy import GROUPED, architectures, ragged_prompts, tiny
 

@@ -10,16 +10,18 @@ import torch
 
 from accept_head import AcceptanceHead, InputError, Sampling
 from accept_head.alternatives import Alternatives
-from accept_head.depth_calibration import DepthCalibration
+from accept_head.calibration import DepthCalibration
 from accept_head.head.scorer import make_scorer
 from accept_head.head_config import HeadConfig
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
-from accept_head.inference.policies import HeadPolicy, RecalibratedHeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policies.online.training import Judged, OnlineTraining
 from accept_head.inference.policy import Signal, VerifyOutcome
 from accept_head.inference.replay.asking import replay
+from tests.inference.rounds import outcome
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
 from tests.inference.test_replay import head_of
 from tests.inference.test_vllm_host import Engine
@@ -39,12 +41,6 @@ def correction(signals=((), ())):
     made = OnlineRecalibration(DEPTHS, signals=signals)
     made.start(1, CPU)
     return made
-
-
-def outcome(submitted, accepted, live=None, acceptance=None, kind=VerifyOutcome):
-    submitted, accepted = torch.as_tensor(submitted), torch.as_tensor(accepted)
-    live = torch.ones(len(accepted), dtype=torch.bool) if live is None else torch.as_tensor(live)
-    return kind(submitted, accepted, live, torch.zeros(len(accepted)), acceptance=acceptance)
 
 
 # --- labels ----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.inference.policies import BatchMapPolicy, ConfidencePolicy, EntropyPolicy, GoodputPolicy, HeadPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.content import content_hash
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.goodput import GoodputPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from tests.inference.toy import random_head
 
 

@@ -10,7 +10,11 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.cli import main
 from accept_head.inference import make_policy
-from accept_head.inference.policies import POLICIES, ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.registry import POLICIES
 from accept_head.pair import hidden_size
 from tests.inference.toy import TOKENS, llama, pair_of, random_head
 
@@ -46,7 +50,7 @@ def settings(policy):
 @pytest.mark.parametrize(("spec", "k"), [("none", 0), ("fixed:0", 0), ("fixed:4", 4), ("fixed:32", 32)])
 def test_none_and_fixed_draft_k_tokens(spec, k):
     policy = make_policy(spec, DRAFT)
-    assert type(policy) is FixedPolicy and policy.max_draft_tokens == k
+    assert isinstance(policy, FixedPolicy) and policy.max_draft_tokens == k
 
 
 @pytest.mark.parametrize(

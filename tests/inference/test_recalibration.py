@@ -26,6 +26,7 @@ from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.calibration import rounds_of
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.signals import draft_signals
+from tests.inference.rounds import outcome
 from tests.inference.test_coupled import folder, make_sample  # noqa: F401
 from tests.inference.test_replay import head_of, head_score
 from tests.inference.test_vllm_host import Engine
@@ -51,9 +52,7 @@ def play(online, z, submitted, accepted, live=None, kind=VerifyOutcome, x=None, 
     seen, states = ([None] * np.shape(z)[1] if v is None else list(torch.from_numpy(v).unbind(1)) for v in (x, h))
     columns = [torch.as_tensor(column).float().sigmoid() for column in np.asarray(z).T]
     corrected = [online.judge(*token) for token in zip(columns, seen, states, strict=True)]
-    submitted, accepted = torch.as_tensor(submitted), torch.as_tensor(accepted)
-    live = torch.ones(len(z), dtype=torch.bool) if live is None else torch.as_tensor(live)
-    online.observe(kind(drafted=submitted, accepted=accepted, live=live, lengths=torch.zeros(len(z))))
+    online.observe(outcome(submitted, accepted, live, kind=kind))
     return torch.stack(corrected, dim=1)
 
 
@@ -413,11 +412,8 @@ def test_rows_that_change_places_within_a_round_keep_what_they_were_judged_by():
         for column in shown.T:
             online.judge(torch.from_numpy(column).sigmoid())
     moved.select(torch.tensor(order))
-    outcome = VerifyOutcome(
-        drafted=torch.tensor([2, 2]), accepted=torch.tensor([1, 2]), live=torch.ones(2).bool(), lengths=torch.zeros(2)
-    )
     for online in (moved, plain):
-        online.observe(outcome)
+        online.observe(outcome([2, 2], [1, 2]))
         online._sum_up()
     assert moved.fresh.gram.any()
     assert all(torch.allclose(*parts) for parts in zip(moved.fresh, plain.fresh, strict=True))

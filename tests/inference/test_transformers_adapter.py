@@ -27,7 +27,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from accept_head import InputError
 from accept_head.inference.adapters.transformers import generate
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from tests.inference.toy import architectures, ragged_prompts
 
 NEW_TOKENS, PROMPTS = 12, 4

@@ -13,7 +13,8 @@ from accept_head.inference import RowPolicy, generate
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.policies import ConfidencePolicy, FixedPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policy import Signal
 from tests.inference.enumeration import PROVED, uncertain_pair
 from tests.inference.test_enumeration import (
@@ -33,8 +34,6 @@ from tests.inference.toy import ragged_prompts
 
 class Dropping(RowPolicy):
     """Drafts k tokens and drops all from the first one on whose `signal` is below 0.5."""
-
-    trims = True
 
     def __init__(self, signal, k=3):
         self.needs, self.max_draft_tokens = frozenset({signal}), k

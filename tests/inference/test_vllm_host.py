@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accept_head import InputError
-from accept_head.cost import BatchForwardCost, ForwardCosts, PairCosts
+from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
-from accept_head.inference.adapters.vllm.rule import HostBatchRule, HostRule, _product
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.batch_map import BatchMapPolicy
-from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.dsde import DsdePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -146,78 +144,6 @@ def test_a_head_that_read_the_wrong_state_would_be_seen():
     assert differences >= 15
 
 
-class Otherwise(HostRule):
-    """A rule that forgets what it judged before."""
-
-    def keep(self, depth, score, active):
-        self.start(active)
-        return super().keep(depth, score, active)
-
-
-def threshold_policies(seed):
-    """One of each statistic; levels from strict to lax."""
-    level = 0.2 + 0.6 * (seed % 7) / 7
-    embeddings = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
-    both = random_head(HIDDEN, signals=True, reads="before", predicts="both", embeddings=embeddings, std=0.5)
-    return {
-        "minimum": MaxProbPolicy(level),
-        "product": HeadPolicy(random_head(HIDDEN, signals=True, reads="before"), level, k_min=1 + seed % 3),
-        "gain": HeadPolicy(both, 0.9 + 0.09 * (seed % 7) / 7),
-    }
-
-
-@pytest.mark.parametrize("statistic", ["minimum", "product", "gain"])
-def test_the_rule_on_the_host_decides_what_the_policy_does(statistic):
-    broken = 0
-    for seed in range(40):
-        engine, policy = Engine(5, 8, seed), threshold_policies(seed)[statistic]
-        here, there, wrong = (host_of(policy) for _ in range(3))
-        assert policy.statistic == statistic and isinstance(here.rule, HostRule)
-        there.rule, wrong.rule = None, Otherwise(policy)
-        ours, theirs = engine.round(here, names(5)), engine.round(there, names(5))
-        assert ours == theirs
-        if policy.predicts:
-            assert here.rule.predicted == [p.tolist() for p in policy.predicted]  # to the last bit
-        broken += engine.round(wrong, names(5)) != theirs
-    assert statistic == "minimum" or broken >= 10
-
-
-@pytest.mark.parametrize("statistic", ["minimum", "product", "gain"])
-def test_a_batch_stops_on_the_host_as_the_policy_does(statistic):
-    """It learns from round to round, from what both are told alike."""
-    draft = BatchForwardCost(alpha=0.0, beta=1e-4, gamma=1e-3, r_squared=1.0)
-    target = BatchForwardCost(alpha=0.0, beta=2e-4, gamma=8e-3, r_squared=1.0)
-    costs, lengths = PairCosts(draft=draft, target=target), []
-    hosts = [host_of(BatchStopPolicy(threshold_policies(3)[statistic], costs)) for _ in range(2)]
-    assert isinstance(hosts[0].rule, HostBatchRule)
-    hosts[1].rule, verdict, random = None, None, np.random.default_rng(0)
-    for seed in range(60):
-        rounds = [Engine(4, 8, seed).round(host, names(4), verdict=verdict) for host in hosts]
-        assert rounds[0] == rounds[1]
-        lengths.append(rounds[0][0])
-        accepted = [int(random.integers(0, length + 1)) for length in lengths[-1]]
-        verdict = Verdict(lengths[-1], accepted)
-    ours, theirs = (vars(host.policy) for host in hosts)
-    assert all(ours[name] == theirs[name] for name in ("accepted", "before", "after", "totals"))
-    assert len({tuple(each) for each in lengths}) > 3
-
-
-def test_float32_on_the_host_is_the_devices():
-    values = torch.rand(2, 10_000, generator=torch.Generator().manual_seed(0))
-    one, other = values.tolist()
-    assert [_product(a, b) for a, b in zip(one, other, strict=True)] == (values[0] * values[1]).tolist()
-    assert any(a * b != p for a, b, p in zip(one, other, (values[0] * values[1]).tolist(), strict=True))
-
-
-def test_policies_that_decide_otherwise_decide_for_themselves():
-    class Patient(MaxProbPolicy):
-        def keep_drafting(self, step):
-            return step.active
-
-    late = HeadPolicy(random_head(HIDDEN), 0.5, lag=1)
-    assert all(HostRule.of(policy) is None for policy in (Patient(), late, AdaEdlPolicy(0.5), FixedPolicy(3)))
-
-
 # --- budgets --------------------------------------------------------------------------------------------------------
 
 
@@ -280,8 +206,6 @@ def test_a_requests_state_follows_it_through_joins_departures_and_moves():
 
 class Spy(RowPolicy):
     """Drafts two tokens and remembers what it is told."""
-
-    stops_early = False
 
     def __init__(self):
         self.max_draft_tokens, self.seen, self.moves = 2, [], []
@@ -347,7 +271,6 @@ class DropsUnlikelyTokens(RowPolicy):
     """What was drawn with little probability is dropped: biased under the ratio test."""
 
     needs = frozenset({Signal.LOGPROB})
-    trims = True
     lossless = frozenset({"match"})
     max_draft_tokens = 3
 

@@ -18,7 +18,7 @@ from accept_head.inference.adapters.vllm import metrics as module
 from accept_head.inference.adapters.vllm.counts import COLUMNS, ENDS, VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics, log_line, observed, predicted, since
 from accept_head.inference.adapters.vllm.scrape import read_folder, samples
-from accept_head.inference.policy import VerifyOutcome
+from tests.inference.rounds import outcome
 
 K_MAX = 5
 FALSE_ALARM = 3.89  # standard deviations: p < 1e-4, two-sided
@@ -32,25 +32,19 @@ def random_round(random):
     accepted = random.integers(0, submitted + 1)
     predictions = random.random((int(random.integers(0, K_MAX + 1)), batch))
     predictions[random.random(predictions.shape) < 0.2] = np.nan
-    outcome = VerifyOutcome(
-        drafted=torch.tensor(drafted),
-        accepted=torch.tensor(accepted),
-        live=torch.tensor(random.random(batch) < 0.8),
-        lengths=torch.full((batch,), 40),
-        submitted=torch.tensor(submitted),
-    )
-    return outcome, [torch.tensor(row) for row in predictions], torch.tensor(random.random(batch) < 0.5)
+    told = outcome(drafted, accepted, random.random(batch) < 0.8, submitted=submitted)
+    return told, [torch.tensor(row) for row in predictions], torch.tensor(random.random(batch) < 0.5)
 
 
 def reference(rounds):
     """What `read` says of the depths and of what ended the drafts, row by row."""
     depths = [dict.fromkeys(COLUMNS, 0) for _ in range(K_MAX)]
     ends = dict.fromkeys(ENDS, 0)
-    for outcome, predictions, stopped in rounds:
-        for row in range(len(outcome.live)):
-            if not outcome.live[row]:
+    for told, predictions, stopped in rounds:
+        for row in range(len(told.live)):
+            if not told.live[row]:
                 continue
-            drafted, submitted, accepted = (int(x[row]) for x in (outcome.drafted, outcome.submitted, outcome.accepted))
+            drafted, submitted, accepted = (int(x[row]) for x in (told.drafted, told.submitted, told.accepted))
             ends["none" if not drafted else "policy" if stopped[row] else "limit"] += 1
             for depth in range(1, drafted + 1):
                 column = depths[depth - 1]
@@ -123,14 +117,8 @@ def record(metrics, outcome, predictions, stopped, steps=3, seconds=0.5):
 
 
 def one_round(drafted=(2,), accepted=(1,), predictions=(), stopped=None, live=None):
-    rows = len(drafted)
-    outcome = VerifyOutcome(
-        drafted=torch.tensor(drafted),
-        accepted=torch.tensor(accepted),
-        live=torch.tensor(live or [True] * rows),
-        lengths=torch.full((rows,), 9),
-    )
-    return outcome, [torch.tensor(p) for p in predictions], torch.tensor(stopped or [False] * rows)
+    stopped = torch.tensor(stopped or [False] * len(drafted))
+    return outcome(drafted, accepted, live), [torch.tensor(p) for p in predictions], stopped
 
 
 # --- counting --------------------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.graphs import Graphs
-from accept_head.inference.policies import (
-    AdaSpecPolicy,
-    BatchMapPolicy,
-    BudgetPolicy,
-    GoodputPolicy,
-    HeadPolicy,
-    RecalibratedHeadPolicy,
-)
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
+from accept_head.inference.policies.batch_map import BatchMapPolicy
+from accept_head.inference.policies.budget import BudgetPolicy
+from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.goodput import GoodputPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.pair import input_embeddings
 from tests.inference.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
 from tests.rehearsal.pretend_cuda import pretend_cuda
@@ -118,7 +117,7 @@ def decode(models, name, sampling=SAMPLED, prompts=PROMPTS, **options):
     """(tokens and counts of each prompt; what was learnt)"""
     policy = POLICIES[name](models[1])
     options = {"max_new_tokens": 14, "end_token_ids": [7, 14, 20], "batch_size": 2, "seed": 3} | options
-    options |= {"tenants": TENANTS} if policy.by_tenant else {}
+    options |= {"tenants": TENANTS} if Drafting(policy).by_tenant else {}
     result = generate(*models, prompts, policy=policy, sampling=sampling, allow_lossy=True, **options)
     stats = [replace(each, seconds=0.0, wasted=0) for each in result.stats]
     return list(zip(result.tokens, stats, strict=True))
@@ -128,7 +127,7 @@ def decode(models, name, sampling=SAMPLED, prompts=PROMPTS, **options):
 def test_every_policy_decodes_as_on_a_cpu(name, compile, sampling, waits, captures):
     """Admissions, rejections, end tokens, ragged rows; with graphs in chunks of three, where the policy goes in any."""
     plain = decode(HERE, name, sampling)
-    in_chunks = compile == "graphs" and POLICIES[name](HERE[1]).in_chunks
+    in_chunks = compile == "graphs" and Drafting(POLICIES[name](HERE[1])).in_chunks
     assert decode(THERE, name, sampling, compile=compile, chunk=3 if in_chunks else 1) == plain
     assert len({stats.rounds for _, stats in plain}) > 1
     assert bool(captures) == (compile == "graphs") and sum(waits.values())
@@ -147,7 +146,7 @@ def test_other_ways_to_decode(options, waits):
 
 ROUND_END = "inference/decode/rows.py"  # where the rows are, once a round
 QUESTION = "inference/decode/chunks.py"  # whether any row goes on
-BUDGET = "inference/decode/loop.py"  # how much may be drafted, where a policy chooses it
+BUDGET = "inference/decode/run.py"  # how much may be drafted, where a policy chooses it
 
 
 def waits_of_rounds(name, waits, *, chunk, compile="none", sampling=SAMPLED):

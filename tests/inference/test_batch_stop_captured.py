@@ -1,0 +1,111 @@
+"""The batch's end in CUDA graphs and in chunks: decided and learnt alike, captured or not; and forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accept_head import Sampling
+from accept_head.inference import make_policy
+from accept_head.inference.decode.captured import read_by_steps
+from accept_head.inference.engine import cache
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.max_prob import MaxProbPolicy
+from accept_head.inference.policy import DraftStep
+from tests.inference.references import pair_costs
+from tests.inference.replayed import standing_in
+from tests.inference.rounds import Told, begin, one_round, outcome
+from tests.inference.test_decoder_reuse import GREEDY, LLAMA, SAMPLED, new_decoder, run
+from tests.inference.toy import random_head
+
+SUMS = ("accepted", "before", "after", "totals")
+
+
+def test_what_is_asked_after_all_have_stopped_is_not_learnt():
+    """As in chunks: tokens that nobody drew."""
+    plain, asked = (begin(BatchStopPolicy(Told(6, 0.5), pair_costs(1e-6)), [5, 6]) for _ in range(2))
+    live, told = torch.ones(2, dtype=torch.bool), torch.tensor([[0.8] * 6, [0.7] * 6])
+    drafted, _ = one_round(plain, live, {"max_prob": told})
+    assert torch.equal(one_round(asked, live, {"max_prob": told})[0], drafted) and int(drafted.max()) < 6
+    for depth in range(int(drafted.max()) + 1, 7):
+        step = DraftStep(depth=depth, token_ids=None, active=torch.zeros(2, dtype=torch.bool), max_prob=told[:, 0])
+        assert not asked.keep_drafting(step).any()
+    for policy in (plain, asked):
+        policy.observe(outcome(drafted, [2, 1], lengths=[8, 8]))
+    for name in SUMS:
+        assert torch.equal(getattr(plain, name), getattr(asked, name))
+
+
+def test_which_policies_are_captured_within_it():
+    costs = pair_costs(0.1)
+    assert BatchStopPolicy(FixedPolicy(3), costs).capture and BatchStopPolicy(MaxProbPolicy(0.5), costs).capture
+    assert BatchStopPolicy(HeadPolicy(random_head(32), 0.5, lag=1), costs).capture
+    learns = make_policy("online-logistic", LLAMA[1])  # what it does with the outcome is not known
+    assert BatchStopPolicy(learns, costs).capture is None
+
+
+# --- in the decode loop, captured ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
+
+
+INNER = {
+    "fixed": lambda: FixedPolicy(4),
+    "max-prob": lambda: MaxProbPolicy(0.05, k_max=4),
+    "head": lambda: HeadPolicy(random_head(32, signals=True), 0.95, k_max=4),
+}
+COSTS, DEAR = pair_costs(0.05, 0.01), pair_costs(0.85)
+
+
+@pytest.mark.parametrize(
+    ("name", "sampling", "costs"),
+    [(name, sampling, COSTS) for name in INNER for sampling in (SAMPLED, GREEDY)] + [("max-prob", SAMPLED, DEAR)],
+)
+def test_captured_or_not_it_decodes_and_learns_alike(name, sampling: Sampling, costs):
+    """Two runs each; what the first has learnt the second goes by. With dear drafts some rounds have none."""
+    plain, captured = (BatchStopPolicy(INNER[name](), costs, probe=4) for _ in "ab")
+    decoder = new_decoder(sampling=sampling)
+    with standing_in() as backend:
+        graphs = new_decoder("graphs", sampling=sampling)
+        for _ in range(2):
+            captures = backend.captures
+            expected = run(decoder, plain, sampling=sampling)
+            rounds, drafted = (sum(getattr(stats, name) for *_, stats in expected) for name in ("rounds", "drafted"))
+            assert (drafted < rounds) == (costs is DEAR)
+            assert run(graphs, captured, sampling=sampling) == expected
+            for sums in SUMS:  # predictions are float32, of batches of other sizes
+                assert torch.allclose(getattr(plain, sums), getattr(captured, sums), rtol=1e-5)
+            assert int(plain.idle) == int(captured.idle)
+        assert captures and backend.captures - captures < captures  # the second run goes on with what was captured
+        assert {"begin", "learn"} <= {
+            key[0] for each in graphs.captured.policies.values() for key in each.graphs.captured
+        }
+        assert not any(each.graphs.refused for each in graphs.captured.policies.values())
+
+
+def test_it_forgets_in_the_same_memory():
+    policy = BatchStopPolicy(INNER["head"](), COSTS)
+    with standing_in() as backend:
+        decoder = new_decoder("graphs")
+        first = run(decoder, policy)
+        places, captures = [each.data_ptr() for each in policy.capture.learnt], backend.captures
+        assert float(policy.totals[0]) > 5
+        policy.forget()
+        assert policy.totals.tolist() == [1, 1, 0, 0] and not policy.accepted.any()
+        assert run(decoder, policy) == first
+        assert [each.data_ptr() for each in policy.capture.learnt] == places and backend.captures == captures
+
+
+def test_what_steps_read_of_the_policy_within_is_compared():
+    policy = BatchStopPolicy(INNER["max-prob"](), COSTS)
+    before = read_by_steps(policy)
+    policy.policy.level = 0.5
+    assert read_by_steps(policy)["policy.level"] != before["policy.level"]
+    fixed = BatchStopPolicy(INNER["fixed"](), COSTS)
+    assert read_by_steps(fixed)["policy.max_draft_tokens"] == 4
+    assert "policy.running" not in before and "survival" not in before and "accepted" in before
