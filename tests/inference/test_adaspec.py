@@ -14,7 +14,7 @@ from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.budget import Ranked
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policy import BOTH
-from tests.inference.cost_rules import (
+from tests.inference.support.cost_rules import (
     DEPTH,
     LIGHT,
     costs_of,
@@ -25,7 +25,7 @@ from tests.inference.cost_rules import (
     of_rounds,
     some_live,
 )
-from tests.inference.rounds import Given, Reference, begin, compare, one_round, outcome
+from tests.inference.support.rounds import Given, Reference, begin, compare, one_round, outcome
 
 LIVE = torch.tensor([True, True])
 

@@ -20,11 +20,11 @@ from accept_head.inference.policy import Signal
 from accept_head.inference.replay.asking import replay
 from accept_head.prompts import load_prompts
 from accept_head.randomness import DecodeStream, uniforms
-from tests.inference.rounds import outcome
-from tests.inference.test_coupled import folder, make_sample  # noqa: F401
-from tests.inference.test_online_training import correction, linear_head
-from tests.inference.test_replay_equals_decoding import PERIOD, Z_LIMIT, Held
-from tests.inference.toy import random_head, toy_pair
+from tests.inference.support.held_out import PERIOD, Z_LIMIT, Held
+from tests.inference.support.made_up import make_sample
+from tests.inference.support.online_heads import correction, linear_head
+from tests.inference.support.rounds import outcome
+from tests.inference.support.toy import random_head, toy_pair
 
 
 def distributions(shape, vocab, seed, kept):
@@ -180,7 +180,7 @@ def test_another_pair_and_greedy_traces_are_refused(held_out, embedded_pair, alt
         alternatives_of(held_out(Sampling(temperature=0)), embedded_pair.target, embedded_pair.draft)
 
 
-def test_replay_tells_them_of_the_positions_a_round_submits(folder):  # noqa: F811
+def test_replay_tells_them_of_the_positions_a_round_submits(folder):
     traces, policy = make_sample(3, responses=5, max_new_tokens=20).couple(folder), Watching()
     numbers = torch.arange(traces.positions)[:, None].expand(-1, DRAWS)
     replay(traces, policy, "watching", batch=2, alternatives=Alternatives(numbers, -numbers.float(), numbers / 1e4))

@@ -43,7 +43,7 @@ from accept_head import InputError
 from accept_head.inference import generate
 from accept_head.inference.engine.attention.kinds import AttentionKinds
 from accept_head.inference.engine.proof import check_served
-from tests.inference.toy import GROUPED, VOCAB, ragged_prompts, tiny, transformers_greedy, two
+from tests.inference.support.toy import GROUPED, VOCAB, ragged_prompts, tiny, transformers_greedy, two
 
 WINDOW, NEW_TOKENS = 5, 20
 ONE = {"num_key_value_heads": 2}

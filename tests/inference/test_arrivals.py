@@ -15,7 +15,7 @@ from accept_head.inference.bench.arrivals import Arrival, Paced, match_prompts, 
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.stopping import Stopping
-from tests.inference.toy import TOKENS, ragged_prompts, toy_pair
+from tests.inference.support.toy import TOKENS, ragged_prompts, toy_pair
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

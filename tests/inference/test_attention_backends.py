@@ -38,12 +38,11 @@ from accept_head.inference.engine.attention.varlen import VARLEN
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
-from tests.inference import attention_contracts
-from tests.inference.replayed import ReplayedGraphs
-from tests.inference.test_cache import assert_close, at, random_ids
-from tests.inference.toy import GROUPED, VOCAB, architectures, ragged_prompts, tiny, transformers_greedy, two
+from tests.inference.support import attention_contracts
+from tests.inference.support.cached import LENGTH, WINDOW, assert_close, at, ragged_logits, random_ids
+from tests.inference.support.replayed import ReplayedGraphs
+from tests.inference.support.toy import GROUPED, VOCAB, architectures, ragged_prompts, tiny, transformers_greedy, two
 
-LENGTH, WINDOW = 20, 5
 LOCAL_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], **GROUPED}
 CAPPED = {"sliding_window": WINDOW, "attn_logit_softcapping": 0.5, **LOCAL_AND_GLOBAL}
 PAIRS = architectures()
@@ -74,24 +73,6 @@ def kernels(monkeypatch):
     yield calls
     support._served.clear()  # what was proven with the contracts
     choice.declined.clear()
-
-
-@torch.no_grad()
-def ragged_logits(model, attention, **options):
-    """Logits of prompts that are filled in pieces and in another order, and of ragged forwards after rollbacks."""
-    ids, logits = random_ids(4, LENGTH).to(model.device), []
-    cached = CachedModel(model, 4, LENGTH, with_hidden=True, attention=attention, **options)
-    cached.fill(ids, [0, 2, 3, 1], [0, 0, 0, 0], [2, 5, 9, 4])
-    cached.fill(ids, [3, 0], [9, 2], [12, 3])
-    starts = torch.tensor([3, 4, 5, 12])
-    for seed, width in enumerate((3, 1, 4), start=1):
-        longest, here = int(starts.max()), starts.to(model.device)
-        fed = at(ids.cpu(), starts, width).to(model.device)
-        cached.forward(random_ids(4, width, seed).to(model.device), here, longest)  # rejected: fed, then written over
-        output = cached.forward(fed, here, longest)
-        logits += [output.logits, output.hidden]
-        starts = starts + width - torch.tensor([0, 1, 0, 1]) * (width > 1)
-    return logits
 
 
 def assert_equal_logits(model, attention):

@@ -15,8 +15,8 @@ from transformers import (
 
 from accept_head.inference.engine.attention.choice import BACKENDS, choose, refusal
 from accept_head.inference.engine.proof import check_served
-from tests.inference.test_attention_backends import WINDOW, ragged_logits
-from tests.inference.toy import tiny
+from tests.inference.support.cached import WINDOW, ragged_logits
+from tests.inference.support.toy import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GROUPED = {"num_key_value_heads": 2, "head_dim": 64}

@@ -28,7 +28,7 @@ from accept_head.inference.costs.batch_table import (
 from accept_head.inference.policies.batch_map import BatchMapPolicy
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.profile.rounds import count_accepted
-from tests.inference.toy import ragged_prompts, two
+from tests.inference.support.toy import ragged_prompts, two
 
 TABLE = [(1, 1, 4), (2, 3, 2), (4, 5, 0), (6, 9, 1)]
 

@@ -20,13 +20,14 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference import generate, make_policy
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
-from accept_head.inference.policies.batch_stop import OURS, VLLM, BatchStopPolicy, Host
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.host import OURS, VLLM, Host
 from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
 from accept_head.inference.policies.registry import POLICIES
 from accept_head.inference.policy import BOTH, DraftStep
@@ -34,11 +35,16 @@ from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.lossless import PROVED, Shape, enumerate_rounds
 from accept_head.inference.tune.rules import checked_rules
 from accept_head.prompts import load_prompts
-from tests.inference.enumeration import emitted_distribution, target_distribution, total_variation, uncertain_pair
-from tests.inference.references import pair_costs
-from tests.inference.rounds import Foretelling, Told, begin, one_round, outcome, shown
-from tests.inference.test_replay_equals_decoding import GREEDY, K_MAX, PERIOD, ROWS, Held, head
-from tests.inference.toy import llama, random_head, toy_pair
+from tests.inference.support.enumeration import (
+    emitted_distribution,
+    target_distribution,
+    total_variation,
+    uncertain_pair,
+)
+from tests.inference.support.held_out import GREEDY, K_MAX, PERIOD, ROWS, Held, head
+from tests.inference.support.references import pair_costs
+from tests.inference.support.rounds import Foretelling, Told, begin, one_round, outcome, shown
+from tests.inference.support.toy import llama, random_head, toy_pair
 
 HOSTS = {"ours": OURS, "vllm": VLLM}
 
@@ -222,7 +228,7 @@ class OfOneRow(BatchStopPolicy):
     """Broken: the gains are not summed over the rows."""
 
     def _pays(self, gain, price):
-        return (gain - self.token_price).clamp(min=0).max() > price
+        return (gain - self.token_price).clip(0).max() > price
 
 
 class AllStopped(BatchStopPolicy):

@@ -41,8 +41,8 @@ from accept_head.inference.decode.rows import DecodeStats, Finished
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.policies.fixed import FixedPolicy
-from tests.inference.replayed import standing_in
-from tests.inference.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
+from tests.inference.support.replayed import standing_in
+from tests.inference.support.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
 
 NAMES = ("none", "fixed:1", "fixed:2", "rule", "fixed:2" + TWIN)
 

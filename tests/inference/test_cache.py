@@ -4,33 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.cache import CachedModel
-from tests.inference.toy import GROUPED, VOCAB, architectures, tiny
-
-LENGTH = 20
-MODELS = {name: target for name, (target, _) in architectures().items()} | {
-    "mistral window": tiny(MistralForCausalLM, MistralConfig, layers=2, sliding_window=5, **GROUPED),
-    "gemma3 window": tiny(
-        Gemma3ForCausalLM, Gemma3TextConfig, layers=2, sliding_window=5, sliding_window_pattern=2, **GROUPED
-    ),
-}
-
-
-def random_ids(rows, width, seed=0):
-    return torch.randint(0, VOCAB, (rows, width), generator=torch.Generator().manual_seed(seed))
-
-
-def at(tensor, starts, width):
-    """tensor[row, start : start + width] of each row."""
-    index = starts[:, None] + torch.arange(width)
-    return tensor[torch.arange(len(starts))[:, None], index]
-
-
-def assert_close(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+from tests.inference.support.cached import LENGTH, MODELS, assert_close, at, random_ids
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -29,7 +29,7 @@ from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.registry import POLICIES
-from tests.inference.toy import one_layer_pair, ragged_prompts, random_head
+from tests.inference.support.toy import one_layer_pair, ragged_prompts, random_head
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20), Sampling(temperature=0)
 LLAMA = one_layer_pair()

@@ -18,7 +18,7 @@ from accept_head.inference.engine.compiled import Compiled, compiled
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.signals import draft_signals
-from tests.inference.toy import random_head
+from tests.inference.support.toy import random_head
 
 VOCAB, HIDDEN = 301, 16
 LOGGER = logging.getLogger("accept-head-test")

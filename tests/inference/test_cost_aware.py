@@ -27,9 +27,9 @@ from accept_head.inference.replay.thresholds import Setting, replay_thresholds, 
 from accept_head.inference.replay.walk import replay_fixed, round_starts
 from accept_head.pair import input_embeddings
 from accept_head.prompts import load_prompts
-from tests.inference.test_coupled import HIDDEN, folder, make_sample, samples  # noqa: F401
-from tests.inference.test_replay import head_of
-from tests.inference.test_replay_equals_decoding import PERIOD, Held
+from tests.inference.support.held_out import PERIOD, Held
+from tests.inference.support.made_up import make_sample, samples
+from tests.inference.support.rules_by_hand import head_of
 
 FEW = settings(derandomize=True, deadline=None, max_examples=10)
 BEFORE, DRAWN = head_of(reads="before", signals=True), head_of(signals=True)
@@ -105,7 +105,7 @@ def test_the_myopic_rule_stops_too_early_before_a_rise_and_never_too_late():
 # --- Dinkelbach ------------------------------------------------------------------------------------------------------
 
 
-def test_dinkelbach_finds_the_best_of_all_lengths(folder):  # noqa: F811
+def test_dinkelbach_finds_the_best_of_all_lengths(folder):
     traces = make_sample(3, responses=40, accept=0.8).couple(folder)
     fixed = replay_fixed(traces, range(1, 7))
     for ratio in RATIOS:
@@ -126,7 +126,7 @@ def test_dinkelbach_finds_the_best_of_all_lengths(folder):  # noqa: F811
         assert steps == sorted(steps) and len(steps) < 7
 
 
-def test_a_rule_that_goes_round_in_a_circle_ends_with_its_best(folder):  # noqa: F811
+def test_a_rule_that_goes_round_in_a_circle_ends_with_its_best(folder):
     fixed = replay_fixed(make_sample(3, responses=40).couple(folder), range(1, 7))
     costs, calls = ForwardCosts(t_draft=0.1, t_target=1.0), []
 
@@ -146,14 +146,14 @@ def gain(traces, policy, starts, threshold, k_max, price):
     setting = Setting(threshold=threshold, k_max=k_max)
     lengths = threshold_lengths(traces, policy, [setting], score_tokens(traces, policy))[starts, 0].long()
     most = traces.drafts[starts].clamp(max=k_max)
-    in_vain = (lengths < most) & (policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.reads)
-    return float((torch.minimum(lengths, traces.leading[starts]) - price * (lengths + in_vain).double()).sum())
+    extra_forwards = (lengths < most) & (policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.reads)
+    return float((torch.minimum(lengths, traces.leading[starts]) - price * (lengths + extra_forwards).double()).sum())
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @FEW
 @given(sample=samples(k_max=6), k_max=st.integers(2, 6), price=st.floats(0.05, 0.9), begin=st.integers(1, 6))
-def test_the_level_is_the_best_of_all_there_are(folder, name, sample, k_max, price, begin):  # noqa: F811
+def test_the_level_is_the_best_of_all_there_are(folder, name, sample, k_max, price, begin):
     traces, policy = sample.couple(folder), POLICIES[name]()
     starts = round_starts(traces, traces.drafts.clamp(max=begin))
     decisions = module._Decisions(traces, policy, k_max)
@@ -167,7 +167,7 @@ def test_the_level_is_the_best_of_all_there_are(folder, name, sample, k_max, pri
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_lengths_are_those_that_replay_gives(folder, name):  # noqa: F811
+def test_lengths_are_those_that_replay_gives(folder, name):
     traces, policy = make_sample(4, responses=20, accept=0.8).couple(folder), POLICIES[name]()
     decisions = module._Decisions(traces, policy, 5)
     for threshold in (0.0, 0.21, 0.53, 0.87, 1.0):
@@ -177,14 +177,14 @@ def test_lengths_are_those_that_replay_gives(folder, name):  # noqa: F811
 
 
 @pytest.mark.parametrize("changes", [{"max_new_tokens": 1}, {"accept": 1.0, "ends": 0.0}, {"accept": 0.0}])
-def test_nothing_to_decide_is_no_trouble(folder, changes):  # noqa: F811
+def test_nothing_to_decide_is_no_trouble(folder, changes):
     traces = make_sample(1, **changes).couple(folder)
     for make in POLICIES.values():
         threshold, found = cost_aware(traces, make(), ForwardCosts(t_draft=0.1, t_target=1.0))
         assert 0 <= threshold <= 1 and found.params["threshold"] == threshold
 
 
-def test_params_are_those_of_a_threshold_rule(folder):  # noqa: F811
+def test_params_are_those_of_a_threshold_rule(folder):
     traces, costs = make_sample(4, responses=20).couple(folder), ForwardCosts(t_draft=0.1, t_target=1.0)
     threshold, found = cost_aware(traces, POLICIES["lag 1"](), costs, name="head:x", k_max=4)
     assert found.params == {"threshold": threshold, "k_min": 1, "k_max": 4, "lag": 1}
@@ -195,13 +195,13 @@ def test_params_are_those_of_a_threshold_rule(folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("policy", [ConfidencePolicy(0.5), CumulativeConfidencePolicy(0.5)])
-def test_rules_that_predict_nothing_are_refused_by_name(folder, policy):  # noqa: F811
+def test_rules_that_predict_nothing_are_refused_by_name(folder, policy):
     traces = make_sample(1).couple(folder)
     with pytest.raises(InputError, match=type(policy).__name__):
         cost_aware(traces, policy, ForwardCosts(t_draft=0.1, t_target=1.0))
 
 
-def test_longer_rounds_than_the_rollouts_are_refused(folder):  # noqa: F811
+def test_longer_rounds_than_the_rollouts_are_refused(folder):
     traces = make_sample(1, k_max=4).couple(folder)
     with pytest.raises(InputError, match="up to 5 tokens"):
         cost_aware(traces, POLICIES["before"](), ForwardCosts(t_draft=0.1, t_target=1.0), k_max=5)

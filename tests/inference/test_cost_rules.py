@@ -19,7 +19,7 @@ from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
 from accept_head.inference.policy import BOTH, DraftStep
-from tests.inference.cost_rules import (
+from tests.inference.support.cost_rules import (
     DEPTH,
     LIGHT,
     costs_of,
@@ -30,8 +30,8 @@ from tests.inference.cost_rules import (
     of_rounds,
     some_live,
 )
-from tests.inference.rounds import Given, Reference, Rowwise, begin, compare, one_round, outcome
-from tests.inference.toy import ragged_prompts, two
+from tests.inference.support.rounds import Given, Reference, Rowwise, begin, compare, one_round, outcome
+from tests.inference.support.toy import ragged_prompts, two
 
 
 def confidence(max_q):

@@ -10,7 +10,7 @@ import torch
 
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
 from accept_head.inference.policy import DraftStep, VerifyOutcome
-from tests.inference.rounds import outcome
+from tests.inference.support.rounds import outcome
 
 CPU = torch.device("cpu")
 

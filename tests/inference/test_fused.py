@@ -30,9 +30,9 @@ from accept_head.inference.policies.online.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS
-from tests.inference.changed_kernels import use_kernels
-from tests.inference.memory_check import checked_memory
-from tests.inference.toy import random_head, toy_pair
+from tests.inference.support.changed_kernels import use_kernels
+from tests.inference.support.memory_check import checked_memory
+from tests.inference.support.toy import random_head, toy_pair
 
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -18,9 +18,9 @@ from accept_head.inference import generate, make_policy
 from accept_head.inference.kernels import launch
 from accept_head.inference.kernels import sampling as operations
 from accept_head.inference.kernels import usable as door
-from tests.inference.changed_kernels import use_kernels
-from tests.inference.memory_check import OutOfBounds, checked_memory
-from tests.inference.toy import toy_pair
+from tests.inference.support.changed_kernels import use_kernels
+from tests.inference.support.memory_check import OutOfBounds, checked_memory
+from tests.inference.support.toy import toy_pair
 
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

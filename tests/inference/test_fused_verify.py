@@ -19,9 +19,9 @@ from accept_head.inference.kernels import launch
 from accept_head.inference.kernels import usable as door
 from accept_head.inference.kernels import verify as operations
 from accept_head.inference.kernels.verify import by_match, by_ratio
-from tests.inference.changed_kernels import use_kernels
-from tests.inference.memory_check import checked_memory
-from tests.inference.toy import toy_pair
+from tests.inference.support.changed_kernels import use_kernels
+from tests.inference.support.memory_check import checked_memory
+from tests.inference.support.toy import toy_pair
 
 TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -33,9 +33,9 @@ from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.pair import input_embeddings
-from tests.inference.replayed import ReplayedGraphs, standing_in
-from tests.inference.test_cache import MODELS
-from tests.inference.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
+from tests.inference.support.cached import MODELS
+from tests.inference.support.replayed import ReplayedGraphs, standing_in
+from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20, top_p=0.95), Sampling(temperature=0)
 PROMPTS = [prompt[:16] for prompt in ragged_prompts(6)]

@@ -12,7 +12,7 @@ from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import hidden_size, load_pair
 from accept_head.prompts import load_prompts
-from tests.inference.toy import architectures, ragged_prompts, random_head, transformers_greedy
+from tests.inference.support.toy import architectures, ragged_prompts, random_head, transformers_greedy
 
 ARCHITECTURES = architectures()
 BATCHES = (1, 3, 8, 16)

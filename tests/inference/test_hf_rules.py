@@ -15,8 +15,8 @@ from accept_head.inference import generate
 from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policy import DraftStep
-from tests.inference.rounds import Given, Reference, Rowwise, begin, compare, one_round, outcome
-from tests.inference.toy import ragged_prompts, two
+from tests.inference.support.rounds import Given, Reference, Rowwise, begin, compare, one_round, outcome
+from tests.inference.support.toy import ragged_prompts, two
 
 
 class Theirs:

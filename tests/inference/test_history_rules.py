@@ -14,8 +14,8 @@ from accept_head.inference import generate
 from accept_head.inference.policies.bandit import BanditPolicy
 from accept_head.inference.policies.dsde import DsdePolicy
 from accept_head.inference.policies.leviathan import LeviathanPolicy
-from tests.inference.rounds import Given, Reference, Rowwise, begin, compare, outcome
-from tests.inference.toy import ragged_prompts, two
+from tests.inference.support.rounds import Given, Reference, Rowwise, begin, compare, outcome
+from tests.inference.support.toy import ragged_prompts, two
 
 # --- the i.i.d. optimum ----------------------------------------------------------------------------------------------
 

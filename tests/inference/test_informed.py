@@ -31,12 +31,12 @@ from accept_head.inference.replay.truth import CONFIG_NAME, InformedTables, ask_
 from accept_head.inference.replay.walk import replay_fixed, replay_oracle, replayed_of, walk_rounds
 from accept_head.prompts import load_prompts
 from accept_head.trace.shards import read_traces
-from tests.inference.test_coupled import folder, make_sample, samples, walk  # noqa: F401
-from tests.inference.test_replay import assert_same
-from tests.inference.test_replay_equals_decoding import K_MAX, PERIOD, Held, z_scores
-from tests.inference.test_rollouts import GREEDY, MODELS, PROMPTS, SAMPLED, collected, state_after
-from tests.inference.toy import VOCAB, llama
-from tests.training.test_score import processed
+from tests.inference.support.collected import GREEDY, MODELS, PROMPTS, SAMPLED, collected, state_after
+from tests.inference.support.held_out import K_MAX, PERIOD, Held, z_scores
+from tests.inference.support.made_up import make_sample, samples, walk
+from tests.inference.support.rules_by_hand import assert_same
+from tests.inference.support.toy import VOCAB, llama
+from tests.training.by_hand import processed
 
 Z_LIMIT = 3.89
 FEW = settings(derandomize=True, deadline=None, max_examples=10)
@@ -105,7 +105,7 @@ def slow_replay(sample, rule, costs, least, k_max):
 @pytest.mark.parametrize("least", [0, 1, 3])
 @FEW
 @given(sample=samples(k_max=7), ratio=st.floats(0.02, 0.6))
-def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio, least, foresight, rule):  # noqa: F811
+def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio, least, foresight, rule):
     traces, costs = sample.couple(folder), ForwardCosts(t_draft=ratio, t_target=1.0)
     fast = replay_informed(traces, tables_of(traces), costs, least, foresight=foresight)
     assert_same(fast, slow_replay(sample, rule, costs, least, 7))
@@ -120,7 +120,7 @@ def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio, least, fores
         lambda t: replace(t, acceptance=t.acceptance.roll(1)),
     ],
 )
-def test_the_walk_sees_wrong_tables(folder, wrong):  # noqa: F811
+def test_the_walk_sees_wrong_tables(folder, wrong):
     sample, costs = make_sample(5, responses=30), ForwardCosts(t_draft=0.2, t_target=1.0)
     traces = sample.couple(folder)
     expected = slow_replay(sample, myopic, costs, 1, 6).counts
@@ -130,7 +130,7 @@ def test_the_walk_sees_wrong_tables(folder, wrong):  # noqa: F811
 
 @FEW
 @given(sample=samples(k_max=9, max_new_tokens=9), ratio=st.floats(0.01, 0.3))
-def test_where_nothing_is_left_to_chance_it_is_the_oracle(folder, sample, ratio):  # noqa: F811
+def test_where_nothing_is_left_to_chance_it_is_the_oracle(folder, sample, ratio):
     """Greedy: a and β are 0 or 1. No round is longer than k_max here."""
     traces = sample.couple(folder)
     flags = [float(kept) for record in sample.records for kept in record["accepted"]]
@@ -141,7 +141,7 @@ def test_where_nothing_is_left_to_chance_it_is_the_oracle(folder, sample, ratio)
     assert found.draft_lengths.tolist() == replay_oracle(traces).draft_lengths.tolist()
 
 
-def test_it_needs_few_steps(folder, monkeypatch):  # noqa: F811
+def test_it_needs_few_steps(folder, monkeypatch):
     traces = make_sample(5, responses=40).couple(folder)
     walks = []
     monkeypatch.setattr(module, "walk_rounds", lambda *arguments: walks.append(1) or walk_rounds(*arguments))

@@ -246,7 +246,7 @@ def test_older_gpus_get_kernels_too(launched, monkeypatch):
 
 
 def test_a_kernel_that_does_not_wait_is_seen():
-    from tests.inference import hasty_kernels
+    from tests.inference.support import hasty_kernels
 
     found = {}
     for name in ("never", "too_late", "in_time"):

@@ -20,8 +20,8 @@ from accept_head.inference.kernels.verify import by_ratio
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.randomness import DecodeStream
-from tests.inference.enumeration import random_head_policy, uncertain_pair
-from tests.inference.toy import TOKENS, exact_distribution
+from tests.inference.support.enumeration import random_head_policy, uncertain_pair
+from tests.inference.support.toy import TOKENS, exact_distribution
 
 FALSE_ALARM = 1e-4
 SAMPLES = 16_000

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
 
 from accept_head import InputError, Sampling
@@ -19,7 +16,8 @@ from accept_head.inference.engine import memory
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.prompts import load_prompts
-from tests.inference.toy import GROUPED, architectures, ragged_prompts, tiny
+from tests.inference.support.live_memory import Live
+from tests.inference.support.toy import GROUPED, architectures, ragged_prompts, tiny
 
 BATCH, NEW_TOKENS = 16, 64
 GREEDY, TOP_K, FILTERED = Sampling(temperature=0), Sampling(), Sampling(top_k=50, top_p=0.9, min_p=0.05)
@@ -75,34 +73,6 @@ def test_weights_that_are_shared_count_once_and_an_undrafted_rounds_need_no_draf
     alone, both = plan_of(target, draft, prompts, k=0), plan_of(target, draft, prompts, k=1)
     assert alone.caches * 2 == both.caches  # the two toy models are of one shape
     assert both.total > alone.total
-
-
-class Live(TorchDispatchMode):
-    """Bytes of all storages alive, each once, and their peak. What was there before is not counted."""
-
-    def __init__(self, before):
-        super().__init__()
-        self.sizes, self.now, self.peak = {}, 0, 0
-        self.known = {tensor.untyped_storage()._cdata for tensor in before}
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor.untyped_storage())
-        return result
-
-    def see(self, storage):
-        key = storage._cdata
-        if key in self.sizes or key in self.known:
-            return
-        self.sizes[key] = storage.nbytes()
-        weakref.finalize(storage, self.forget, key)
-        self.now += self.sizes[key]
-        self.peak = max(self.peak, self.now)
-
-    def forget(self, key):
-        self.now -= self.sizes.pop(key)
 
 
 def measured_peak(target, draft, prompts, sampling, policy="fixed:4", new_tokens=NEW_TOKENS):

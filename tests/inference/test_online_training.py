@@ -17,30 +17,18 @@ from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
-from accept_head.inference.policies.online.recalibration import OnlineRecalibration
 from accept_head.inference.policies.online.training import Judged, OnlineTraining
 from accept_head.inference.policy import Signal, VerifyOutcome
 from accept_head.inference.replay.asking import replay
-from tests.inference.rounds import outcome
-from tests.inference.test_coupled import folder, make_sample  # noqa: F401
-from tests.inference.test_replay import head_of
-from tests.inference.test_vllm_host import Engine
-from tests.inference.toy import random_head, toy_pair
+from tests.inference.support.foreign import Engine
+from tests.inference.support.made_up import make_sample
+from tests.inference.support.online_heads import DEPTHS, HIDDEN, correction, linear_head
+from tests.inference.support.rounds import outcome
+from tests.inference.support.rules_by_hand import head_of
+from tests.inference.support.toy import random_head, toy_pair
 
 CPU = torch.device("cpu")
-HIDDEN, DEPTHS = 8, 4
 SIGNALS = random_head(16, reads="before", signals=True)
-
-
-def linear_head(seed=0):
-    torch.manual_seed(seed)
-    return AcceptanceHead(HeadConfig(hidden_size=HIDDEN, depth=0, reads="before")).eval()
-
-
-def correction(signals=((), ())):
-    made = OnlineRecalibration(DEPTHS, signals=signals)
-    made.start(1, CPU)
-    return made
 
 
 # --- labels ----------------------------------------------------------------------------------------------------------
@@ -299,7 +287,7 @@ def test_text_is_the_targets_own_whatever_it_learns():
     assert not torch.equal(policy.training.served.output.weight, before)
 
 
-def test_what_it_learns_changes_what_is_drafted_and_frozen_it_is_the_head(folder):  # noqa: F811
+def test_what_it_learns_changes_what_is_drafted_and_frozen_it_is_the_head(folder):
     traces = make_sample(3, responses=30, max_new_tokens=40).couple(folder)
     head = head_of(reads="before", signals=True)
     plain = replay(traces, HeadPolicy(head, 0.6, k_max=5), "plain", batch=3)
@@ -312,7 +300,7 @@ def test_what_it_learns_changes_what_is_drafted_and_frozen_it_is_the_head(folder
         assert torch.equal(policy.training.served.output.weight, head.output.weight) != learning
 
 
-def test_frozen_it_keeps_what_it_remembers(folder):  # noqa: F811
+def test_frozen_it_keeps_what_it_remembers(folder):
     traces = make_sample(3, responses=30, max_new_tokens=40).couple(folder)
     policy = RecalibratedHeadPolicy(head_of(reads="before", signals=True), 0.6, k_max=5, online=True, train=True)
     eager(policy)
@@ -326,7 +314,7 @@ def test_frozen_it_keeps_what_it_remembers(folder):  # noqa: F811
         assert all(same) != learning
 
 
-def test_what_it_learnt_outlives_start_and_can_be_saved(folder, tmp_path):  # noqa: F811
+def test_what_it_learnt_outlives_start_and_can_be_saved(folder, tmp_path):
     policy = RecalibratedHeadPolicy(head_of(reads="before", signals=True), 0.6, k_max=5, online=True, train=True)
     eager(policy)
     replay(make_sample(3, responses=30, max_new_tokens=40).couple(folder), policy, "trained", batch=3)

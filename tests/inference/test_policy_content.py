@@ -11,7 +11,7 @@ from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policies.head import HeadPolicy
-from tests.inference.toy import random_head
+from tests.inference.support.toy import random_head
 
 
 def costs(t_target):

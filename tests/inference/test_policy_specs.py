@@ -16,7 +16,7 @@ from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.registry import POLICIES
 from accept_head.pair import hidden_size
-from tests.inference.toy import TOKENS, llama, pair_of, random_head
+from tests.inference.support.toy import TOKENS, llama, pair_of, random_head
 
 DRAFT = llama(1)
 HIDDEN = hidden_size(DRAFT)

@@ -18,7 +18,7 @@ from accept_head import InputError, Sampling
 from accept_head.inference import generate
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.rows import Request, Rows
-from tests.inference.toy import VOCAB, architectures, ragged_prompts, transformers_greedy
+from tests.inference.support.toy import VOCAB, architectures, ragged_prompts, transformers_greedy
 
 NEW_TOKENS = 16
 MODELS = {name: pair for name, pair in architectures().items() if name in ("llama", "gemma2")}

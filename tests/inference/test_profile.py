@@ -34,8 +34,8 @@ from accept_head.inference.profile.prompts import TEXTS
 from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.profile.rounds import fit_round_costs, measure_rounds
 from accept_head.inference.verbs import profile as verb
-from tests.inference.replayed import standing_in
-from tests.inference.toy import pair_of, two
+from tests.inference.support.replayed import standing_in
+from tests.inference.support.toy import pair_of, two
 
 T_DRAFT, T_TARGET, T_ALONE = 0.002, 0.011, 0.010
 ALPHA, BETA, GAMMA = 3e-7, 4e-5, 0.006

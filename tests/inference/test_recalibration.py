@@ -26,11 +26,11 @@ from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.calibration import rounds_of
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.signals import draft_signals
-from tests.inference.rounds import outcome
-from tests.inference.test_coupled import folder, make_sample  # noqa: F401
-from tests.inference.test_replay import head_of, head_score
-from tests.inference.test_vllm_host import Engine
-from tests.inference.toy import random_head, toy_pair
+from tests.inference.support.foreign import Engine
+from tests.inference.support.made_up import make_sample
+from tests.inference.support.rounds import outcome
+from tests.inference.support.rules_by_hand import head_of, head_score
+from tests.inference.support.toy import random_head, toy_pair
 
 CPU = torch.device("cpu")
 
@@ -442,7 +442,7 @@ def test_it_has_all_options_of_the_head():
 
 @pytest.mark.parametrize("config", [{"reads": "before", "signals": True}, {"lag": 0}, {"lag": 1}], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_with_an_infinite_prior_it_drafts_what_the_head_drafts(folder, config, batch):  # noqa: F811
+def test_with_an_infinite_prior_it_drafts_what_the_head_drafts(folder, config, batch):
     lag = config.get("lag")
     head = head_of(**{name: value for name, value in config.items() if name != "lag"})
     traces = make_sample(3, responses=30, max_new_tokens=40).couple(folder)
@@ -475,13 +475,13 @@ def test_what_it_learns_of_is_the_state_that_the_last_layer_reads(width):
     assert policy.recalibration.state == min(width, 256)
 
 
-def test_the_fast_replay_which_knows_no_depth_refuses_it(folder):  # noqa: F811
+def test_the_fast_replay_which_knows_no_depth_refuses_it(folder):
     policy = RecalibratedHeadPolicy(head_of(reads="before", signals=True), 0.6, k_max=5, online=True)
     with pytest.raises(InputError, match=r"asking\.replay"):
         replay_thresholds(make_sample(3).couple(folder), policy, [Setting(threshold=0.6, k_max=5)], "online")
 
 
-def test_it_goes_through_the_batchs_end_by_costs(folder):  # noqa: F811
+def test_it_goes_through_the_batchs_end_by_costs(folder):
     """What the wrapper multiplies up is the corrected probability, and verdicts reach the policy inside."""
     head = head_of(reads="before", signals=True)
     traces = make_sample(3, responses=30, max_new_tokens=40).couple(folder)
@@ -588,7 +588,7 @@ def test_a_wrong_option_is_refused_by_name(saved, options, words):
 
 
 @pytest.mark.parametrize("config", [{"reads": "before", "signals": True}, {}], ids=str)
-def test_rounds_are_those_of_a_walk_token_by_token(folder, config):  # noqa: F811
+def test_rounds_are_those_of_a_walk_token_by_token(folder, config):
     head, sample = head_of(**config), make_sample(8, responses=6, k_max=6)
     rounds = rounds_of(sample.couple(folder), HeadPolicy(head, 0.5))
     score, row, depths = head_score(head, "fed" if config else "drawn"), 0, 5

@@ -14,114 +14,22 @@ from accept_head import InputError
 from accept_head.cost import ForwardCosts, total_time
 from accept_head.inference import RowPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
-from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
-from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
-from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.max_prob import MaxProbPolicy
-from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.policy import Signal
 from accept_head.inference.replay import thresholds as module
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import replay_fixed, replay_oracle
-from tests.inference.test_coupled import HIDDEN, MADE_UP, folder, make_sample, samples, walk  # noqa: F401
-from tests.inference.toy import random_head
-
-
-def head_of(**config):
-    """Sure of most tokens, so that a product falls slowly."""
-    head = random_head(HIDDEN, **config)
-    torch.nn.init.constant_(head.output.bias, 1.5)
-    return head
-
-
-DRAWN, SIGNALS, BEFORE = head_of(), head_of(signals=True), head_of(reads="before", signals=True)
-BOTH, BOTH_DRAWN = head_of(reads="before", signals=True, predicts="both"), head_of(predicts="both")
-RULES = {
-    "confidence": ConfidencePolicy,
-    "cumulative-confidence": CumulativeConfidencePolicy,
-    "max-prob": MaxProbPolicy,
-    "entropy": EntropyPolicy,
-    "svip": SvipPolicy,
-    "head before": lambda threshold, **bounds: HeadPolicy(BEFORE, threshold, **bounds),
-    "head lag 1": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=1, **bounds),
-    "head lag 0": lambda threshold, **bounds: HeadPolicy(DRAWN, threshold, lag=0, **bounds),
-    "head with signals lag 1": lambda threshold, **bounds: HeadPolicy(SIGNALS, threshold, lag=1, **bounds),
-    "head with signals lag 0": lambda threshold, **bounds: HeadPolicy(SIGNALS, threshold, lag=0, **bounds),
-    "head of both": lambda threshold, **bounds: HeadPolicy(BOTH, threshold, **bounds),
-    "head of both lag 1": lambda threshold, **bounds: HeadPolicy(BOTH_DRAWN, threshold, lag=1, **bounds),
-    "head of both by its product": lambda threshold, **bounds: HeadPolicy(BOTH, threshold, rule="product", **bounds),
-}
-LAGGING = {"head lag 1", "head with signals lag 1", "head of both lag 1"}
-GAINS = {"head of both", "head of both lag 1"}
-COSTLY = {"head lag 0", "head with signals lag 0"}
-
-
-def head_score(head, hidden, prediction="token"):
-    """P̂ or β̂ of one token, by the head's own forward on one row."""
-
-    def score(token):
-        state = token.fed if hidden == "fed" else token.drawn
-        signals = torch.tensor([[token.logprob, token.entropy, token.max_prob]]) if head.config.signals else None
-        with torch.no_grad():
-            return float(head.probability(state[None], prediction, signals=signals))
-
-    return score
-
-
-SCORES = {
-    "confidence": lambda token: np.exp(token.logprob),
-    "cumulative-confidence": lambda token: np.exp(token.logprob),
-    "max-prob": lambda token: token.max_prob,
-    "entropy": lambda token: -token.entropy,
-    "svip": lambda token: -np.sqrt(0.15 * token.entropy),
-    "head before": head_score(BEFORE, "fed"),
-    "head lag 1": head_score(DRAWN, "drawn"),
-    "head lag 0": head_score(DRAWN, "drawn"),
-    "head with signals lag 1": head_score(SIGNALS, "drawn"),
-    "head with signals lag 0": head_score(SIGNALS, "drawn"),
-    "head of both": head_score(BOTH, "fed"),
-    "head of both lag 1": head_score(BOTH_DRAWN, "drawn"),
-    "head of both by its product": head_score(BOTH, "fed"),
-}
-NEXT = {"head of both": head_score(BOTH, "fed", "next"), "head of both lag 1": head_score(BOTH_DRAWN, "drawn", "next")}
-
-
-def decider(name, threshold, k_min, k_max):
-    """docs/theory.md §3, §5 or a plain cut-off, token by token: (how many are drafted, forwards for nothing)."""
-    score, lag = SCORES[name], int(name in LAGGING)
-
-    def stop_is_known_after(tokens):
-        scores = [score(token) for token in tokens]
-        if name in GAINS:
-            return 1 - np.prod(scores) * NEXT[name](tokens[-1]) > threshold
-        if name.startswith("head"):
-            return 1 - np.prod(scores) > threshold
-        if name == "cumulative-confidence":
-            return np.prod(scores) < threshold
-        return scores[-1] < threshold if name in ("confidence", "max-prob") else -scores[-1] > threshold
-
-    def decide(tokens):
-        most = min(len(tokens), k_max)
-        stopped = False
-        for depth in range(1, most):
-            judged = tokens[: depth - lag]
-            stopped = stopped or (len(judged) > 0 and bool(stop_is_known_after(judged)))
-            if stopped and depth >= k_min:
-                return depth, int(name in COSTLY)
-        return most, 0
-
-    return decide
-
-
-def assert_same(replayed, walked):
-    """All figures; of the slow walk, or of another replay."""
-    assert np.array_equal(replayed.counts, walked.counts)
-    size = len(walked.draft_lengths)
-    for name in ("draft_lengths", "at_risk", "accepted"):
-        assert getattr(replayed, name)[:size].tolist() == getattr(walked, name).tolist(), name
+from tests.inference.support.made_up import MADE_UP, make_sample, samples, walk
+from tests.inference.support.rules_by_hand import (
+    COSTLY,
+    LAGGING,
+    RULES,
+    assert_same,
+    decider,
+    theorem_4_1,
+)
 
 
 def setting_of(draw_thresholds, k_max):
@@ -137,7 +45,7 @@ THRESHOLDS = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0.0, 1.0).map(lamb
 
 @MADE_UP
 @given(samples(k_max=8), st.lists(st.integers(0, 8), min_size=1, max_size=4))
-def test_fixed_lengths_replay_as_the_slow_walk(folder, sample, lengths):  # noqa: F811
+def test_fixed_lengths_replay_as_the_slow_walk(folder, sample, lengths):
     traces = sample.couple(folder)
     for k, fast in zip(lengths, replay_fixed(traces, lengths), strict=True):
         assert (fast.name, fast.params) == ((f"fixed:{k}", {"k": k}) if k else ("none", {}))
@@ -147,7 +55,7 @@ def test_fixed_lengths_replay_as_the_slow_walk(folder, sample, lengths):  # noqa
 @pytest.mark.parametrize("name", RULES)
 @MADE_UP
 @given(sample=samples(k_max=7), chosen=st.lists(setting_of(THRESHOLDS, 7), min_size=1, max_size=3))
-def test_threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answers(folder, name, sample, chosen):  # noqa: F811
+def test_threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answers(folder, name, sample, chosen):
     traces = sample.couple(folder)
     fast = replay_thresholds(traces, RULES[name](0.5), chosen, name)
     for setting, one in zip(chosen, fast, strict=True):
@@ -161,7 +69,7 @@ def test_threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answer
 
 @MADE_UP
 @given(samples(k_max=7), st.integers(0, 7))
-def test_the_general_replay_of_a_fixed_length_is_the_fast_one(folder, sample, k):  # noqa: F811
+def test_the_general_replay_of_a_fixed_length_is_the_fast_one(folder, sample, k):
     traces = sample.couple(folder)
     assert_same(replay(traces, FixedPolicy(k), f"fixed:{k}"), replay_fixed(traces, [k])[0])
 
@@ -175,7 +83,7 @@ def test_the_general_replay_of_a_fixed_length_is_the_fast_one(folder, sample, k)
     ],
 )
 @pytest.mark.parametrize("name", ["confidence", "entropy", "head with signals lag 0"])
-def test_the_slow_walk_sees_a_wrong_replay(folder, name, wrong):  # noqa: F811
+def test_the_slow_walk_sees_a_wrong_replay(folder, name, wrong):
     sample = make_sample(5, responses=30)
     threshold = 0.6
     walked = walk(sample, decider(name, threshold, 1, 6), 6)
@@ -186,7 +94,7 @@ def test_the_slow_walk_sees_a_wrong_replay(folder, name, wrong):  # noqa: F811
     assert not np.array_equal(one.counts, walked.counts)
 
 
-def test_a_gain_is_not_a_product_and_an_early_one_below_the_level_is_remembered(folder):  # noqa: F811
+def test_a_gain_is_not_a_product_and_an_early_one_below_the_level_is_remembered(folder):
     """The chance C_k·β̂_{k+1} may rise again: the round ends at the first that is too small, also when k_min is why it
     did not end there."""
     sample = make_sample(5, responses=30)
@@ -209,7 +117,7 @@ def test_a_gain_is_not_a_product_and_an_early_one_below_the_level_is_remembered(
     assert not np.array_equal(gain.counts, product.counts)
 
 
-def test_lags_are_told_apart(folder):  # noqa: F811
+def test_lags_are_told_apart(folder):
     sample = make_sample(5, responses=30)
     traces = sample.couple(folder)
     lags = [
@@ -226,7 +134,7 @@ def test_lags_are_told_apart(folder):  # noqa: F811
 @pytest.mark.parametrize("name", [name for name in RULES if name.startswith("head")])
 @MADE_UP
 @given(sample=samples(k_max=7), chosen=st.lists(setting_of(THRESHOLDS, 7), min_size=1, max_size=3))
-def test_pruned_scores_change_nothing(folder, name, sample, chosen):  # noqa: F811
+def test_pruned_scores_change_nothing(folder, name, sample, chosen):
     traces = sample.couple(folder)
     pruned = replay_thresholds(traces, RULES[name](0.5), chosen, name)
     with pytest.MonkeyPatch.context() as patch:
@@ -236,7 +144,7 @@ def test_pruned_scores_change_nothing(folder, name, sample, chosen):  # noqa: F8
         assert_same(one, other)
 
 
-def test_pruning_leaves_out_most_tokens_of_a_strict_rule_and_too_much_of_it_is_seen(folder):  # noqa: F811
+def test_pruning_leaves_out_most_tokens_of_a_strict_rule_and_too_much_of_it_is_seen(folder):
     sample = make_sample(5, responses=40, accept=0.4)
     traces = sample.couple(folder)
     policy = RULES["head lag 1"](0.5)
@@ -250,7 +158,7 @@ def test_pruning_leaves_out_most_tokens_of_a_strict_rule_and_too_much_of_it_is_s
     assert wrong.total.discarded < right.total.discarded
 
 
-def test_more_settings_than_walk_together_change_nothing(folder, monkeypatch):  # noqa: F811
+def test_more_settings_than_walk_together_change_nothing(folder, monkeypatch):
     traces = make_sample(7, responses=8).couple(folder)
     chosen = [Setting(threshold=t, k_max=6) for t in np.linspace(0, 1, 11).tolist()]
     together = replay_thresholds(traces, RULES["confidence"](0.5), chosen, "confidence")
@@ -263,16 +171,9 @@ def test_more_settings_than_walk_together_change_nothing(folder, monkeypatch):  
 # --- the oracle ------------------------------------------------------------------------------------------------------
 
 
-def theorem_4_1(record):
-    """S: the positions but the last at which the proposal is rejected; nothing is discarded, |S| + 1 verifications."""
-    generated = len(record["accepted"])
-    verified = 1 + sum(not kept for kept in record["accepted"][:-1])
-    return [generated, 0, verified, generated - verified]
-
-
 @MADE_UP
 @given(samples())
-def test_the_oracle_has_the_counts_of_theorem_4_1(folder, sample):  # noqa: F811
+def test_the_oracle_has_the_counts_of_theorem_4_1(folder, sample):
     oracle = replay_oracle(sample.couple(folder))
     assert oracle.counts.tolist() == [theorem_4_1(record) for record in sample.records]
     assert oracle.at_risk.tolist() == oracle.accepted.tolist()
@@ -280,7 +181,7 @@ def test_the_oracle_has_the_counts_of_theorem_4_1(folder, sample):  # noqa: F811
 
 @MADE_UP
 @given(samples(), st.integers(0, 1000), st.floats(0.01, 0.99))
-def test_no_policy_is_faster_than_the_oracle(folder, sample, seed, ratio):  # noqa: F811
+def test_no_policy_is_faster_than_the_oracle(folder, sample, seed, ratio):
     random = np.random.default_rng(seed)
     traces = sample.couple(folder)
     costs = ForwardCosts(t_draft=ratio, t_target=1.0)
@@ -296,7 +197,7 @@ def test_no_policy_is_faster_than_the_oracle(folder, sample, seed, ratio):  # no
         assert (time(one.counts) >= best - 1e-9).all()
 
 
-def test_an_oracle_that_forgets_a_verification_would_be_seen(folder):  # noqa: F811
+def test_an_oracle_that_forgets_a_verification_would_be_seen(folder):
     sample = make_sample(5, responses=30)
     oracle = replay_oracle(sample.couple(folder))
     wrong = [[n, 0, max(1, v - 1), n - max(1, v - 1)] for n, _, v, _ in map(theorem_4_1, sample.records)]
@@ -329,7 +230,7 @@ class Curious(RowPolicy):
         self.outcomes.append(outcome)
 
 
-def test_a_policy_is_told_what_the_decode_loop_would_tell_it(folder):  # noqa: F811
+def test_a_policy_is_told_what_the_decode_loop_would_tell_it(folder):
     sample = make_sample(11, responses=6)
     policy = Curious()
     costs = ForwardCosts(t_draft=0.01, t_target=0.1)
@@ -366,7 +267,7 @@ class Incurious(Curious):
     needs = frozenset({Signal.ENTROPY})
 
 
-def test_a_policy_is_told_nothing_that_it_did_not_ask_for(folder):  # noqa: F811
+def test_a_policy_is_told_nothing_that_it_did_not_ask_for(folder):
     policy = Incurious()
     replay(make_sample(11).couple(folder), policy, "incurious")
     assert policy.outcomes[0].divergence is None
@@ -375,7 +276,7 @@ def test_a_policy_is_told_nothing_that_it_did_not_ask_for(folder):  # noqa: F811
         assert step.fed_hidden is step.drawn_hidden is step.logprob is step.max_prob is None
 
 
-def test_rounds_longer_than_the_rollouts_are_refused_with_both_numbers(folder):  # noqa: F811
+def test_rounds_longer_than_the_rollouts_are_refused_with_both_numbers(folder):
     traces = make_sample(1).couple(folder)
     for ask in (
         lambda: replay_fixed(traces, [3, 7]),
@@ -386,7 +287,7 @@ def test_rounds_longer_than_the_rollouts_are_refused_with_both_numbers(folder): 
             ask()
 
 
-def test_totals_and_measured_counts_are_sums_and_choices_of_responses(folder):  # noqa: F811
+def test_totals_and_measured_counts_are_sums_and_choices_of_responses(folder):
     replayed = replay_fixed(make_sample(1).couple(folder), [3])[0]
     total = replayed.total
     assert [total.generated, total.discarded, total.target_forwards, total.draft_forwards] == (

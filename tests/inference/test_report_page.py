@@ -18,7 +18,7 @@ from accept_head.inference.report.page import headline, render_page, write_repor
 from accept_head.inference.report.plots import draw_plots
 from accept_head.inference.report.svg import PALETTE
 from accept_head.inference.report.tables import domain_tables, interval, per_cent
-from tests.inference.report_sample import sample_report
+from tests.inference.support.report_sample import sample_report
 
 NASTY = (
     "</script><script>alert(1)</script> \"quoted\" 'single' & <img src=x onerror=alert(2)> $x_1$ {{data}} \ud800 \x00"

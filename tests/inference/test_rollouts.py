@@ -1,7 +1,4 @@
-"""Rollouts against plain forwards without a cache, one token at a time; and their files.
-
-`collected` makes traces of any pair in this process; other tests of replay use it too.
-"""
+"""Rollouts against plain forwards without a cache, one token at a time; and their files."""
 
 from __future__ import annotations
 
@@ -17,64 +14,19 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from accept_head import InputError, Pair, Sampling
+from accept_head import InputError, Sampling
 from accept_head.files import atomic_path
 from accept_head.inference.replay import rollouts as module
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.replay.rollouts import CONFIG_NAME, SIGNALS, read_rollouts, roll_out_records
-from accept_head.pair import forward_with_hidden, output_size
-from accept_head.prompts import Prompt
-from accept_head.trace.shards import read_traces, write_shard
-from tests.inference.test_coupled import config_of
-from tests.inference.toy import GROUPED, VOCAB, architectures, exact_distribution, llama, ragged_prompts, tiny
-from tests.training.records import make_records
-from tests.training.test_score import processed, uniform_number
+from accept_head.trace.shards import read_traces
+from tests.inference.support.collected import GREEDY, MODELS, PROMPTS, SAMPLED, collected, state_after, written
+from tests.inference.support.made_up import config_of
+from tests.inference.support.toy import GROUPED, VOCAB, exact_distribution, llama, tiny
+from tests.training.by_hand import processed, uniform_number
 
-SAMPLED, GREEDY = Sampling(temperature=8.0, top_k=12), Sampling(temperature=0)
 FALSE_ALARM = 1e-4
 NAMES = ("position", "length", "ids", "logprob", "entropy", "max_prob", "hidden", "fed_hidden")
-
-
-def collected(
-    models,
-    prompts,
-    folder,
-    *,
-    sampling,
-    max_new_tokens,
-    ends=(),
-    shard_size=4,
-    batch_size=8,
-    seed=0,
-    domains=("",),
-    fingerprint="draft",
-):
-    """What `accept-head collect` writes for these prompts, with these end tokens. models: (target, draft)."""
-    target, draft = models
-    vocab = min(output_size(target), output_size(draft))
-    pair = Pair(target, draft, SimpleNamespace(pad_token_id=0, eos_token_id=None), vocab)
-    options = {"shard_size": shard_size, "batch_size": batch_size, "seed": seed, "draft_fingerprint": fingerprint}
-    sizes = {"max_new_tokens": max_new_tokens, "vocab_size": vocab, "end_token_ids": tuple(ends)}
-    config = config_of(len(prompts), sampling=sampling, **sizes, **options)
-    listed = [Prompt(i, str(i), domains[i % len(domains)], tuple(ids)) for i, ids in enumerate(prompts)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target.generation_config, "eos_token_id", list(ends) or None)
-        groups = [listed[start : start + batch_size] for start in range(0, len(listed), batch_size)]
-        records = [record for group in groups for record in make_records(pair, group, config)]
-    return written(folder, config, records)
-
-
-def written(folder, config, records):
-    folder.mkdir(parents=True, exist_ok=True)
-    config.save(folder)
-    for shard in range(config.num_shards):
-        start = shard * config.shard_size
-        write_shard(folder, shard, records[start : start + config.shard_rows(shard)])
-    return folder
-
-
-MODELS = architectures()
-PROMPTS = ragged_prompts(10, longest=12)
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +50,6 @@ def records_in(folder):
 
 
 # --- one token at a time ---------------------------------------------------------------------------------------------
-
-
-def state_after(draft, ids):
-    """(logits, hidden state) after these tokens, by an ordinary forward without a cache."""
-    output = forward_with_hidden(draft, input_ids=torch.tensor([ids]), use_cache=False)
-    return output.logits[0, -1], output.hidden[0, -1]
 
 
 def draw_by_hand(logits, sampling, uniform):

@@ -13,9 +13,9 @@ from accept_head.inference import RowPolicy, generate
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.max_prob import MeanMaxProbPolicy
 from accept_head.inference.policy import DraftStep, Signal
-from tests.inference.references import ScalarAdaEdl
-from tests.inference.rounds import Given, Rowwise, begin, compare, outcome
-from tests.inference.toy import ragged_prompts, toy_pair, two
+from tests.inference.support.references import ScalarAdaEdl
+from tests.inference.support.rounds import Given, Rowwise, begin, compare, outcome
+from tests.inference.support.toy import ragged_prompts, toy_pair, two
 
 T, F = True, False
 

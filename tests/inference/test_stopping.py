@@ -10,7 +10,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from accept_head import InputError, Sampling
 from accept_head.inference import generate
 from accept_head.prompts import load_prompts
-from tests.inference.toy import VOCAB, architectures, ragged_prompts, transformers_greedy
+from tests.inference.support.toy import VOCAB, architectures, ragged_prompts, transformers_greedy
 
 NEW_TOKENS = 20
 MODELS = architectures()["llama"]

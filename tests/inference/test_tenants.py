@@ -15,8 +15,8 @@ from accept_head.inference.adapters.transformers import generate as custom_gener
 from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
 from accept_head.inference.decode.generate import make_requests
 from accept_head.prompts import load_prompts
-from tests.inference.test_vllm_host import Engine
-from tests.inference.toy import labels_by_tenant, random_head, toy_pair
+from tests.inference.support.foreign import Engine
+from tests.inference.support.toy import labels_by_tenant, random_head, toy_pair
 
 # More prompts than rows, and rows that end at different times; "" is nobody's.
 TENANTS = ["ann", "bob", "", "ann", "eve", "bob", "ann", "", "eve", "ann"]

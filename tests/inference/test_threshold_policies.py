@@ -17,7 +17,7 @@ from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import DraftStep, Signal
-from tests.inference.toy import random_head, toy_pair
+from tests.inference.support.toy import random_head, toy_pair
 
 HIDDEN = 4
 

@@ -29,7 +29,7 @@ from accept_head import InputError
 from accept_head.inference.adapters.transformers import generate
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
-from tests.inference.toy import architectures, ragged_prompts
+from tests.inference.support.toy import architectures, ragged_prompts
 
 NEW_TOKENS, PROMPTS = 12, 4
 FALSE_ALARM = 1e-4

@@ -25,9 +25,9 @@ from accept_head.inference.tune.files import decoding
 from accept_head.inference.tune.grid import Grid
 from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.search import search_all
-from tests.inference.test_coupled import make_sample, walk
-from tests.inference.test_replay import BEFORE, SIGNALS, decider, theorem_4_1
-from tests.inference.toy import llama, random_head
+from tests.inference.support.made_up import make_sample, walk
+from tests.inference.support.rules_by_hand import BEFORE, SIGNALS, decider, theorem_4_1
+from tests.inference.support.toy import llama, random_head
 
 COSTS = ForwardCosts(t_draft=0.03, t_target=0.1, t_autoregressive=0.09)
 GRID = Grid(thresholds=(0.2, 0.5, 0.8), nats=(0.2, 0.5, 0.8), k_min=(1, 3), k_max=(2, 4, 6))

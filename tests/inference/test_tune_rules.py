@@ -17,8 +17,8 @@ from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.tune.grid import Grid
 from accept_head.inference.tune.rules import EVERY, LEARNERS, RULES, ask, checked_rules, spec_of
 from accept_head.inference.tune.search import search_all
-from tests.inference.test_coupled import make_sample
-from tests.inference.toy import llama
+from tests.inference.support.made_up import make_sample
+from tests.inference.support.toy import llama
 
 COSTS = ForwardCosts(t_draft=0.03, t_target=0.1, t_autoregressive=0.09)
 

@@ -16,8 +16,7 @@ from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policy import Signal
-from tests.inference.enumeration import PROVED, uncertain_pair
-from tests.inference.test_enumeration import (
+from tests.inference.support.enumerated_policies import (
     ALL_TOKENS,
     BIASED,
     ONE,
@@ -29,7 +28,8 @@ from tests.inference.test_enumeration import (
     drafted_lengths,
     together,
 )
-from tests.inference.toy import ragged_prompts
+from tests.inference.support.enumeration import PROVED, uncertain_pair
+from tests.inference.support.toy import ragged_prompts
 
 
 class Dropping(RowPolicy):

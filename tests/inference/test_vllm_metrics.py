@@ -18,7 +18,7 @@ from accept_head.inference.adapters.vllm import metrics as module
 from accept_head.inference.adapters.vllm.counts import COLUMNS, ENDS, VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics, log_line, observed, predicted, since
 from accept_head.inference.adapters.vllm.scrape import read_folder, samples
-from tests.inference.rounds import outcome
+from tests.inference.support.rounds import outcome
 
 K_MAX = 5
 FALSE_ALARM = 3.89  # standard deviations: p < 1e-4, two-sided

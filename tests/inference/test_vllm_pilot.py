@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+import vllm_side_by_side as bench
 
 from accept_head.cost import PairCosts
 from accept_head.inference import make_policy
@@ -16,10 +15,8 @@ from accept_head.inference.bench.measure import Chunk, Timed
 from accept_head.inference.costs.batch_table import best_table, tokens_per_round
 from accept_head.inference.costs.files import pair_costs
 from accept_head.inference.decode.rows import DecodeStats, Finished, Request
-from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import vllm_side_by_side as bench
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.host import VLLM
 
 SIZES = [1, 4, 16]
 

@@ -19,9 +19,10 @@ from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine.cache import WIDTHS, CachedModel
-from accept_head.inference.policies import FixedPolicy, HeadPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.sampling import Sampling
-from tests.inference.toy import VOCAB, ragged_prompts, random_head, tiny, transformers_greedy
+from tests.inference.support.toy import VOCAB, ragged_prompts, random_head, tiny, transformers_greedy
 
 
 def with_noise(model, amount, seed=1):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.inference.replayed import standing_in
+from tests.inference.support.replayed import standing_in
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "benchmarks" / "gpu"

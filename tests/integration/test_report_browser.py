@@ -11,7 +11,7 @@ import pytest
 
 from accept_head.inference.report.data import ViewedResponse, ViewedRound, ViewedToken
 from accept_head.inference.report.page import write_report
-from tests.inference.report_sample import sample_report
+from tests.inference.support.report_sample import sample_report
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 FLAGS = [

@@ -17,8 +17,8 @@ from accept_head.inference.replay import rollouts as rollouts_module
 from accept_head.inference.tune.rules import EVERY, RULES
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.trace.shards import read_traces
-from tests.inference.test_rollouts import collected
-from tests.inference.toy import random_head
+from tests.inference.support.collected import collected
+from tests.inference.support.toy import random_head
 
 COSTS = {"t_draft": 0.01, "t_target": 0.1}
 QUICK = (*RULES, "adaedl")

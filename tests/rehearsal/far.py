@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from tests.inference.attention_contracts import flash_attention_forward, varlen_attn
+from tests.inference.support.attention_contracts import flash_attention_forward, varlen_attn
 
 
 class FarModule(_DummyBackendModule):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from tests.inference.replayed import Recording
+from tests.inference.support.replayed import Recording
 from tests.rehearsal.far import FAR, PretendedGenerator, check_generator, waiting, waits
 
 MEMORY = 64 * 2**30  # bytes

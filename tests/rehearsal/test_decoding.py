@@ -26,7 +26,7 @@ from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.pair import input_embeddings
-from tests.inference.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
+from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
 from tests.rehearsal.pretend_cuda import pretend_cuda
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20, top_p=0.95), Sampling(temperature=0)

@@ -8,14 +8,23 @@ import numpy as np
 import pytest
 import torch
 from scipy.special import rel_entr
-from scipy.stats import chisquare
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from accept_head import Pair, Sampling
 from accept_head.prompts import Prompt
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.trace.shards import read_traces
 from accept_head.training.collect.score import score
+from tests.training.by_hand import (
+    Z_LIMIT,
+    FixedLogits,
+    distributions,
+    likely_responses,
+    p_value,
+    processed,
+    response_logits,
+    signal_rows,
+    uniform_number,
+)
 from tests.training.records import make_records
 
 SAMPLINGS = [
@@ -24,61 +33,6 @@ SAMPLINGS = [
     Sampling(temperature=1.0, top_k=50, top_p=0.95),
     Sampling(temperature=0),
 ]
-Z_LIMIT = 3.89  # two-sided p = 1e-4
-
-
-@pytest.fixture
-def related_pair(random_llama, byte_tokenizer):
-    """A draft that is the target with a bent output layer, so that proposals are accepted at some positions only."""
-    target, draft = random_llama(1), random_llama(1)
-    with torch.no_grad():
-        noise = torch.Generator().manual_seed(1)
-        draft.lm_head.weight += 0.2 * torch.randn(draft.lm_head.weight.shape, generator=noise)
-    return Pair(target, draft, byte_tokenizer(), 261)
-
-
-@pytest.fixture
-def sequences():
-    random = np.random.default_rng(11)
-    lengths = [(3, 9), (12, 4), (1, 15), (6, 1)]
-    prompts = [random.integers(5, 261, prompt).tolist() for prompt, _ in lengths]
-    return prompts, [random.integers(5, 261, response).tolist() for _, response in lengths]
-
-
-def likely_responses(pair, prompts, sampling, tokens):
-    """Responses drawn from the processed target, one token at a time, so that none has probability 0."""
-    generator = torch.Generator().manual_seed(2)
-    responses = []
-    for prompt in prompts:
-        ids = list(prompt)
-        for _ in range(tokens):
-            distribution = processed(pair.target(torch.tensor([ids])).logits[0, -1:].numpy(), sampling)[0]
-            ids.append(torch.multinomial(torch.from_numpy(distribution), 1, generator=generator).item())
-        responses.append(ids[len(prompt) :])
-    return responses
-
-
-def processed(logits, sampling):
-    """(n, vocab) float32 logits → float64 probabilities."""
-    if sampling.temperature == 0:
-        return np.eye(logits.shape[-1])[logits.argmax(-1)]
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, torch.from_numpy(logits))
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    weights = np.exp(scores.double().numpy() - scores.double().numpy().max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
-def distributions(model, prompt, response, sampling, vocab):
-    """(N, vocab): the distribution each response token was drawn from."""
-    return processed(response_logits(model, prompt, response, vocab), sampling)
-
-
-def signal_rows(logits, sampling):
-    """What the draft signals are read from: the processed distribution, or, when decoding is greedy, the softmax."""
-    return processed(logits, Sampling(temperature=1.0, top_k=0) if sampling.greedy else sampling)
 
 
 def divergences_of(pair, prompt, response, sampling):
@@ -86,11 +40,6 @@ def divergences_of(pair, prompt, response, sampling):
     plain = Sampling(temperature=sampling.temperature or 1.0, top_k=0)
     p, q = (distributions(model, prompt, response, plain, 261) for model in (pair.target, pair.draft))
     return rel_entr(p, q).sum(-1)
-
-
-def response_logits(model, prompt, response, vocab):
-    """(N, vocab): the logits each response token was drawn from, by one ordinary forward."""
-    return model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1, :vocab].numpy()
 
 
 def test_known_logits_of_the_target_stand_in_for_its_forward(related_pair, sequences, monkeypatch):
@@ -118,21 +67,6 @@ def only(model):
         return forward(self, *given, **options)
 
     return run
-
-
-def uniform_number(seed, *counters):
-    """splitmix64 chained over the counters, in Python integers."""
-
-    def mix(state):
-        state = (state + 0x9E3779B97F4A7C15) % 2**64
-        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ state >> 27) * 0x94D049BB133111EB % 2**64
-        return state ^ state >> 31
-
-    state = mix(seed)
-    for counter in counters:
-        state = mix(state ^ counter)
-    return (state >> 11) / 2**53
 
 
 def coupled_by_hand(p, q, x, seed, index, step):
@@ -265,8 +199,8 @@ def test_alternatives_have_the_drafts_distribution_and_know_nothing_of_the_drawn
     drawn = np.array([row["alternative_ids"] for row in scored])
     for column in (*drawn.T, drawn.ravel()):
         counts = np.bincount(column, minlength=261)
-        assert _p_value(counts, q * len(column)) > 1e-4
-    assert _p_value(counts, p * len(column)) < 1e-4, "the test has no power"
+        assert p_value(counts, q * len(column)) > 1e-4
+    assert p_value(counts, p * len(column)) < 1e-4, "the test has no power"
     for first, second in ((0, 1), (1, 2), (0, 2)):
         same, expected = (drawn[:, first] == drawn[:, second]).mean(), (q**2).sum()
         assert abs(same - expected) < Z_LIMIT * math.sqrt(expected * (1 - expected) / draws)
@@ -306,43 +240,18 @@ def test_proposals_have_the_drafts_distribution(random_pair):
     q = distributions(random_pair.draft, prompt, [5], sampling, 261)[0]
     # Half of the target's mass is the draft's, so that both branches of the coupling matter.
     p = (q + np.random.default_rng(0).dirichlet(np.full(261, 0.2))) / 2
-    target = _FixedLogits(torch.from_numpy(1.5 * np.log(p)).float())
+    target = FixedLogits(torch.from_numpy(1.5 * np.log(p)).float())
     pair = Pair(target, random_pair.draft, random_pair.tokenizer, 261)
     x = torch.multinomial(torch.from_numpy(p), draws, replacement=True, generator=torch.Generator().manual_seed(0))
     scored = score(pair, [prompt] * draws, x.unsqueeze(-1).tolist(), sampling, seed=1, indices=list(range(draws)))
 
     drafted = np.bincount([row["draft_ids"][0] for row in scored], minlength=261)
-    assert _p_value(drafted, q * draws) > 1e-4
-    assert _p_value(drafted, p * draws) < 1e-4, "the test has no power"
+    assert p_value(drafted, q * draws) > 1e-4
+    assert p_value(drafted, p * draws) < 1e-4, "the test has no power"
     beta = np.minimum(p, q).sum()
     assert 0.2 < beta < 0.8
     accepted = np.mean([row["accepted"][0] for row in scored])
     assert abs(accepted - beta) < Z_LIMIT * math.sqrt(beta * (1 - beta) / draws)
-
-
-class _FixedLogits(torch.nn.Module):
-    """A target that gives every token the same next-token logits."""
-
-    def __init__(self, logits):
-        super().__init__()
-        self.logits = logits
-        self.device = torch.device("cpu")
-
-    def forward(self, input_ids, **_):
-        return _Output(self.logits.expand(*input_ids.shape, -1))
-
-
-class _Output:
-    def __init__(self, logits):
-        self.logits = logits
-
-
-def _p_value(counts, expected):
-    """Chi-square; tokens expected less than 5 times share one bin."""
-    often = expected >= 5
-    observed, wanted = [*counts[often], counts[~often].sum()], [*expected[often], expected[~often].sum()]
-    assert wanted[-1] > 1
-    return chisquare(observed, np.array(wanted) * sum(observed) / sum(wanted)).pvalue
 
 
 def test_accepted_share_of_the_trained_pairs_traces_is_what_overlap_and_labels_promise(embedded_traces):

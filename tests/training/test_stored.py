@@ -11,15 +11,13 @@ from accept_head.acceptance import couple_with_target
 from accept_head.trace.shards import read_traces
 from accept_head.training.collect.score import score
 from accept_head.training.respond.stored import StoredResponses
-from tests.training.test_score import (
+from tests.training.by_hand import (
     Z_LIMIT,
-    _FixedLogits,
-    _p_value,
+    FixedLogits,
     distributions,
     likely_responses,
-    related_pair,  # noqa: F401
+    p_value,
     response_logits,
-    sequences,  # noqa: F401
     signal_rows,
 )
 
@@ -28,7 +26,7 @@ GREEDY = Sampling(temperature=0)
 
 
 @pytest.fixture
-def said(related_pair, sequences):  # noqa: F811
+def said(related_pair, sequences):
     """Prompts, and responses drawn from the target at temperature 1."""
     prompts, _ = sequences
     return prompts, likely_responses(related_pair, prompts, SAID, 12)
@@ -40,7 +38,7 @@ def scored(pair, said, sampling, **options):
     return score(pair, prompts, responses, sampling, seed=5, indices=indices, **options)
 
 
-def test_greedy_columns_of_sampled_text_are_those_of_two_argmaxes(related_pair, said):  # noqa: F811
+def test_greedy_columns_of_sampled_text_are_those_of_two_argmaxes(related_pair, said):
     agreed, followed = [], []
     for prompt, response, columns in zip(*said, scored(related_pair, said, GREEDY, drawn_with=SAID), strict=True):
         target, draft = (response_logits(m, prompt, response, 261) for m in (related_pair.target, related_pair.draft))
@@ -57,11 +55,11 @@ def test_greedy_columns_of_sampled_text_are_those_of_two_argmaxes(related_pair, 
     assert 0 < np.mean(followed) < 1, "the text is greedy text"
 
 
-def test_text_said_under_the_same_settings_is_an_ordinary_trace(related_pair, said):  # noqa: F811
+def test_text_said_under_the_same_settings_is_an_ordinary_trace(related_pair, said):
     assert scored(related_pair, said, SAID, drawn_with=SAID) == scored(related_pair, said, SAID)
 
 
-def test_labels_are_those_of_the_proposal_under_these_settings(related_pair, said):  # noqa: F811
+def test_labels_are_those_of_the_proposal_under_these_settings(related_pair, said):
     cold = Sampling(temperature=0.6, top_k=20)
     for prompt, response, columns in zip(*said, scored(related_pair, said, cold, drawn_with=SAID), strict=True):
         p, q = (distributions(m, prompt, response, cold, 261) for m in (related_pair.target, related_pair.draft))
@@ -81,7 +79,7 @@ def test_proposals_have_the_drafts_distribution_whatever_the_text_was_drawn_with
     q = distributions(random_pair.draft, prompt, [5], cold, 261)[0]
     p = (q + np.random.default_rng(0).dirichlet(np.full(261, 0.2))) / 2
     p_of_x = np.sqrt(p) / np.sqrt(p).sum()
-    pair = Pair(_FixedLogits(torch.from_numpy(np.log(p)).float()), random_pair.draft, random_pair.tokenizer, 261)
+    pair = Pair(FixedLogits(torch.from_numpy(np.log(p)).float()), random_pair.draft, random_pair.tokenizer, 261)
     x = torch.multinomial(torch.from_numpy(p_of_x), draws, replacement=True, generator=torch.Generator().manual_seed(0))
 
     def drafted(drawn_with):
@@ -89,8 +87,8 @@ def test_proposals_have_the_drafts_distribution_whatever_the_text_was_drawn_with
         return rows, np.bincount([row["draft_ids"][0] for row in rows], minlength=261)
 
     rows, right = drafted(hot)
-    assert _p_value(right, q * draws) > 1e-4
-    assert _p_value(drafted(cold)[1], q * draws) < 1e-4, "the test has no power"
+    assert p_value(right, q * draws) > 1e-4
+    assert p_value(drafted(cold)[1], q * draws) < 1e-4, "the test has no power"
     same = np.mean([row["accepted"][0] for row in rows])
     beta = np.minimum(p_of_x, q).sum()
     assert abs(same - beta) < Z_LIMIT * np.sqrt(beta * (1 - beta) / draws)

@@ -8,7 +8,7 @@ from vllm import SamplingParams
 
 from accept_head import InputError
 from accept_head.inference.adapters.vllm.settings import TENANT
-from tests.inference.toy import labels_by_tenant
+from tests.inference.support.toy import labels_by_tenant
 from tests.integration.vllm.engines import drafter_of, use
 
 TENANTS = ["ann", "bob", None, "ann"] * 6

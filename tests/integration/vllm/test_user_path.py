@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 from vllm_soak import Server, environment, serving
 
 from accept_head.cli import main

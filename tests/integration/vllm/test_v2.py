@@ -118,7 +118,7 @@ def fit_a_head(steps: int, slope: float, shift: float) -> dict[str, Any]:
     verdicts drawn from the truth."""
     from accept_head.head.network import AcceptanceHead
     from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
-    from tests.inference.replayed import NoWaiting
+    from tests.inference.support.replayed import NoWaiting
 
     torch.manual_seed(0)
     head = AcceptanceHead({"hidden_size": 8, "depth": 0, "reads": "before"}).eval()

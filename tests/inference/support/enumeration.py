@@ -39,7 +39,7 @@ from accept_head.inference.kernels import verify
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import Verifier
 from accept_head.signals import SIGNALS
-from tests.inference.toy import TOKENS, llama
+from tests.inference.support.toy import TOKENS, llama
 
 Response = tuple[int, ...]
 Script = tuple[int, ...]

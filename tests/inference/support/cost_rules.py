@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from accept_head.inference.replay.lossless import PROVED, Shape, enumerate_rounds
-from tests.inference.references import pair_costs
+from tests.inference.support.references import pair_costs
 
 
 def costs_of(draft=1e-3, token=2e-3, context=0.0):
