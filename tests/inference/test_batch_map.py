@@ -28,6 +28,7 @@ from accept_head.inference.costs.batch_table import (
 from accept_head.inference.policies.batch_map import BatchMapPolicy
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.profile.rounds import count_accepted
+from tests.inference.support.rounds import Given, Reference, compare
 from tests.inference.support.toy import ragged_prompts, two
 
 TABLE = [(1, 1, 4), (2, 3, 2), (4, 5, 0), (6, 9, 1)]
@@ -62,16 +63,22 @@ def vllm_lookup(schedule, largest):
     return lookup
 
 
-def answers(policy, largest):
-    policy.start(largest, torch.device("cpu"))
-    said = []
-    for count in range(largest + 1):
-        live = torch.arange(largest) < count
-        answer = policy.start_round(live.flip(0) if count % 2 else live)
-        assert answer.dtype == torch.int64 and answer.shape == (largest,)
-        assert len(set(answer.tolist())) == 1, "all rows draft the same number"
-        said.append(int(answer[0]))
-    return said
+class Lookup(Reference):
+    def __init__(self, table, largest):
+        self.lengths = vllm_lookup(table, largest)
+
+    def drafts(self, live, given, lengths):
+        return [self.lengths[len(live)]] * len(live)
+
+
+def every_batch_size(policy, reference, largest):
+    """A round with 0, 1, 2, … rows that are live."""
+
+    def given(count, random):
+        live = np.arange(largest) < count
+        return Given(live[::-1].copy() if count % 2 else live, np.zeros((largest, 1)))
+
+    return compare(policy, reference, given, largest + 1, [3] * largest).drafted.max(1)
 
 
 def random_table(random):
@@ -88,14 +95,15 @@ def test_the_policy_drafts_what_vllm_drafts_at_every_batch_size():
     random, gaps, unsorted = np.random.default_rng(0), 0, 0
     for _ in range(200):
         table = random_table(random)
-        assert answers(BatchMapPolicy(table), 24) == vllm_lookup(table, 24)
+        every_batch_size(BatchMapPolicy(table), Lookup(table, 24), 24)
         gaps += sum(last - first + 1 for first, last, _ in table) < max(last for _, last, _ in table)
         unsorted += table != sorted(table)
     assert gaps > 50 and unsorted > 50
 
 
 def test_vllms_own_example_of_gaps_and_a_tail():
-    said = answers(BatchMapPolicy([(1, 16, 3), (32, 64, 2), (80, 90, 0)]), 100)
+    table = [(1, 16, 3), (32, 64, 2), (80, 90, 0)]
+    said = every_batch_size(BatchMapPolicy(table), Lookup(table, 100), 100)
     assert [said[size] for size in (0, 1, 16, 17, 31, 32, 64, 79, 80, 100)] == [0, 3, 3, 3, 3, 2, 2, 2, 0, 0]
 
 
@@ -136,12 +144,8 @@ def test_numbers_that_are_not_integers_are_refused(value):
 def test_idle_rows_do_not_count_and_no_rows_draft_nothing():
     policy = BatchMapPolicy(TABLE)
     assert (policy.max_draft_tokens, Drafting(policy).stops_early, policy.needs) == (4, False, frozenset())
-    policy.start(6, torch.device("cpu"))
-    live = torch.tensor([False, True, False, True, True, False])
-    assert policy.start_round(live).tolist() == [2] * 6
-    assert policy.start_round(torch.zeros(6, dtype=torch.bool)).tolist() == [0] * 6
-    policy.select(torch.tensor([3]))
-    assert policy.start_round(torch.tensor([True])).tolist() == [4]
+    for live, k in (([False, True, False, True, True, False], 2), ([False] * 6, 0), ([True], 4)):
+        assert policy.start_round(torch.tensor(live)).tolist() == [k] * len(live)
 
 
 # --- making a table --------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import input_embeddings
+from tests.inference.support.references import product_rule
 from tests.inference.support.toy import (
     TOKENS,
     architectures,
@@ -323,19 +324,15 @@ def test_a_head_reads_the_embedding_of_the_token_that_it_judges(kind, wrong):
 @torch.no_grad()
 def rule(head, draft, text, drafted, threshold, budget, sampling, k_min, late):
     """After how many tokens the rule stops. The token judged is the last one, or, late, the one before it."""
-    output = draft(torch.tensor([text + drafted]), output_hidden_states=True)
-    survival = 1.0
-    for length in range(1 + late, min(budget, len(drafted)) + 1):
-        judged = length - late
-        token, drawn_from = drafted[judged - 1], len(text) + judged - 2
+    output, probabilities = draft(torch.tensor([text + drafted]), output_hidden_states=True), [1.0] * budget
+    for place, token in enumerate(drafted[:budget]):
+        drawn_from = len(text) + place - 1
         logits = output.logits[0, drawn_from]
         q = logits.softmax(-1) if sampling.greedy else sampling.probabilities(logits)
         signals = torch.stack([q[token].log(), -(q * q.log()).sum(), q.max()])
         state = output.hidden_states[-1][0, drawn_from + (head.config.reads == "drawn")]
-        survival *= float(head.probability(state, signals=signals, token_ids=torch.tensor(token)))
-        if 1 - survival > threshold and length >= k_min:
-            return length
-    return budget
+        probabilities[place] = float(head.probability(state, signals=signals, token_ids=torch.tensor(token)))
+    return product_rule(probabilities, threshold, budget, k_min=k_min, lag=int(late))
 
 
 def test_a_head_by_its_spec_is_the_policy_of_its_folder(tmp_path):

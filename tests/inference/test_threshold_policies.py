@@ -13,10 +13,13 @@ from scipy.stats import entropy as scipy_entropy
 from accept_head import InputError, Sampling
 from accept_head.inference import generate
 from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.policy import DraftStep, Signal
+from accept_head.inference.policy import Signal
+from tests.inference.support.references import product_rule
+from tests.inference.support.rounds import one_round
 from tests.inference.support.toy import random_head, toy_pair
 
 HIDDEN = 4
@@ -39,23 +42,9 @@ class Scripted(ThresholdPolicy):
         return step.logprob
 
 
-def step(depth, active, **signals):
-    ids = torch.zeros(len(active), dtype=torch.long)
-    return DraftStep(depth=depth, token_ids=ids, active=torch.tensor(active), **signals)
-
-
 def drafted(policy, rows, signal="logprob"):
-    """Tokens that each row drafts when its signals are rows[r]; as the decode loop asks."""
-    table = torch.tensor(rows)
-    active, counts = torch.ones(len(rows), dtype=torch.bool), torch.zeros(len(rows), dtype=torch.long)
-    most = policy.start_round(active).clamp(max=table.shape[1])
-    for depth in range(1, table.shape[1] + 1):
-        counts += active
-        active = active & (counts < most)
-        active = active & policy.keep_drafting(step(depth, active.tolist(), **{signal: table[:, depth - 1]}))
-        if not active.any():
-            break
-    return counts.tolist()
+    """Tokens that each row drafts when its signals are rows[r]."""
+    return one_round(policy, [True] * len(rows), {signal: rows})[0].tolist()
 
 
 def by_hand(scores, statistic, level, k_min, k_max):
@@ -161,36 +150,15 @@ def states():
     return torch.randn(3, 8, HIDDEN, generator=torch.Generator().manual_seed(4))
 
 
-def head_rounds(policy, states):
-    """Tokens that each row drafts, and how many of the states at drawn tokens were shown."""
-    rows, most = states.shape[0], min(states.shape[1] - 1, policy.max_draft_tokens)
-    active, counts, shown = torch.ones(rows, dtype=torch.bool), torch.zeros(rows, dtype=torch.long), 0
-    policy.start_round(active)
-    for depth in range(1, most + 1):
-        counts += active
-        drawn = states[:, depth] if Signal.DRAWN_HIDDEN in policy.needs and depth < most else None
-        fed = states[:, depth - 1] if Signal.FED_HIDDEN in policy.needs else None
-        shown += drawn is not None
-        active = active & (counts < most)
-        active = active & policy.keep_drafting(step(depth, active.tolist(), fed_hidden=fed, drawn_hidden=drawn))
-        if not active.any():
-            break
-    return counts.tolist(), shown
+def drafted_by(policy, states):
+    return drafted(policy, states, "states")
 
 
 def first_stop(head, states, threshold, k_min, lag, first):
     """SpecDec++ §4.2 by hand. first: which state judges Y_1."""
-    accepted = head.probability(states[:, first:])
-    counts = []
-    for row in accepted:
-        most = states.shape[1] - 1
-        stop = most
-        for k in range(k_min, most):
-            if k - lag >= 1 and 1 - float(row[: k - lag].prod()) > threshold:
-                stop = k
-                break
-        counts.append(stop)
-    return counts
+    most = states.shape[1] - 1
+    probabilities = head.probability(states[:, first:]).tolist()
+    return [product_rule(row, threshold, most, k_min=k_min, lag=lag) for row in probabilities]
 
 
 @pytest.mark.parametrize("k_min", [1, 2, 4])
@@ -200,9 +168,9 @@ def test_a_head_stops_by_its_product_at_either_lag(states, threshold, k_min):
     with torch.no_grad():
         for lag in (0, 1):
             policy = HeadPolicy(head, threshold, lag=lag, k_min=k_min)
-            assert head_rounds(policy, states)[0] == first_stop(head, states, threshold, k_min, lag, 1)
+            assert drafted_by(policy, states) == first_stop(head, states, threshold, k_min, lag, 1)
         policy = HeadPolicy(before, threshold, k_min=k_min)
-        assert head_rounds(policy, states)[0] == first_stop(before, states, threshold, k_min, 0, 0)
+        assert drafted_by(policy, states) == first_stop(before, states, threshold, k_min, 0, 0)
 
 
 @pytest.mark.parametrize("k_min", [1, 3])
@@ -219,14 +187,14 @@ def test_a_head_that_looks_ahead_stops_by_the_chance_of_the_token_not_yet_drawn(
         for lag in (0, 1):
             policy = HeadPolicy(head, threshold, lag=lag, k_min=k_min)
             late = [min(max(k + lag, k_min), 7) if k < 7 else 7 for k in stopped] if k_min == 1 else None
-            counts = head_rounds(policy, states)[0]
+            counts = drafted_by(policy, states)
             assert counts == (late if late and lag else stopped if not lag else counts)
             for judged, (probability, following) in enumerate(
                 zip(policy.predicted, policy.predicted_next, strict=True)
             ):
                 torch.testing.assert_close(torch.stack([probability, following], -1), both[:, judged])
         policy = HeadPolicy(head, threshold, lag=0, k_min=k_min, rule="product")
-        by_product = head_rounds(policy, states)[0]
+        by_product = drafted_by(policy, states)
         assert by_product == first_stop(head, states, threshold, k_min, 0, 1)
         assert not policy.predicts_next and not policy.predicted_next
     assert threshold < 0.6 or k_min == 3 or by_product != stopped, "the two rules are told apart"
@@ -247,10 +215,9 @@ def test_a_rule_that_the_head_cannot_follow_is_refused():
 def test_a_lag_drafts_two_tokens_at_least_and_asks_for_no_state_at_a_drawn_token(states):
     head = random_head(HIDDEN)
     with torch.no_grad():
-        counts, shown = head_rounds(HeadPolicy(head, 0.0, lag=1), states)
-        assert counts == [2, 2, 2] and shown == 0
-        counts, shown = head_rounds(HeadPolicy(head, 0.0, lag=0), states)
-        assert counts == [1, 1, 1] and shown == 1
+        late, at_once = HeadPolicy(head, 0.0, lag=1), HeadPolicy(head, 0.0, lag=0)
+        assert drafted_by(late, states) == [2, 2, 2] and not Drafting(late).looks_ahead
+        assert drafted_by(at_once, states) == [1, 1, 1] and Drafting(at_once).looks_ahead
 
 
 def test_what_a_policy_reads_and_what_it_needs():
@@ -265,5 +232,3 @@ def test_what_a_policy_reads_and_what_it_needs():
         (ConfidencePolicy(0.5), {Signal.LOGPROB}, {Signal.LOGPROB}),
     ):
         assert (policy.reads, policy.needs) == (reads, needs)
-    assert HeadPolicy(drawn, 0.5).scores == ConfidencePolicy(0.5).scores == "proposal"
-    assert EntropyPolicy(0.5).scores == "prefix"

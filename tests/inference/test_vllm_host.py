@@ -24,6 +24,8 @@ from accept_head.inference.policies.max_prob import MaxProbPolicy
 from accept_head.inference.policy import RowPolicy, Signal
 from accept_head.signals import draft_signals
 from tests.inference.support.foreign import HIDDEN, Engine, host_of, names
+from tests.inference.support.references import ScalarAdaEdl, product_rule
+from tests.inference.support.rounds import Verified
 from tests.inference.support.toy import random_head
 
 CPU = torch.device("cpu")
@@ -77,20 +79,11 @@ def test_heads_read_the_state_that_they_were_trained_on(reading, signals, batch,
 
 
 def scalar_head(head, lag, engine, row, limit, threshold):
-    """SpecDec++ §4.2, one row: how many tokens are drafted."""
-    product = 1.0
-    for k in range(
-        1, limit + 1
-    ):  # Y_k is drawn from q[k - 1], which came with hidden[k - 1]; hidden[k] is the one at Y_k
-        judged = k - 1 if lag == 1 else k
-        if judged == 0 or (head.config.reads == "drawn" and judged == limit):
-            continue
-        hidden = engine.hidden[judged - 1 if head.config.reads == "before" else judged, row]
-        extra = draft_signals(engine.q[judged - 1, row], engine.ids[judged - 1, row]) if head.config.signals else None
-        product *= float(head.probability(hidden, signals=extra).detach())
-        if 1 - product > threshold:
-            return k
-    return limit
+    """How many tokens are drafted. Y_k is drawn from q[k − 1], which came with hidden[k − 1]; hidden[k] is at it."""
+    hidden = engine.hidden[:-1] if head.config.reads == "before" else engine.hidden[1:]
+    signals = draft_signals(engine.q[:, row], engine.ids[:, row])[:limit] if head.config.signals else None
+    probabilities = head.probability(hidden[:limit, row], signals=signals).tolist()
+    return product_rule(probabilities, threshold, limit, lag=lag or 0)
 
 
 def test_a_head_that_read_the_wrong_state_would_be_seen():
@@ -123,19 +116,6 @@ def test_nothing_is_drafted_where_nothing_is_wanted_yet_the_draft_is_fed():
 # --- rows are requests ----------------------------------------------------------------------------------------------
 
 
-class ScalarAdaEdl:
-    """One request's moving level, from docs/theory.md §8."""
-
-    def __init__(self, level):
-        self.level, self.rate = level, 0.9
-
-    def verified(self, drafted, accepted, k_max):
-        self.rate = 0.5 * self.rate + 0.5 * accepted / drafted
-        change = 0.01 if self.rate < 0.9 else -0.01
-        target = self.level if self.rate >= 0.9 and accepted == k_max else self.level + change
-        self.level = 0.9 * self.level + 0.1 * target
-
-
 def test_a_requests_state_follows_it_through_joins_departures_and_moves():
     random, policy = np.random.default_rng(3), AdaEdlPolicy(0.5, k_max=6)
     host = host_of(policy, rows=6, limit=6)
@@ -146,7 +126,7 @@ def test_a_requests_state_follows_it_through_joins_departures_and_moves():
             del running[: int(random.integers(0, 3))]
         while len(running) < 6 and random.random() < 0.6:
             running.append(f"request-{made}")
-            scalars[running[-1]] = ScalarAdaEdl(0.5)
+            scalars[running[-1]] = ScalarAdaEdl(0.5, 6)
             made += 1
         if not running:
             continue
@@ -158,7 +138,7 @@ def test_a_requests_state_follows_it_through_joins_departures_and_moves():
         )
         lengths, _ = Engine(len(running), 6, number).round(host, running, verdict=verdict)
         for name, length in verified.items():
-            scalars[name].verified(length, accepted[name], 6)
+            scalars[name].verified(Verified(0, length, length, accepted[name]))
         assert policy.levels.tolist() == pytest.approx([scalars[name].level for name in running], abs=1e-6)
         drafted = dict(zip(running, lengths, strict=True))
 

@@ -159,8 +159,8 @@ class Verified:
     drafted: int
     submitted: int
     accepted: int
-    divergence: list[float]  # of tokens that were judged
-    seconds: float
+    divergence: list[float] = field(default_factory=list)  # of tokens that were judged
+    seconds: float = 0.0
 
 
 class Rowwise(Reference):
