@@ -12,15 +12,15 @@ export OMP_NUM_THREADS ?= 1
 # Files of tests side by side, a process a core, each with one thread.
 PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
 
-.PHONY: demo test test-all test-vllm vllm-env lint docs pair browser clean
+.PHONY: demo test test-all test-vllm vllm-env lint docs pair clean
 
 demo: $(READY)
 	$(BIN)/accept-head demo --out runs/demo
 
-test: $(READY) lint browser
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+test: $(READY) lint
+	$(BIN)/python -m pytest -m "not slow" --durations=20 $(PARALLEL)
 
-test-all: $(READY) lint browser
+test-all: $(READY) lint
 	$(BIN)/python -m pytest $(PARALLEL)
 	$(MAKE) test-vllm VLLM_TESTS=
 
@@ -41,15 +41,6 @@ lint: $(READY)
 # The reference of the Python interface, from the docstrings.
 docs: $(READY)
 	$(BIN)/python docs/api.py build/docs
-
-# The report's page is tested in a real browser. Without one those tests are skipped, so failing to install it is no error.
-INSTALL_CHROMIUM := DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium
-browser:
-	@if ! command -v chromium >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "installing chromium for the tests of the report"; \
-		{ $(INSTALL_CHROMIUM) || { apt-get update -qq && $(INSTALL_CHROMIUM); }; } >/dev/null 2>&1 \
-			|| echo "no chromium could be installed: its tests will be skipped"; \
-	fi
 
 # Makes the embedded pair from the data in DATA, in OUT: over an hour and a half on one core. A stage whose result is there is
 # skipped. Big freed blocks are kept, not given back to the system: page faults are a fifth of the time otherwise.

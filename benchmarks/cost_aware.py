@@ -28,9 +28,10 @@ from rich.table import Table
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.files import read_json
-from accept_head.inference.policies.batch_stop import OURS, BatchStopPolicy
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.host import OURS
 from accept_head.inference.policy import DraftPolicy, VerifyOutcome
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds

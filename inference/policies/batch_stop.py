@@ -7,8 +7,9 @@ like to go on. Any policy can be wrapped that verifies all it drafts; its rows s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,22 +18,10 @@ from accept_head.errors import InputError
 from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.host import OURS, Host
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
 
-KIND = torch.float64  # sums over many rounds, and differences of nearly equal numbers
-
-
-@dataclass(frozen=True)
-class Host:
-    """What a decode loop spends besides the policy's wishes. padded: the target verifies as many tokens of every row as
-    of the row that drafted most. feeds: the draft's first forward takes place in a round without drafts, too."""
-
-    padded: bool
-    feeds: bool
-
-
-OURS = Host(padded=True, feeds=False)
-VLLM = Host(padded=False, feeds=True)
+Array = Any  # a tensor, or a numpy array: what is written below means the same for both
 
 
 class BatchStopPolicy(RowPolicy):
@@ -106,29 +95,48 @@ class BatchStopPolicy(RowPolicy):
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
             self.draw_next = self._draw_next
-        # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it.
-        self.accepted, self.before, self.after = (torch.zeros(self.max_draft_tokens, dtype=KIND) for _ in range(3))
-        self.totals = torch.zeros(4, dtype=KIND)  # rows, tokens emitted, draft steps, tokens verified besides the last
-        self.lengths, self.idle = torch.empty(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
+        zeros, depths = self.xp.zeros, self.max_draft_tokens
+        # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64:
+        # sums over many rounds, and differences of nearly equal numbers.
+        self.accepted, self.before, self.after = (zeros(depths, dtype=self.xp.float64) for _ in range(3))
+        # Rows, tokens emitted, draft steps, tokens verified besides the last.
+        self.totals = zeros(4, dtype=self.xp.float64)
+        self.lengths, self.idle = zeros(0, dtype=self.xp.int64), zeros((), dtype=self.xp.int64)
         self.told = 0  # how many of the policy's predictions are in `survival`
-        self.survival = self.rho = self.token_price = self.step_price = torch.empty(0, dtype=KIND)
-        self.longest = self.steps = torch.zeros((), dtype=torch.long)
+        self.survival = self.rho = self.token_price = self.step_price = zeros(0, dtype=self.xp.float64)
+        self.longest = self.steps = zeros((), dtype=self.xp.int64)
         # Of each depth of this round, a row: S·β̂ if it went on to it, else 0; and S once it was judged.
-        self.decided, self.judged = list[Tensor](), list[Tensor]()
+        self.decided, self.judged = list[Array](), list[Array]()
         self.forget()
 
     def forget(self) -> None:
         """As if it were new, in the same memory: of one row that drafted nothing."""
         for sums in (self.accepted, self.before, self.after, self.totals):
-            sums.zero_()
+            sums[...] = 0.0
         self.totals[:2] = 1.0
         self.totals[2] = float(self.host.feeds)
+
+    @property
+    def xp(self) -> Any:
+        return np if self.host.in_numpy else torch
+
+    def _array(self, tensor: Tensor) -> Array:
+        return tensor.cpu().numpy() if self.host.in_numpy else tensor
+
+    def _tensor(self, array: Array) -> Tensor:
+        return torch.from_numpy(array) if self.host.in_numpy else array
+
+    def _float64(self, numbers: Array) -> Array:
+        return self.xp.asarray(numbers, dtype=self.xp.float64)
+
+    def _number(self, number: Array) -> Array:
+        return float(number) if self.host.in_numpy else number.to(torch.float64)
 
     @property
     def capture(self) -> Capture | None:
         """Not around a policy that learns: what that does with the outcome is not known here."""
         held = capture_of(self.policy)
-        if held is None or self.inner.learns or not self.in_chunks:
+        if held is None or self.inner.learns or not self.in_chunks or self.host.in_numpy:
             return None
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
@@ -150,17 +158,19 @@ class BatchStopPolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         """What was learnt stays, and stays where it is, if that is on the device."""
         self.inner.start(batch, device)
-        if self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
+        if self.host.in_numpy:
+            self.lengths = np.zeros(batch, dtype=np.int64)
+        elif self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
             self.accepted, self.before, self.after, self.totals, self.idle = (
                 each.to(device) for each in (self.accepted, self.before, self.after, self.totals, self.idle)
             )
             self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.lengths.zero_()
-        self.idle.zero_()
+        self.lengths[...] = 0
+        self.idle[...] = 0
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
-        self.lengths[rows] = lengths
+        self.lengths[self._array(rows)] = self._array(lengths)
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -168,102 +178,110 @@ class BatchStopPolicy(RowPolicy):
     def select(self, rows: Tensor) -> None:
         """Between rounds."""
         self.inner.select(rows)
-        self.lengths = self.lengths[rows]
+        self.lengths = self.lengths[self._array(rows)]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def start_round(self, live: Tensor) -> Tensor:
-        budget = self.policy.start_round(live)
-        first_price = self._set_prices(live)
+        budget, alive, xp = self._array(self.policy.start_round(live)), self._array(live), self.xp
+        first_price = self._set_prices(alive)
         self.rho = self._ratios()
-        wanting = (live & (budget > 0)).to(KIND)
+        wanting = self._float64(alive & (budget > 0))
         self.longest = self._pays(wanting * self.rho[0], first_price) * self.max_draft_tokens
         if self.probe:
             probing = (self.idle >= self.probe) & self._pays(wanting, first_price)
-            self.longest = torch.maximum(self.longest, probing.long())
-        self.survival, self.told, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
+            self.longest = xp.maximum(self.longest, probing * 1)
+        self.survival, self.told, self.steps = xp.ones_like(wanting), 0, xp.zeros_like(self.longest)
         self.decided, self.judged = [wanting * (self.longest > 0)], []
-        return torch.minimum(budget, self.longest)
+        return self._tensor(xp.minimum(budget, self.longest))
 
     def _draw_next(self, step: DraftStep) -> Tensor:
-        self.steps = torch.where(step.active.any(), step.depth, self.steps)
+        self.steps = self.xp.where(self._array(step.active).any(), step.depth, self.steps)
         wanted: Tensor = self.policy.draw_next(step)  # type: ignore[attr-defined]
         return wanted
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        active = self.policy.keep_drafting(step)
-        # A policy that looks ahead was shown the state at the drawn token: one more forward has taken place.
-        fed = step.depth + (step.drawn_hidden is not None)
-        self.steps = torch.where(step.active.any(), fed, self.steps).maximum(self.steps)
+        xp, active = self.xp, self._array(self.policy.keep_drafting(step))
+        if step.drawn_hidden is not None:  # to judge it, the drawn token was fed: one more forward has taken place
+            self.steps = xp.where(self._array(step.active).any(), step.depth + 1, self.steps)
         for probability in self.predicted[self.told :]:
-            self.survival = self.survival * probability
+            self.survival = self.survival * self._array(probability)
         self.told = len(self.predicted)
         self.judged.append(self.survival)
         if step.depth >= self.max_draft_tokens:
-            return active
-        hope = self.survival * self.predicted_next[-1] if self.predicted_next else self.survival
-        gain = torch.where(active, hope * self.rho[step.depth], 0.0)
-        going = self._pays(gain, self.step_price) & (gain > self.token_price)
-        self.decided.append(torch.where(going, hope, 0.0))
-        return going
+            return self._tensor(active)
+        hope = self.survival * self._array(self.predicted_next[-1]) if self.predicted_next else self.survival
+        gain = xp.where(active, hope * self.rho[step.depth], 0.0)
+        goes_on = self._pays(gain, self.step_price) & (gain > self.token_price)
+        self.decided.append(xp.where(goes_on, hope, 0.0))
+        return self._tensor(goes_on)
 
-    def _pays(self, gain: Tensor, price: Tensor) -> Tensor:
+    def _pays(self, gain: Array, price: Array) -> Array:
         """() bool, whether a step with this gain of each row, (batch,), is worth its price."""
-        return (gain - self.token_price).clamp(min=0).sum() > price
+        above = gain - self.token_price
+        return self.xp.where(above > 0, above, 0.0).sum() > price
 
     # --- what is known at its beginning ------------------------------------------------------------------------------
 
-    def _set_prices(self, live: Tensor) -> Tensor:
+    def _set_prices(self, live: Array) -> Array:
         """What time is worth this round, in tokens → the price of its first step."""
-        rows, context = live.sum().to(KIND), (self.lengths * live).sum().to(KIND)
+        rows, context = self._number(live.sum()), self._number((self.lengths * live).sum())
         drafting, verifying = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
         one = self.costs.verify_seconds(rows + 1, context) - verifying
         emitted, steps, verified = self.totals[1:] / self.totals[0]
         seconds = steps * drafting + self.costs.verify_seconds(rows * (1 + verified), context)
         plain = verifying + self.host.feeds * drafting
-        speed = torch.maximum(rows * emitted / seconds, rows / plain)  # λ
-        column = rows * one if self.host.padded else torch.zeros_like(rows)
-        self.token_price = torch.zeros_like(rows) if self.host.padded else speed * one
+        speed = self.xp.maximum(rows * emitted / seconds, rows / plain)  # λ
+        column = rows * one if self.host.padded else 0.0 * rows
+        self.token_price = 0.0 * rows if self.host.padded else speed * one
         self.step_price = speed * (drafting + column)
         return speed * column if self.host.feeds else self.step_price
 
-    def _ratios(self) -> Tensor:
+    def _ratios(self) -> Array:
         """ρ of every depth, (max_draft_tokens,). It is a·κ + b of the depth before, and so is κ = g·κ + h of it, which
         as a sum over all earlier depths, Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, takes a few operations in place of
         some a depth."""
-        accepted, near, far = self.accepted, self.prior + self.before, self.prior + self.after
+        xp, accepted = self.xp, self.accepted
+        near, far = self.prior + self.before, self.prior + self.after
         a, b = self.prior * self.optimism / near, accepted / near
-        ones = torch.ones_like(accepted[:1])
-        g = torch.cat([ones, (self.prior * a / far)[:-1]])
-        h = torch.cat([ones, ((self.prior * b + accepted) / far)[:-1]])
-        depth = torch.arange(len(g), device=g.device)
-        factors = torch.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
-        kappa = torch.where(depth >= depth[:, None], h[:, None] * factors, 0.0).sum(0)
+        one = xp.ones_like(accepted[:1])
+        g = xp.concatenate([one, (self.prior * a / far)[:-1]])
+        h = xp.concatenate([one, ((self.prior * b + accepted) / far)[:-1]])
+        depth = self._depths()
+        factors = xp.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
+        kappa = xp.where(depth >= depth[:, None], h[:, None] * factors, 0.0).sum(0)
         return a * kappa + b
+
+    def _depths(self) -> Array:
+        """0, 1, …, (max_draft_tokens,)."""
+        depths = self.max_draft_tokens
+        return np.arange(depths) if self.host.in_numpy else torch.arange(depths, device=self.accepted.device)
 
     # --- what is learnt of it ----------------------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        live, submitted = outcome.live, outcome.submitted
+        xp, depth = self.xp, self._depths()[:, None]
+        told = outcome.live, outcome.drafted, outcome.submitted, outcome.accepted, outcome.lengths
+        live, drafted, submitted, accepted, lengths = (self._array(each) for each in told)
         rows = live.sum()
-        keep = (1 - 1 / self.memory) ** rows.to(KIND)
-        depth = torch.arange(self.max_draft_tokens, device=live.device)[:, None]
+        keep = (1 - 1 / self.memory) ** self._number(rows)
         # A host may verify less than was drafted: of the rest nothing is known. A token that the policy peeked at and
         # declined was a step that gained nothing.
-        looked = submitted + (submitted == outcome.drafted) if self.inner.peeks else submitted
+        looked = submitted + (submitted == drafted) if self.inner.peeks else submitted
         for sums, survival, known in ((self.before, self.decided, looked), (self.after, self.judged, submitted)):
-            sums.mul_(keep)
+            sums *= keep
             if survival:
                 reached = (live & (depth < known))[: len(survival)]  # (depths, batch)
-                sums[: len(survival)] += torch.where(reached, torch.stack(survival), 0.0).sum(-1)
-        self.accepted.mul_(keep).add_((live & (depth < outcome.accepted)).sum(-1))
-        drafted = (outcome.drafted * live).max()
+                sums[: len(survival)] += xp.where(reached, xp.stack(survival), 0.0).sum(-1)
+        self.accepted *= keep
+        self.accepted += (live & (depth < accepted)).sum(-1)
+        longest = (drafted * live).max()
         # A host need not ask at the last depth.
-        steps = torch.where(drafted > 0, torch.maximum(drafted, self.steps), int(self.host.feeds))
+        steps = xp.where(longest > 0, xp.maximum(longest, self.steps), int(self.host.feeds))
         verified = rows * (submitted * live).max() if self.host.padded else (submitted * live).sum()
-        emitted = ((outcome.accepted + 1) * live).sum()
-        self.totals.mul_(keep).add_(torch.stack([rows, emitted, rows * steps, verified]))
-        self.idle.copy_(torch.where(self.longest > 0, 0, self.idle + 1))
-        self.lengths.copy_(outcome.lengths)
+        self.totals *= keep
+        self.totals += xp.stack([rows, ((accepted + 1) * live).sum(), rows * steps, verified])
+        self.idle[...] = xp.where(self.longest > 0, 0, self.idle + 1)
+        self.lengths[...] = lengths
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -150,7 +150,7 @@ class Drafting:
         answer that is not as the interface asks for."""
         dtype, kind = (torch.long, "int64") if method in ("start_round", "trim") else (torch.bool, "bool")
         if isinstance(answer, Tensor) and answer.shape == (batch,) and answer.dtype == dtype:
-            agreed = answer if self.agree is None else self.agree(answer)
+            agreed = answer if self.agree is None else self.agree(self.there(answer))
             return agreed if self.device is None else agreed.cpu()
         got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
         name = type(self.policy).__name__

@@ -17,7 +17,8 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.inference import policies
 from accept_head.inference.costs.files import pair_costs
-from accept_head.inference.policies.batch_stop import OURS, BatchStopPolicy, Host
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.host import OURS, Host
 from accept_head.inference.policies.spec import (
     POLICIES,
     DraftShape,
@@ -35,6 +36,9 @@ COSTS = "costs"
 for _found in walk_packages(policies.__path__, policies.__name__ + "."):
     if _found.name != __name__:
         import_module(_found.name)
+_by_name = sorted(POLICIES.items())
+POLICIES.clear()
+POLICIES.update(_by_name)
 
 
 def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:

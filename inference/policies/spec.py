@@ -100,7 +100,7 @@ class Spec:
         return made
 
 
-POLICIES: dict[str, Spec] = {}  # by name, in the order in which their modules are imported
+POLICIES: dict[str, Spec] = {}  # registry.py fills it
 Class = TypeVar("Class", bound=type[Any])
 
 

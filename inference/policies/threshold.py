@@ -34,7 +34,7 @@ class ThresholdPolicy(RowPolicy):
     grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # thresholds to tune over
     lag = 0
     predicts = False  # whether a score is P̂(Y accepted | those before it were)
-    by_depth = False  # whether its scores are corrected by depth, or by what it has seen; `replay_host` prices those
+    by_depth = False  # whether its scores are corrected by depth, or by what it has seen; replay/asking.py prices those
     reads: frozenset[Signal]
 
     def __init__(self, name: str, threshold: float, k_min: int, k_max: int):

@@ -22,8 +22,9 @@ from accept_head.inference.adapters.vllm.settings import (
     is_the_tested,
 )
 from accept_head.inference.engine.compiled import compiled
-from accept_head.inference.policies.batch_stop import VLLM, BatchStopPolicy
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.host import VLLM
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policies.spec import DraftShape
