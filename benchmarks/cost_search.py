@@ -17,9 +17,9 @@ from record import TINY, write_result
 from rich.console import Console
 from rich.table import Table
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.cost_aware import cost_aware

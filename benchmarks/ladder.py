@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from record import REPOSITORY, RESULTS, TINY, write_result
 
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.head.network import AcceptanceHead
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.comparison import compare, throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
@@ -39,9 +39,10 @@ from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_ora
 from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.rules import LEARNERS, RULES, ask
 from accept_head.pair import checkpoint_fingerprint, load_model
-from accept_head.trace import CONFIG_NAME, TraceConfig, read_traces, write_shard
+from accept_head.trace.config import CONFIG_NAME, TraceConfig
+from accept_head.trace.shards import read_traces, write_shard
 from accept_head.training.collect.verb import collect
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 DRAFT, TARGET = str(TINY / "draft"), str(TINY / "target")
 COSTS = (0.05, 0.1, 0.21)

@@ -20,9 +20,12 @@ from record import REPOSITORY, TINY, write_result
 from tqdm import tqdm
 
 from accept_head import Pair, load_pair
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.inference import generate
-from accept_head.inference.policies import ConfidencePolicy, EntropyPolicy, FixedPolicy, HeadPolicy
+from accept_head.inference.policies.confidence import ConfidencePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.bootstrap import draws
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds

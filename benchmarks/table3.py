@@ -26,11 +26,11 @@ import numpy as np
 from record import REPOSITORY, RESULTS, TINY, write_result
 
 from accept_head import load_pair
-from accept_head.cli import quiet_libraries
+from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference.costs.files import read_costs
-from accept_head.inference.policies import HeadPolicy
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
@@ -39,7 +39,7 @@ from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_ora
 from accept_head.inference.tune.heads import load_heads
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.prompts import load_prompts
-from accept_head.training.learn.run import train
+from accept_head.training.learn.verb import train
 
 DEPTHS, WEIGHTS, THRESHOLDS = (0, 1, 2, 3, 4), (1.0, 3.0, 6.0, 12.0), (0.1, 0.3, 0.5, 0.7, 0.9)
 FIXED = (1, 2, 3, 4, 6, 8, 10, 12, 14)

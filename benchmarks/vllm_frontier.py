@@ -15,8 +15,8 @@ import numpy as np
 from ladder import coupled, loaded
 from record import TINY, write_result
 
-from accept_head.cli import quiet_libraries
-from accept_head.inference.policies import HeadPolicy
+from accept_head.command.libraries import quiet_libraries
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed

@@ -27,7 +27,7 @@ from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.rows import Finished, Request
 from accept_head.inference.decode.stopping import Stopping
-from accept_head.inference.policies import make_policy
+from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.pair import Pair, end_ids
 from accept_head.prompts import load_prompts

@@ -20,7 +20,7 @@ PRELOADED = (
     "transformers.utils.logging",
     "accept_head.cli",
     "accept_head.hub.publish",
-    "accept_head.inference.policies.specs",
+    "accept_head.inference.policies.registry",
 )
 
 
