@@ -31,7 +31,7 @@ DRAWS: dict[Verifier, tuple[str, ...]] = {"ratio": ("random",), "match": ("rando
 
 
 @dataclass(frozen=True)
-class Settings:
+class SharedSettings:
     """What the steps of all policies read. stopping: of the first run with them, whose tensor of end tokens is in the
     graphs."""
 
@@ -51,7 +51,7 @@ class CapturedSteps:
 
     def free(self) -> None:
         """Give all memory back: the rows have moved, say."""
-        self.settings: Settings | None = None
+        self.settings: SharedSettings | None = None
         self.seed: int | None = None
         self.policies: dict[int, _OfPolicy] = {}
         self.shared = Graphs(self.backend, self.also) if self.backend else None
@@ -62,7 +62,7 @@ class CapturedSteps:
         """Graphs of a run for the steps that ask no policy; and what says which tokens end a text, the same ones as
         `stopping` does. processing: a `plain` one."""
         ends = tuple(stopping.end_ids.tolist())
-        settings = Settings(processing.sampling, processing.vocab_size, ends, verifier, stopping)
+        settings = SharedSettings(processing.sampling, processing.vocab_size, ends, verifier, stopping)
         if settings != self.settings:
             self.free()
             self.settings = settings

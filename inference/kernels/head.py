@@ -47,7 +47,7 @@ def scorer_of(
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedHead:
     """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), of
     signals as they come, or (9, channels), of a base's functions of them, or None. shift: (channels,) or None. table:
     (vocab, channels) if there is no `embedding` to multiply by, else (vocab, hidden_size). weights: (channels,
@@ -78,7 +78,7 @@ class KernelScorer:
     ):
         self.head, self.in_torch, self.beside, self.config = head, in_torch, beside, head.config
         self.places = [0, 1] if prediction == "both" else [head.index_of(prediction)]
-        self.packed: dict[torch.dtype, Packed] = {}
+        self.packed: dict[torch.dtype, PackedHead] = {}
         self.passed: dict[tuple[torch.dtype, bool], bool] = {}
 
     def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
@@ -159,7 +159,7 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
+def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> PackedHead:
     """The weights as they are now, where the head is."""
     config = head.config
     base, bias = None, torch.zeros(len(places), device=head.device)
@@ -168,7 +168,7 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
         bias = bias + head.base.bias[places]
     if not config.residual:
         nothing = torch.empty(len(places), 0, device=head.device)
-        return Packed(None, None, None, None, None, [], [], nothing, base, bias)
+        return PackedHead(None, None, None, None, None, [], [], nothing, base, bias)
     state = head.state_input.weight.to(dtype).contiguous() if config.width is not None else None
     scale = table = embedding = None
     shift = head.state_input.bias.detach() if config.standardised else None
@@ -184,7 +184,7 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
                 rows.copy_(part.to(folded.dtype) @ folded.t())
         else:
             table, embedding = embeddings, folded.to(dtype).contiguous()
-    return Packed(
+    return PackedHead(
         state,
         scale,
         shift,
@@ -199,7 +199,7 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> Packed:
 
 
 def _run(
-    packed: Packed, read: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
+    packed: PackedHead, read: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
 ) -> tuple[Tensor, Tensor]:
     """read: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
     layer read, (rows, channels) float32, which is nothing of use unless it is asked for: it then takes a kernel more.

@@ -60,7 +60,7 @@ class BatchStopPolicy(RowPolicy):
     depend on how deep the batch goes, and so on what is drawn later.
     """
 
-    OF_A_ROUND = ("survival", "decided", "judged", "told", "steps", "rho", "token_price", "step_price", "longest")
+    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "rho", "token_price", "step_price", "longest")
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class BatchStopPolicy(RowPolicy):
         # Rows, tokens emitted, draft steps, tokens verified besides the last.
         self.totals = zeros(4, dtype=self.xp.float64)
         self.lengths, self.idle = zeros(0, dtype=self.xp.int64), zeros((), dtype=self.xp.int64)
-        self.told = 0  # how many of the policy's predictions are in `survival`
+        self.counted = 0  # how many of the policy's predictions are in `survival`
         self.survival = self.rho = self.token_price = self.step_price = zeros(0, dtype=self.xp.float64)
         self.longest = self.steps = zeros((), dtype=self.xp.int64)
         # Of each depth of this round, a row: S·β̂ if it went on to it, else 0; and S once it was judged.
@@ -191,7 +191,7 @@ class BatchStopPolicy(RowPolicy):
         if self.probe:
             probing = (self.idle >= self.probe) & self._pays(wanting, first_price)
             self.longest = xp.maximum(self.longest, probing * 1)
-        self.survival, self.told, self.steps = xp.ones_like(wanting), 0, xp.zeros_like(self.longest)
+        self.survival, self.counted, self.steps = xp.ones_like(wanting), 0, xp.zeros_like(self.longest)
         self.decided, self.judged = [wanting * (self.longest > 0)], []
         return self._tensor(xp.minimum(budget, self.longest))
 
@@ -204,9 +204,9 @@ class BatchStopPolicy(RowPolicy):
         xp, active = self.xp, self._array(self.policy.keep_drafting(step))
         if step.drawn_hidden is not None:  # to judge it, the drawn token was fed: one more forward has taken place
             self.steps = xp.where(self._array(step.active).any(), step.depth + 1, self.steps)
-        for probability in self.predicted[self.told :]:
+        for probability in self.predicted[self.counted :]:
             self.survival = self.survival * self._array(probability)
-        self.told = len(self.predicted)
+        self.counted = len(self.predicted)
         self.judged.append(self.survival)
         if step.depth >= self.max_draft_tokens:
             return self._tensor(active)
@@ -261,8 +261,8 @@ class BatchStopPolicy(RowPolicy):
 
     def observe(self, outcome: VerifyOutcome) -> None:
         xp, depth = self.xp, self._depths()[:, None]
-        told = outcome.live, outcome.drafted, outcome.submitted, outcome.accepted, outcome.lengths
-        live, drafted, submitted, accepted, lengths = (self._array(each) for each in told)
+        given = outcome.live, outcome.drafted, outcome.submitted, outcome.accepted, outcome.lengths
+        live, drafted, submitted, accepted, lengths = (self._array(each) for each in given)
         rows = live.sum()
         keep = (1 - 1 / self.memory) ** self._number(rows)
         # A host may verify less than was drafted: of the rest nothing is known. A token that the policy peeked at and

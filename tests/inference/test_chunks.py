@@ -84,7 +84,7 @@ ONE_BY_ONE = {
 }
 # What a round leaves behind, which the next one makes anew.
 OF_A_ROUND = {"predicted", "predicted_next", "drawn", "features", "tokens", "survivals", "seen", "earlier", "running"}
-OF_A_ROUND |= {"survival", "state", "pending", "decided", "judged", "told", "steps", "rho", "longest"}
+OF_A_ROUND |= {"survival", "state", "pending", "decided", "judged", "counted", "steps", "rho", "longest"}
 OF_A_ROUND |= {"token_price", "step_price"}
 
 

@@ -129,7 +129,7 @@ def test_captured_steps_see_what_has_changed(change, backend):
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_graph_that_is_kept_although_it_does_not_fit_shows(change, backend, monkeypatch):
     """Each comparison that `Steps` makes, left out."""
-    monkeypatch.setattr(captured.Settings, "__eq__", lambda one, another: another is not None)
+    monkeypatch.setattr(captured.SharedSettings, "__eq__", lambda one, another: another is not None)
     monkeypatch.setattr(captured, "read_by_steps", lambda policy: {})
     monkeypatch.setattr(Graphs, "forget", lambda graphs, *names: None)
     assert changed(new_decoder("graphs"), change, backend) != changed(new_decoder(), change, backend)

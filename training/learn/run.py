@@ -29,7 +29,7 @@ from accept_head.version import VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class TrainSettings:
     """The checked options of `accept-head train`; verb.py says what each means.
 
     recipe: the name of a recipe. chosen: that recipe with the options that were given. Some of its values depend on the
@@ -57,7 +57,7 @@ class Settings:
     trust_remote_code: bool
 
 
-def run_training(settings: Settings) -> None:
+def run_training(settings: TrainSettings) -> None:
     """Train the heads and write them, or continue an interrupted run."""
     set_cpu_threads(1)  # more cores are used by threads that have products of their own (threads.py)
     options = trainer_options(settings.precision)
@@ -127,7 +127,7 @@ def run_training(settings: Settings) -> None:
     trainer.strategy.barrier("saved")
 
 
-def _checked_splits(settings: Settings, draft: PreTrainedModel) -> Splits:
+def _checked_splits(settings: TrainSettings, draft: PreTrainedModel) -> Splits:
     """The training and dev traces. Raises InputError for traces of another draft, for traces longer than its context,
     and for traces without the overlap where the recipe needs it."""
     splits = read_splits(
@@ -144,7 +144,7 @@ def _checked_splits(settings: Settings, draft: PreTrainedModel) -> Splits:
     return splits
 
 
-def _for_run(settings: Settings, draft: PreTrainedModel, splits: Splits, processes: int) -> Recipe:
+def _for_run(settings: TrainSettings, draft: PreTrainedModel, splits: Splits, processes: int) -> Recipe:
     """The chosen recipe with every value fixed that depends on the draft, the traces and the number of processes."""
     recipe = settings.chosen
     if not settings.embedding_is_given and input_embeddings(draft).shape[-1] != hidden_size(draft):
@@ -204,7 +204,9 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
 
 
 @rank_zero_only
-def _save(settings: Settings, outcomes: list[Outcome], recipes: dict[str, Recipe], splits: Splits, steps: int) -> None:
+def _save(
+    settings: TrainSettings, outcomes: list[Outcome], recipes: dict[str, Recipe], splits: Splits, steps: int
+) -> None:
     """Write the heads and print their quality. steps: of the optimizer."""
     training = {"recipe": settings.recipe, "precision": settings.precision, "seed": settings.seed}
     save_heads(

@@ -11,7 +11,7 @@ from accept_head.training.learn.dry_run import train_plan
 from accept_head.training.learn.feature_cache import check_cacheable
 from accept_head.training.learn.mixing import Packing
 from accept_head.training.learn.recipe import RECIPES, Keep, variants
-from accept_head.training.learn.run import Settings, run_training
+from accept_head.training.learn.run import TrainSettings, run_training
 from accept_head.training.threads import Count
 
 
@@ -137,7 +137,7 @@ def train(
     if model_shapes is not None:
         raise InputError("--model_shapes is given, but only --dry_run true reads it")
     run_training(
-        Settings(
+        TrainSettings(
             traces=folders,
             dev_traces=Path(dev_traces) if dev_traces is not None else None,
             draft=draft,

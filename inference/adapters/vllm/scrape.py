@@ -66,10 +66,10 @@ def register_collector() -> None:
     from prometheus_client import REGISTRY
 
     with contextlib.suppress(ValueError):  # its names are taken: it is there already
-        REGISTRY.register(Collector())
+        REGISTRY.register(CountsCollector())
 
 
-class Collector:
+class CountsCollector:
     """A custom collector in prometheus_client's sense; nothing is read before it is asked."""
 
     def describe(self) -> list[Any]:

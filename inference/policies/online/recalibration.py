@@ -20,7 +20,7 @@ from torch import Tensor
 from accept_head.calibration import DepthCalibration
 from accept_head.errors import InputError
 from accept_head.inference.policies.online.newton_sums import NewtonSums
-from accept_head.inference.policies.online.rounds import Round, Token, gathered
+from accept_head.inference.policies.online.rounds import JudgedRound, Token, gathered
 from accept_head.inference.policy import VerifyOutcome
 
 ANONYMOUS = 0  # the tenant of rows that nobody named
@@ -115,7 +115,9 @@ class OnlineRecalibration:
         self.places: dict[str, int] = {}  # of tenants, the one named longest ago first
         self.tenants = torch.zeros(0, dtype=torch.long)  # (batch,) places
         self.tokens: list[Token] = []  # of this round, a depth
-        self.pending: list[Round] = []  # not in `fresh` yet: single rounds are too small to be worth the operations
+        self.pending: list[
+            JudgedRound
+        ] = []  # not in `fresh` yet: single rounds are too small to be worth the operations
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -228,7 +230,7 @@ class OnlineRecalibration:
             )
             assert z is not None
             told = Token(z, signals, state), self.tenants, judged, outcome.labels(len(tokens))
-            self.pending.append(Round(len(tokens), *told))
+            self.pending.append(JudgedRound(len(tokens), *told))
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0:
             self._step()

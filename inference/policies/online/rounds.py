@@ -20,7 +20,7 @@ class Token(NamedTuple):
     state: Tensor | None
 
 
-class Round(NamedTuple):
+class JudgedRound(NamedTuple):
     """depths: how many were judged. tokens: of all of them, (depths, batch, …) each. tenants, judged: (batch,) int.
     labels: (batch, depths)."""
 
@@ -42,7 +42,7 @@ class Gathered(NamedTuple):
     depth: Tensor
 
 
-def gathered(rounds: Sequence[Round], normal: Tensor, k_max: int, dtype: torch.dtype) -> Gathered:
+def gathered(rounds: Sequence[JudgedRound], normal: Tensor, k_max: int, dtype: torch.dtype) -> Gathered:
     """normal: (2, signals) mean and deviation of the signals."""
     tokens = [each.tokens for each in rounds]
     tenant, judged = (

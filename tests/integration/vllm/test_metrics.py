@@ -17,7 +17,7 @@ from vllm.v1.metrics.reader import Counter, Gauge, get_metrics_snapshot
 from accept_head.inference.adapters.vllm import metrics as module
 from accept_head.inference.adapters.vllm.counts import VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import FOLDER, DraftMetrics
-from accept_head.inference.adapters.vllm.scrape import PREFIX, Collector, share_metrics
+from accept_head.inference.adapters.vllm.scrape import PREFIX, CountsCollector, share_metrics
 
 pytestmark = pytest.mark.usefixtures("folder")
 
@@ -75,7 +75,7 @@ def test_the_text_that_is_scraped():
 
 def test_there_is_one_collector_however_often_the_plugin_is_registered():
     share_metrics()
-    mine = [collector for collector in REGISTRY._collector_to_names if isinstance(collector, Collector)]
+    mine = [collector for collector in REGISTRY._collector_to_names if isinstance(collector, CountsCollector)]
     assert len(mine) == 1
     unregister_vllm_metrics()  # what a second engine in the process does; ours has none of the first engine's numbers
     assert mine[0] in REGISTRY._collector_to_names
