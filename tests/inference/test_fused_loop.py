@@ -56,7 +56,7 @@ WRONG = {
     "the last end token": ("tl.min(tl.where(is_end, slot, WIDTH), 0)", "tl.max(tl.where(is_end, slot, 0), 0)"),
     "idle rows keep": ("keeps = tl.minimum(passed, emitted) * one", "keeps = tl.minimum(passed, emitted + 1)"),
     "the draft was fed all": ("length + tl.minimum(passed, own - 1)", "length + passed"),
-    "nothing in vain": ("own + vain", "own"),
+    "nothing in vain": ("own + extra", "own"),
     "longer than it may be": (" & (now < tl.load(max_lengths + row))", ""),
 }  # fmt: skip
 

@@ -92,9 +92,9 @@ def accept(
     """What `accept_in_torch` does to a row. Grid (rows,).
 
     verified, next_ids: (rows,) candidates that were accepted, and the token behind them. drawn, extra_forwards,
-    submitted_now:
-    (rows,) of this round. kept, was_live, new_lengths: (rows,) what it says of the round. width: candidates a row can
-    have, and 1. DRAFTED: whether there were any. WIDTH, BLOCK: powers of two, at least width and many_ends.
+    submitted_now: (rows,) of this round. kept, was_live, new_lengths: (rows,) what it says of the round. width:
+    candidates a row can have, and 1. DRAFTED: whether there were any. WIDTH, BLOCK: powers of two, at least width and
+    many_ends.
     """
     row = tl.program_id(0).to(tl.int64)
     length, passed, is_live = tl.load(lengths + row), tl.load(verified + row), tl.load(live + row) != 0
