@@ -1,4 +1,4 @@
-"""Rules on the draft's own confidence, each against its formula: cumulative-confidence, max-prob, svip, online-signals."""
+"""Rules on the draft's own confidence, each against its formula."""
 
 from __future__ import annotations
 
