@@ -52,7 +52,7 @@ class DropsSurprises(RowPolicy):
     is lossless."""
 
     needs = frozenset({Signal.LOGPROB, Signal.MAX_PROB})
-    trims, lossless, max_draft_tokens = True, BOTH, K_MAX
+    lossless, max_draft_tokens = BOTH, K_MAX
 
     def start_round(self, live: Tensor) -> Tensor:
         self.kept = torch.zeros(len(live), dtype=torch.long)
