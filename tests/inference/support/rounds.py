@@ -124,9 +124,8 @@ class Given:
 
     def of(self, row):
         """(what this row is shown, its room)."""
-        return {name: values[row].tolist() for name, values in self.shown.items()}, int(
-            np.broadcast_to(self.room, self.live.shape)[row]
-        )
+        room = np.broadcast_to(self.room, self.live.shape)
+        return {name: values[row].tolist() for name, values in self.shown.items()}, int(room[row])
 
 
 class Reference:
@@ -160,7 +159,7 @@ class Verified:
     submitted: int
     accepted: int
     divergence: list[float] = field(default_factory=list)  # of tokens that were judged
-    seconds: float = 0.0
+    seconds: float | None = None
 
 
 class Rowwise(Reference):
@@ -193,11 +192,10 @@ class Rowwise(Reference):
 
 @dataclass
 class Played:
-    """(rounds, rows) each, 0 where a row was idle; and what was expected."""
+    """Tokens, (rounds, rows) each; none of idle rows."""
 
     drafted: np.ndarray
     submitted: np.ndarray
-    accepted: np.ndarray
 
 
 def compare(policy, reference, given, rounds, lengths, *, moves=0, seed=0):
@@ -221,38 +219,21 @@ def compare(policy, reference, given, rounds, lengths, *, moves=0, seed=0):
         assert not drafted[~this.live].any()
         accepted = np.minimum(this.wins.cumprod(1).sum(1), submitted)
         lengths = lengths + this.live * (accepted + 1)
-        seconds = float((accepted + 1)[this.live].sum() / this.tokens_per_second)
-        judged = np.minimum(submitted, accepted + 1) * this.live
-        divergence = None
-        if this.divergence is not None:
+        verdict = {"submitted": submitted, "lengths": lengths}
+        judged, divergence = np.minimum(submitted, accepted + 1) * this.live, [[]] * len(lengths)
+        if Signal.DIVERGENCE in policy.needs:
             values = this.divergence[:, : max(1, submitted.max())]
-            shown = np.where(np.arange(values.shape[1]) < judged[:, None], values, np.nan)
-            divergence = torch.tensor(shown, dtype=torch.float32)
-        policy.observe(
-            outcome(
-                drafted,
-                accepted,
-                this.live,
-                submitted=submitted,
-                lengths=lengths,
-                divergence=divergence if Signal.DIVERGENCE in policy.needs else None,
-                seconds=seconds if Signal.SECONDS in policy.needs else None,
-            )
-        )
-        reference.verified(
-            [
-                Verified(
-                    row,
-                    *(int(part[row]) for part in (drafted, submitted, accepted)),
-                    [] if this.divergence is None else this.divergence[row, : judged[row]].tolist(),
-                    seconds,
-                )
-                for row in live
-            ]
-        )
+            known = np.where(np.arange(values.shape[1]) < judged[:, None], values, np.nan)
+            verdict["divergence"] = torch.tensor(known, dtype=torch.float32)
+            divergence = [own[:n].tolist() for own, n in zip(values, judged, strict=True)]
+        if Signal.SECONDS in policy.needs:
+            verdict["seconds"] = float((accepted + 1)[this.live].sum() / this.tokens_per_second)
+        policy.observe(outcome(drafted, accepted, this.live, **verdict))
+        counts = np.stack([drafted, submitted, accepted], -1).tolist()
+        reference.verified([Verified(row, *counts[row], divergence[row], verdict.get("seconds")) for row in live])
         for name, value in reference.state().items():
             assert torch.as_tensor(getattr(policy, name)).tolist() == pytest.approx(value, rel=1e-4), (number, name)
-        played.append((drafted, submitted, accepted))
+        played.append((drafted, submitted))
         if moves and number % moves == moves - 1:
             order = random.permutation(len(lengths))
             Drafting(policy).select(torch.from_numpy(order))
