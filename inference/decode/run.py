@@ -53,9 +53,9 @@ class Run:
         call: Callable[..., Any] = run_directly
         ask: Callable[..., Any] = run_directly
         ends, capture = stopping, capture_of(policy)
-        # Forwards may lend what they return where the steps that read it copy what they keep.
-        self.lends = captured.backend is not None and processing.plain
-        if self.lends:
+        captures = captured.backend is not None and processing.plain
+        self.copies = not captures  # captured steps copy what they keep of a forward
+        if captures:
             graphs, ends = captured.shared_by_all(processing, stopping, verifier, seed)
             graphs.keep(*rows.tensors)
             call = partial(graphs, optional=True)
@@ -91,7 +91,7 @@ class Run:
             rows.mark_fed(live)
         width = rows.unfed
         starts, window = self._call("draft window", rows.last, width, width)
-        output = self.draft.forward(window, starts, max(0, rows.longest - width), lend=self.lends)
+        output = self.draft.forward(window, starts, max(0, rows.longest - width), copy=self.copies)
         if width == 1:
             return output
         row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
@@ -100,7 +100,7 @@ class Run:
     def feed(self, token_ids: Tensor, depth: int) -> Forward:
         """Feed (batch,) tokens drawn at `depth` → the same at them."""
         starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
-        return self.draft.forward(token_ids[:, None], starts, longest, lend=self.lends)
+        return self.draft.forward(token_ids[:, None], starts, longest, copy=self.copies)
 
     def draw(self, depth: int, fed: Forward, progress: DraftProgress) -> tuple[Drawn, DraftProgress]:
         """The token at `depth` of every row, and who drafts on."""
@@ -124,7 +124,7 @@ class Run:
         (batch, slots + 1, vocab) each; the fed tokens)."""
         rows = self.rows
         starts, window = self._call("target window", rows.last, 1, self.target.padded(slots + 1))
-        logits = self.target.forward(window, starts, rows.longest - 1, lend=self.lends).logits[:, : slots + 1]
+        logits = self.target.forward(window, starts, rows.longest - 1, copy=self.copies).logits[:, : slots + 1]
         return logits, self.processing.scores(logits, rows), window
 
     def test(self, scores: Tensor, window: Tensor, drafted: Drafted) -> Verified:

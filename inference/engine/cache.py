@@ -94,12 +94,12 @@ class CachedModel:
         """The width of the forward that so many tokens take."""
         return next((w for w in WIDTHS if w >= width), width) if self.static else width
 
-    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int, *, lend: bool = False) -> Forward:
+    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int, *, copy: bool = True) -> Forward:
         """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
 
         longest_start: the largest of `starts`, which the caller knows: no host sync is needed to look at no more slots
-        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. lend: with
-        graphs, they may be the graph's own, which the next forward of this width writes over.
+        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False
+        with graphs returns the graph's own tensors, which the next forward of this width writes over.
         """
         width = input_ids.shape[1]
         if (padded := self.padded(width)) > width:
@@ -110,7 +110,7 @@ class CachedModel:
             logits, hidden = self._forward(*given)
         else:
             logits, hidden = self.graphs("forward", self._forward, *given, copy=True)
-            if not lend:
+            if copy:
                 logits, hidden = logits.clone(), hidden.clone()
         return Forward(logits[:, :width], hidden[:, :width])
 

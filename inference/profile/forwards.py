@@ -86,9 +86,9 @@ def _as_decoding(model: PreTrainedModel, batch: int, max_length: int, compile: C
 def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
     starts = torch.full((len(new),), start, device=new.device)
     if model.static:  # what is captured or compiled when it is first met
-        model.forward(new, starts, start, lend=True)
+        model.forward(new, starts, start, copy=False)
     finish(new.device)
     begin = time.perf_counter()
-    model.forward(new, starts, start, lend=True)
+    model.forward(new, starts, start, copy=False)
     finish(new.device)
     return time.perf_counter() - begin

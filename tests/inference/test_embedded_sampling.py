@@ -66,7 +66,7 @@ class SharingModel(CachedModel):
         self.fed[rows, :end] = tokens[first, :end]
         self._copy(torch.tensor(rows), torch.full((len(rows),), first), 0, end)
 
-    def forward(self, input_ids, starts, longest_start, *, lend=False):
+    def forward(self, input_ids, starts, longest_start, *, copy=True):
         width = input_ids.shape[1]
         positions = starts[:, None] + torch.arange(width)
         self.fed.scatter_(1, positions.clamp(max=self.max_length), input_ids)
