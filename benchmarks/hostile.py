@@ -31,7 +31,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from mutations import (
+from spoil import (
     TEXTS,
     escaping_pickle,
     numpy_pickle,

@@ -163,7 +163,7 @@ def test_the_harness_catches_what_it_must(hostile, box, monkeypatch):
 
 def test_a_planted_pickle_would_escape_if_it_were_opened(hostile, box, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from mutations import escaping_pickle
+    from spoil import escaping_pickle
 
     pickle.loads(escaping_pickle())["model.0.weight"].close()
     assert (tmp_path / "escaped").is_file()
