@@ -1,4 +1,4 @@
-"""A draft/target pair: loading it, proving that both sides speak the same vocabulary, and reading hidden states."""
+"""A draft/target pair: loading it, checking that both sides have the same vocabulary, and reading hidden states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pair:
     target: PreTrainedModel
     draft: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    vocab_size: int  # ids that both models score; outputs beyond it are padding of the embedding matrix
+    vocab_size: int  # number of ids that both models score; outputs beyond are padding of the embedding matrix
 
 
 def load_pair(
@@ -40,9 +40,10 @@ def load_pair(
     """Load both models and check that their tokenizers map the same tokens to the same ids.
 
     target, draft: local folders or Hub names. dtype: `float32`, `bfloat16`, `float16`, or `auto`: the stored dtype on
-    an accelerator, float32 on a CPU. device: where both go; the first GPU, or the CPU. device_map: given to the target
-    only, for one that is larger than a device; with it, max_memory: how much of it each device may hold, like
-    {"0": "60GiB", "cpu": "200GiB"}, and offload_folder: for what fits on none.
+    an accelerator, float32 on a CPU. device: for both models; default: the first GPU, or the CPU. device_map: for a
+    target that is larger than a device; the draft does not get it. max_memory (with device_map): how much of the target
+    each device may hold, like {"0": "60GiB", "cpu": "200GiB"}. offload_folder (with device_map): for weights that fit
+    on no device.
 
     Raises InputError naming the option when a model cannot be loaded or the vocabularies differ.
     """
@@ -88,23 +89,23 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as error:  # a wrong name, a damaged file, a bad config value: each library raises its own kinds
+    except Exception as error:  # a wrong name, a damaged file, a bad config value: each library raises its own errors
         raise InputError(f"{option} {name}: cannot be loaded as a causal language model ({_one_line(error)})") from None
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        # transformers would go on with random numbers in its place.
+        # transformers would continue with random numbers in its place.
         raise InputError(f"{option} {name}: tensor {missing[0]!r} is missing from the checkpoint")
     if device_map is None:
         model.to(place)
     if place.type == "cpu" and model.dtype != torch.float32:
-        # Of several positions transformers hands over a view of the last, for which torch's products in half precision
-        # take a thousand times as long on a CPU as for a copy of it.
+        # For the last of several positions transformers passes a view. On a CPU, torch's half-precision products with a
+        # view take a thousand times as long as with a copy.
         model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: (inputs[0].contiguous(),))
     return model.eval().requires_grad_(False)
 
 
 def _spread(device_map: str | None, max_memory: dict[str, str] | None, offload_folder: str | None) -> dict[str, Any]:
-    """from_pretrained's options for a model over several devices."""
+    """Options of `from_pretrained` for a model spread over several devices."""
     for option, value in (("max_memory", max_memory), ("offload_folder", offload_folder)):
         if value is not None and device_map is None:
             raise InputError(
@@ -117,7 +118,7 @@ def _spread(device_map: str | None, max_memory: dict[str, str] | None, offload_f
 
 
 def hub_revision(name: str | Path) -> str | None:
-    """The commit of a name on the Hub, as the cache has it once the model was loaded; None for a folder."""
+    """The commit of a Hub name in the local cache, where loading the model has put it. None for a folder."""
     from huggingface_hub import try_to_load_from_cache
 
     config = None if Path(name).is_dir() else try_to_load_from_cache(str(name), "config.json")
@@ -140,7 +141,7 @@ def load_tokenizer(name: str | Path, option: str, trust_remote_code: bool = Fals
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
     """Compare token → id on both sides. Raises InputError naming the first token that differs.
 
-    Equal sizes prove nothing: two vocabularies of one size can number their tokens differently.
+    Comparing sizes is not enough: two vocabularies of the same size can number their tokens differently.
     """
     target_ids, draft_ids = target.get_vocab(), draft.get_vocab()
     if target_ids == draft_ids:
@@ -160,8 +161,7 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def checkpoint_fingerprint(name: str | Path) -> str:
     """SHA-256 of a checkpoint's tensor names, shapes and some rows of each, read from its safetensors files.
 
-    From the files, not from a loaded model: it is then the same in whatever dtype and on whatever devices it is loaded.
-    Raises InputError when there are no such files.
+    It does not depend on the dtype and devices of a loaded model. Raises InputError when there are no such files.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -183,7 +183,7 @@ def _describe(key: str, tensor: Any) -> str:
 
 
 def _weight_files(name: str | Path) -> list[Path]:
-    """A checkpoint's safetensors files: in its folder, or in the Hub's local cache, where loading has put them."""
+    """A checkpoint's safetensors files, in its folder or in the Hub's local cache, where loading has put them."""
     folder = Path(name)
     if not folder.is_dir():
         from transformers.utils import cached_file
@@ -204,31 +204,16 @@ class Forward(NamedTuple):
     hidden: Tensor  # (batch, seq, hidden), after the final norm
 
 
-def forward_with_hidden(model: PreTrainedModel, **inputs: Any) -> Forward:
-    """One forward pass that also returns the last hidden state after the final norm, for any architecture.
-
-    Asking for `output_hidden_states` would keep every layer's; recomputing logits from the hidden state would miss
-    what some architectures do after it (Gemma's soft-capping). A hook on the base model has neither fault.
-    """
-    captured: list[Tensor] = []
-    handle = base_model(model).register_forward_hook(lambda _module, _inputs, out: captured.append(out[0]))
-    try:
-        logits = model(**inputs).logits
-    finally:
-        handle.remove()
-    return Forward(logits, captured[0])
-
-
 def base_model(model: PreTrainedModel) -> torch.nn.Module:
     """The transformer without its language-model head; its first output is the hidden state after the final norm."""
-    base = model.get_decoder()  # of OPT, say, the part of its base model that the language model really calls
+    base = model.get_decoder()  # the part that the forward pass calls; in OPT not the whole base model
     if base is None or base is model:
         raise InputError(f"{type(model).__name__} has no base model to read hidden states from")
     return base
 
 
 def output_size(model: PreTrainedModel) -> int:
-    """Number of ids the model scores, embedding padding included."""
+    """Number of ids that the model scores, padding of the embedding matrix included."""
     return model.get_output_embeddings().weight.shape[0]
 
 
@@ -238,7 +223,7 @@ def hidden_size(model: PreTrainedModel) -> int:
 
 
 def input_embeddings(model: PreTrainedModel) -> Tensor:
-    """(vocab, channels) the matrix that ids are looked up in, before any scaling that the model may do."""
+    """(vocab, channels): the input embedding matrix, without the scaling that some models apply."""
     return model.get_input_embeddings().weight.detach()  # type: ignore[operator]
 
 
@@ -253,13 +238,15 @@ def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None =
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its inputs and leaves its logits. A part that is offloaded has no place of its own: it is
-    computed elsewhere, and accelerate moves what it is given."""
+    """The device of a model's inputs and logits.
+
+    Offloaded parts are on the `meta` device and do not count: accelerate computes them elsewhere and moves their inputs.
+    """
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 
 
 def context_tokens(model: PreTrainedModel) -> int:
-    """Longest sequence the model has positions for, in tokens."""
+    """The longest sequence that the model has positions for, in tokens."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
 
 

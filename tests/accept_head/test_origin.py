@@ -17,7 +17,6 @@ from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policies.spec import DraftShape
 from accept_head.pair import (
     checkpoint_fingerprint,
-    forward_with_hidden,
     hidden_size,
     input_embeddings,
     load_model,
@@ -28,6 +27,7 @@ from accept_head.signals import draft_signals
 from tests.accept_head.test_hub import QUALITY, TRACES
 
 SAMPLED = Sampling(temperature=1.0, top_k=0)
+from tests.forwards import forward_with_hidden
 
 
 @pytest.fixture

@@ -24,7 +24,6 @@ from accept_head.pair import (
     check_same_vocabulary,
     checkpoint_fingerprint,
     context_tokens,
-    forward_with_hidden,
     hidden_size,
     load_model,
     load_pair,
@@ -58,6 +57,7 @@ CONFIGS = {
     "gemma2": lambda: Gemma2Config(**COMMON, num_key_value_heads=1, head_dim=8, final_logit_softcapping=2.0),
     "qwen3": lambda: Qwen3Config(**COMMON, num_key_value_heads=1, head_dim=8),
 }
+from tests.forwards import forward_with_hidden
 
 
 def build_model(name="llama", seed=0, **changes):

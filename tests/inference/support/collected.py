@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from accept_head import Pair, Sampling
-from accept_head.pair import forward_with_hidden, output_size
+from accept_head.pair import output_size
 from accept_head.prompts import Prompt
 from accept_head.trace.shards import write_shard
+from tests.forwards import forward_with_hidden
 from tests.inference.support.made_up import config_of
 from tests.inference.support.toy import architectures, ragged_prompts
 from tests.training.records import make_records
