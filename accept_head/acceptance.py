@@ -1,4 +1,4 @@
-"""One token: how likely it is accepted, what replaces it, and the coupling behind both (docs/theory.md §1 and §4).
+"""The acceptance test of one token: its probability, the redraw, and the coupling behind both (docs/theory.md §1, §4).
 
 p is the target's distribution and q the draft's, after sampling processing: float tensors (..., vocab) that sum to 1.
 Greedy decoding is the limit in which both are one-hot. Names follow Leviathan et al. 2023 and SpecDec++.
@@ -32,9 +32,9 @@ def divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """[p − q]₊ / Σ[p − q]₊: what a rejected position is redrawn from. p, q: (..., vocab) → (..., vocab).
+    """[p − q]₊ / Σ[p − q]₊, the distribution that replaces a rejected token. p, q: (..., vocab) → (..., vocab).
 
-    Where p and q are equal nothing is ever rejected and the residual is undefined; p is returned there.
+    When p and q are equal, nothing is rejected and the residual is undefined. Then p is returned.
     """
     positive = (p - q).clamp(min=0)
     total = positive.sum(-1, keepdim=True)
@@ -42,7 +42,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 class Coupled(NamedTuple):
-    """What maximal coupling would have drawn for a given target token. Both fields have the shape of `x`."""
+    """What maximal coupling draws for a given target token. Both fields have the shape of `x`."""
 
     draft_ids: Tensor  # Y ∼ q
     accepted: Tensor  # bool; where true, Y equals X
@@ -64,5 +64,5 @@ def couple_with_target(p: Tensor, q: Tensor, x: Tensor, accept_uniform: Tensor, 
 def _ratio(numerator: Tensor, denominator: Tensor, y: Tensor) -> Tensor:
     index = y.unsqueeze(-1)
     top, bottom = numerator.gather(-1, index).squeeze(-1), denominator.gather(-1, index).squeeze(-1)
-    # x/0 is 0: a response that is scored in another batch can fall just outside top-k, and is then not accepted.
+    # x/0 gives 0: when a response is scored in another batch, a token can fall just outside top-k. It is not accepted.
     return torch.where(bottom > 0, top / bottom, torch.zeros_like(top))

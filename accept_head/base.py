@@ -1,10 +1,10 @@
-"""The base of a head: what the draft's own distribution says of acceptance, in log-odds.
+"""The base of a head: acceptance predicted from the draft's own distribution, in log-odds.
 
     logit P̂ = base(signals) + residual(state, embedding)
 
-The base is a logistic regression on functions of the draft signals, fitted to convergence before the residual learns
-(training/learn/base.py). Acceptance is close to linear in log-odds of q(Y) and of max q, and in the entropy, not in the
-probabilities themselves; a few dozen prompts are enough for its weights.
+The base is a logistic regression on functions of the draft signals. It is fitted to convergence before the residual
+learns (training/learn/base.py). Acceptance is close to linear in log-odds of q(Y) and of max q, and in the entropy. It
+is not in the probabilities themselves. A few dozen prompts are enough to fit the base.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from accept_head.signals import SIGNALS
 
-# Log-odds, and log-probabilities, beyond this say no more: float32 knows 1 − q to about 1e-7 only.
+# Log-odds and log-probabilities are clipped here: float32 resolves 1 − q only to about 1e-7.
 MOST_LOG_ODDS = 14.0
 
-# The functions, and which signals each is of.
+# Each function, and the signals it needs.
 _LOGPROB, _ENTROPY, _MAX = SIGNALS
 BASE_FUNCTIONS = {
     "log q": {_LOGPROB},
@@ -52,7 +52,7 @@ def base_functions(signals: Tensor) -> Tensor:
 
 
 def places_of(signals: tuple[str, ...]) -> list[int]:
-    """Which of BASE_FUNCTIONS can be told from these signals."""
+    """Indices of the BASE_FUNCTIONS that need no other signals than these."""
     return [place for place, needed in enumerate(BASE_FUNCTIONS.values()) if needed <= set(signals)]
 
 

@@ -1,4 +1,4 @@
-"""What a policy costs: SpecDec++ eqs 3.1, 3.2 and 5.1, the oracle (theorem 4.1), speed-up and share of the gap closed.
+"""The cost of a policy: SpecDec++ eqs 3.1, 3.2 and 5.1, the oracle (theorem 4.1), speed-up and share of the gap closed.
 
 The two rates do not depend on the hardware; the two forward times do not depend on the policy.
 """
@@ -21,8 +21,8 @@ Quantity = Any  # a number or a tensor of them
 class ForwardCosts:
     """Seconds of one forward pass: the draft on one token, the target on one verification.
 
-    t_autoregressive: the target on one token, as it decodes alone, which can be a little less than a verification
-    (paper, table 2: 0.108 s against 0.112 s). Speed-ups are relative to it; equal to t_target when left out.
+    t_autoregressive: the target on one token when it decodes alone. This can be a little less than a verification
+    (paper, table 2: 0.108 s against 0.112 s). Speed-ups are relative to it. Equal to t_target when left out.
     """
 
     t_draft: float
@@ -61,14 +61,14 @@ class BatchForwardCost:
 
 @dataclass(frozen=True, kw_only=True)
 class PairCosts:
-    """Both models' forwards for any number of rows, as policies predict them. Arguments may be numbers or tensors."""
+    """Predicted cost of both models' forwards for any number of rows. Arguments may be numbers or tensors."""
 
     draft: BatchForwardCost
     target: BatchForwardCost
 
     @classmethod
     def constant(cls, costs: ForwardCosts) -> PairCosts:
-        """What `costs` says of one row, whatever the size of a forward."""
+        """The costs of one row, for forwards of any size."""
         draft, target = (
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=seconds, r_squared=1.0)
             for seconds in (costs.t_draft, costs.t_target)
@@ -76,17 +76,17 @@ class PairCosts:
         return cls(draft=draft, target=target)
 
     def draft_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
-        """One draft step: one token of each row. context_tokens: of all rows together."""
+        """Seconds of one draft step, one token per row. context_tokens: sum over all rows."""
         return self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)
 
     def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
-        """One target forward on batch_tokens tokens of all rows together."""
+        """Seconds of one target forward. batch_tokens, context_tokens: sums over all rows."""
         return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCounts:
-    """Sums over one or many responses; rates are taken last, so counts of several responses can be added.
+    """Counts summed over one or many responses. Rates come from the sums, so counts of several responses can be added.
 
     generated: tokens emitted (N). discarded: drafted tokens that were not accepted (N_discarded).
     target_forwards: verifications (N_target). draft_forwards: draft steps (N_draft).
@@ -152,8 +152,8 @@ def speedup(costs: ForwardCosts, *, discard_rate: float, verification_rate: floa
 def oracle_counts(*, generated: int, rejections: int) -> DecodeCounts:
     """Theorem 4.1: stopping just before each rejected proposal discards nothing and needs |S| + 1 target forwards.
 
-    rejections: |S|, counted over all positions but the last: a response's last token comes with the last verification,
-    whether its proposal would have been rejected or not.
+    rejections: |S|, counted over all positions except the last. A response's last token comes with the last
+    verification, whether or not its proposal would have been rejected.
     """
     target_forwards = min(rejections + 1, generated)
     return DecodeCounts(
@@ -165,8 +165,10 @@ def oracle_counts(*, generated: int, rejections: int) -> DecodeCounts:
 
 
 def oracle_gap_closed(policy: Number, best_fixed: Number, oracle: Number) -> Number:
-    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)); of throughputs or arrays of them. 0 where
-    the oracle is no faster, so that there is no gap to close."""
+    """(thr(policy) − thr(best fixed K)) / (thr(oracle) − thr(best fixed K)), for throughputs or arrays of them.
+
+    0 where the oracle is not faster: there is no gap to close.
+    """
     gap = np.asarray(oracle) - best_fixed
     share = np.where(gap == 0, 0.0, (policy - best_fixed) / np.where(gap == 0, 1.0, gap))
     return share if isinstance(policy, np.ndarray) else float(share)

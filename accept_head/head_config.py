@@ -1,4 +1,4 @@
-"""What a head is: its inputs, its size and what it predicts. The whole content of a head's `config.json`."""
+"""The config of a head: its inputs, its size and what it predicts. A head's `config.json` holds just this."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ MAX_CHANNELS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
-    """What a head is; the whole content of its `config.json`.
+    """The config of a head: its inputs, its size and what it predicts.
 
     hidden_size: channels of the draft's last hidden state.
-    depth: residual blocks, 0 (a linear probe) to 4.
+    depth: number of residual blocks, 0 (a linear probe) to 4.
     predicts: `token`, the acceptance probability a(Y_i) of the token fed at this position (SpecDec++); `next`, the
-        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each. A head that reads
-        which token was drawn (signals or embedding) says two things of Y_i with `both`: a(Y_i), and β_{i+1} if Y_i is
-        accepted. Y_i need not have been fed for that. Without these inputs `next` depends on the state alone.
-    reads: which hidden state judges Y_i: `drawn`, the one at Y_i (SpecDec++), or `before`, the one Y_i was drawn from.
+        expected acceptance β_{i+1} of the token to be drawn after it; or `both`, one logit each. With `both`, a head
+        that reads which token was drawn (signals or embedding) predicts a(Y_i), and β_{i+1} if Y_i is accepted, before
+        Y_i is fed. Without these inputs `next` depends on the state alone.
+    reads: the hidden state that the head reads for Y_i. `drawn`: the state at Y_i (SpecDec++). `before`: the state that
+        Y_i was drawn from.
     signals: draft signals (signals.SIGNALS) of Y_i that the head also reads. Not with predicts `next`.
-    signal_mean, signal_std: what the head normalises each signal with, or with a base each function of the signals.
-    base: the logits have a part that is linear in functions of the signals (base.py). The residual reads these
-        functions as well, in place of the signals.
-    standardised: the state enters as its `width` largest principal components, standardised: through a fixed matrix
-        with an offset.
-    residual: whether the head has more than its base: blocks, and what they read.
-    embedding_std: root mean square of the draft's embedding matrix. The head also reads the draft's input embedding of
-        Y_i, divided by this. None when it does not read it. Not with predicts `next`.
-    width: channels inside the head; None = hidden_size, and the state goes in as it is, as in the paper.
+    signal_mean, signal_std: mean and deviation that normalise each signal. With a base: each function of the signals.
+    base: whether the logits have a part that is linear in functions of the signals (base.py). The residual then reads
+        these functions in place of the signals.
+    standardised: whether the state enters as its `width` largest principal components, standardised. The head applies
+        them as a fixed matrix with an offset.
+    residual: whether the head has more than its base: blocks and their inputs.
+    embedding_std: root mean square of the draft's embedding matrix. The head then also reads the draft's input
+        embedding of Y_i, divided by this. None: the head does not read the embedding. Not with predicts `next`.
+    width: channels inside the head. None = hidden_size, and the state enters unchanged, as in the paper.
     """
 
     hidden_size: int
@@ -78,7 +79,7 @@ class HeadConfig:
         for name in ("signals", "signal_mean", "signal_std"):
             if not isinstance(getattr(self, name), list | tuple):
                 raise InputError(f"head config: {name} is {getattr(self, name)!r}, expected a list")
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list when it comes from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON gives lists
         if unknown := [signal for signal in self.signals if signal not in SIGNALS]:
             raise InputError(f"head config: signal {unknown[0]!r} is unknown, expected some of {SIGNALS}")
         if len(set(self.signals)) < len(self.signals):
@@ -113,7 +114,7 @@ class HeadConfig:
 
     @property
     def inputs(self) -> int:
-        """Numbers that the head reads of a token's signals."""
+        """How many numbers the head reads from a token's signals."""
         return len(places_of(self.signals)) if self.base else len(self.signals)
 
     @property
@@ -127,13 +128,15 @@ class HeadConfig:
 
     @property
     def sees_drawn(self) -> bool:
-        """Whether it reads which token was drawn from an input other than the state."""
+        """Whether the head reads which token was drawn from an input other than the state."""
         return bool(self.signals) or self.reads_embedding
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it predicts the acceptance of Y_{i+1} once Y_i is drawn. If neither the state nor the head has seen
-        Y_i, the second logit is a prediction for Y_i itself."""
+        """Whether the head predicts the acceptance of Y_{i+1} once Y_i is drawn.
+
+        If neither the state nor another input depends on Y_i, the second logit is a prediction for Y_i itself.
+        """
         return self.predicts == "both" and (self.reads == "drawn" or self.sees_drawn)
 
     @property
@@ -161,7 +164,7 @@ class HeadConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], source: str = "head config") -> HeadConfig:
-        """Strict: an unknown or missing field is an InputError that names it and `source`."""
+        """Make a config from JSON values. Raises InputError naming `source` and the unknown or missing field."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise InputError(f"{source}: unknown field {unknown[0]!r}, expected {sorted(known)}")

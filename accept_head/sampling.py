@@ -1,7 +1,7 @@
-"""How a token is drawn: temperature, top-k, top-p, min-p. The same processing is applied to both models, always.
+"""How a token is drawn: temperature, top-k, top-p, min-p. Both models always get the same processing.
 
-`p` (target) and `q` (draft) everywhere in this package are the distributions *after* this processing, because those
-are the ones sampled from. The warpers are transformers' own, so generation, scoring and decoding cannot drift apart.
+Everywhere in this package `p` (target) and `q` (draft) are the distributions *after* this processing, because tokens
+are sampled from these. The warpers are transformers' own, so generation, scoring and decoding stay equal.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Sampling:
     """Sampling settings.
 
     temperature: 0 means greedy: the distribution is one-hot on the argmax.
-    top_k: most likely tokens kept; 0 keeps all.
-    top_p: smallest set of tokens whose probability reaches this; 1 keeps all.
-    min_p: tokens less likely than this share of the most likely one are dropped; 0 keeps all.
+    top_k: keep this many most likely tokens; 0 keeps all.
+    top_p: keep the smallest set of tokens whose probability reaches this; 1 keeps all.
+    min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
     """
 
     temperature: float = 1.0
@@ -60,14 +60,14 @@ class Sampling:
         }
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Processed distribution. logits: (..., vocab), any float dtype → float32 probabilities (..., vocab)."""
+        """The processed distribution. logits: (..., vocab), any float dtype → float32 probabilities (..., vocab)."""
         if self.greedy:
             one_hot = torch.zeros_like(logits, dtype=torch.float32)
             return one_hot.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
         return self.filter(logits).softmax(-1)
 
     def filter(self, logits: Tensor) -> Tensor:
-        """float32 logits whose softmax is sampled from, −inf where a token is dropped. For temperatures above 0."""
+        """Processed float32 logits, −inf where a token is dropped. For temperatures above 0."""
         from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
         scores: Any = logits.float().reshape(-1, logits.shape[-1])  # (rows, vocab), the shape that warpers expect
@@ -83,21 +83,21 @@ class Sampling:
         return scores.view(logits.shape)
 
     def signal_probabilities(self, logits: Tensor, probabilities: Tensor) -> Tensor:
-        """The distribution that draft signals are read from: the processed one, or, greedy, the plain softmax."""
+        """The distribution that draft signals describe: the processed one, or the plain softmax when greedy."""
         return logits.float().softmax(-1) if self.greedy else probabilities
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw. probabilities: (..., vocab), need not be normalised; uniform: (...) in [0, 1) → ids (...).
 
-    Sums are taken in float64, and the result is always a token of positive probability, so rounding at the upper end
-    cannot select a token that was filtered out.
+    Sums are in float64. The result always has positive probability: rounding at the upper end cannot select a token
+    that was filtered out.
     """
     return draw_several(probabilities, uniform.unsqueeze(-1)).squeeze(-1)
 
 
 def draw_several(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The same, some draws of each distribution: uniforms (..., draws) → ids (..., draws)."""
+    """Several draws from each distribution: uniforms (..., draws) → ids (..., draws)."""
     cumulative = probabilities.double().cumsum(-1)
     threshold = uniforms.to(cumulative.dtype) * cumulative[..., -1:]
     index = torch.searchsorted(cumulative, threshold, right=True)

@@ -52,7 +52,7 @@ class AcceptanceHead(
     library_name="accept-head",
     tags=["speculative-decoding", "acceptance-prediction"],
 ):
-    """Acceptance prediction head. Saved as, and loaded from, `model.safetensors` and `config.json` only."""
+    """Acceptance prediction head. It is saved to and loaded from `model.safetensors` and `config.json` only."""
 
     signal_places: Tensor
     signal_mean: Tensor
@@ -63,7 +63,7 @@ class AcceptanceHead(
         self.config = HeadConfig.from_dict(config) if isinstance(config, dict) else config
         channels, predictions = self.config.channels, len(self.config.predictions)
         if self.config.signals:
-            # Buffers move with the head. They stand in the config, so they are not stored with the weights.
+            # Buffers, so that they move with the head. The config holds them, so they are not stored with the weights.
             places = places_of(self.config.signals) if self.config.base else map(SIGNALS.index, self.config.signals)
             self.register_buffer("signal_places", torch.tensor([*places]), persistent=False)
             for name in ("signal_mean", "signal_std"):
@@ -94,10 +94,10 @@ class AcceptanceHead(
         return next(self.parameters()).dtype
 
     def attach(self, embeddings: Tensor | None) -> AcceptanceHead:
-        """Take the draft's input embedding matrix, (vocab, hidden_size) of any float dtype, to look drawn tokens up in.
+        """Attach the draft's input embedding matrix, (vocab, hidden_size), any float dtype, to look up drawn tokens.
 
-        It is not copied. A head that reads no embedding ignores it. Returns self. Raises InputError when the matrix
-        does not fit.
+        The matrix is not copied. A head that reads no embedding ignores it. Returns self. Raises InputError when the
+        matrix does not fit.
         """
         if self.config.reads_embedding:
             if embeddings is None or embeddings.dim() != 2 or embeddings.shape[1] != self.config.hidden_size:
@@ -142,11 +142,11 @@ class AcceptanceHead(
         return self.embeddings
 
     def normalised(self, signals: Tensor) -> Tensor:
-        """`signal_inputs` with mean 0 and deviation 1 on the training traces. (..., 3) → (..., inputs)."""
+        """`signal_inputs` scaled to mean 0 and deviation 1 on the training traces. (..., 3) → (..., inputs)."""
         return (self.signal_inputs(signals) - self.signal_mean) / self.signal_std
 
     def signal_inputs(self, signals: Tensor) -> Tensor:
-        """What the head reads of the signals: some of them, or with a base some functions of them.
+        """The signals that the head reads. With a base: the functions of the signals that it reads.
 
         (..., 3) → (..., inputs).
         """
@@ -154,7 +154,7 @@ class AcceptanceHead(
         return every if every.shape[-1] == self.config.inputs else every[..., self.signal_places]
 
     def every_signal_input(self, signals: Tensor) -> Tensor:
-        """All signals, or with a base all functions of them, read or not. (..., 3) → (..., 3), or (..., 9)."""
+        """All signals, read or not. With a base: all functions of the signals. (..., 3) → (..., 3), or (..., 9)."""
         return base_functions(signals.to(self.dtype)) if self.config.base else signals.to(self.dtype)
 
     def probability(
@@ -185,9 +185,9 @@ class AcceptanceHead(
         hub: revision, cache_dir, token, local_files_only and force_download, as in huggingface_hub.
 
         Raises InputError, naming the file, field or tensor, when the config or the weights are not those of a head.
-        Raises InputError naming the repository when it cannot be had.
+        Raises InputError naming the repository when the head cannot be downloaded.
         """
-        # Nothing of the mixin's own version: without a safetensors file it would open a pickle.
+        # This replaces the mixin's version, which would open a pickle when there is no safetensors file.
         folder = head_folder(pretrained_model_name_or_path, **hub)
         config, weights = read_stored(folder)
         head = cls(config)
@@ -196,7 +196,7 @@ class AcceptanceHead(
         return head.to(map_location).eval()
 
     def _save_pretrained(self, save_directory: Path) -> None:
-        # The mixin's own version leaves a file that nobody but its owner may read.
+        # This replaces the mixin's version, which writes a file that only its owner may read.
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         (save_directory / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "pt"}))
 
@@ -213,12 +213,12 @@ class AcceptanceHead(
     ) -> str:
         """Publish the head in one commit, as `accept-head publish` does. Returns the commit's address.
 
-        A head that was loaded and whose weights have not changed takes along the rest of its folder: threshold,
-        metrics, and what it was trained on. None of that is true of other weights. They are published with config and
-        card alone.
+        A head that was loaded and has its weights unchanged is published with the rest of its folder: threshold,
+        metrics, and what it was trained on. These files do not describe changed weights, so changed weights are
+        published with config and card alone.
 
-        branch: made when it is not there. config, model_card_kwargs: `save_pretrained(push_to_hub=True)` passes them.
-        They must be the head's own config and nothing. Raises InputError as `publish` does.
+        branch: made when it does not exist. config, model_card_kwargs: `save_pretrained(push_to_hub=True)` passes them.
+        config must be the head's own, and model_card_kwargs must be empty. Raises InputError as `publish` does.
         """
         if model_card_kwargs or config not in (None, self._hub_mixin_config):
             raise InputError("a head's config and card are its own: leave out config and model_card_kwargs")
@@ -231,7 +231,7 @@ class AcceptanceHead(
             return push_folder(folder, repo_id, **options)
 
     def _is_stored_in(self, folder: Path) -> bool:
-        """Whether the folder's weights are these, bit by bit."""
+        """Whether the folder's weights equal this head's, bit by bit."""
         path = folder / WEIGHTS_NAME
         stored = load_file(path) if path.is_file() else {}
         own = self.state_dict()
@@ -239,7 +239,7 @@ class AcceptanceHead(
 
 
 def given(value: Tensor | None, what: str, which: object) -> Tensor:
-    """An input that the head needs. Raises InputError when it is missing."""
+    """The value of an input that the head needs. Raises InputError when it is missing."""
     if value is None:
         raise InputError(f"this head reads {what} {which}, but none were given")
     return value

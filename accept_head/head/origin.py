@@ -1,8 +1,8 @@
-"""What a head was trained for, against what it is used for.
+"""Checks that a head is used with the models and settings it was trained for.
 
-Decoded text stays exact with any head: a wrong one only stops drafting at the wrong moments. So another draft of the
-same shape, another target, dtype or sampling is a warning, one line, once. A draft with another hidden size, or without
-some of the recorded ids, cannot be used at all, and is refused.
+Decoded text stays exact with any head. A wrong head only stops drafting at the wrong moments. So another draft of the
+same shape, another target, dtype or sampling gives one line of warning, once. A draft with another hidden size, or one
+that lacks some of the recorded token ids, cannot work and is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class Checkpoint(NamedTuple):
     """Where a model's weights came from: a folder, or a name on the Hub at some revision.
 
-    revision: None = main, as cached. A loaded model does not know any other.
+    revision: None = main, as cached. A loaded model does not know its revision.
     """
 
     name: str
@@ -43,10 +43,10 @@ class Checkpoint(NamedTuple):
 
 
 class HeadOrigin:
-    """What a head's folder records of its training, in trace_config.json. What is not recorded is not checked.
+    """What the trace_config.json in a head's folder records about its training. What is not recorded is not checked.
 
-    head: as the user names it. sampling: the settings it was trained for, or those of the traces that its threshold was
-    tuned on.
+    head: the name that the user gave. sampling: the settings the head was trained for, or the settings of the traces
+    that its threshold was tuned on.
     """
 
     def __init__(self, head: str, recorded: Mapping[str, Any], sampling: Mapping[str, Any]):
@@ -54,8 +54,10 @@ class HeadOrigin:
 
     @classmethod
     def read(cls, head: str, folder: Path, tuned: Mapping[str, Any] | None = None) -> HeadOrigin:
-        """Of any version of the file. tuned: decoding.json, when the threshold is its. Raises InputError when a file is
-        not a JSON object."""
+        """Read the folder's trace_config.json, of any version. Raises InputError when a file is not a JSON object.
+
+        tuned: content of decoding.json, when the threshold comes from there.
+        """
         path = folder / CONFIG_NAME
         recorded = read_json(path) if path.is_file() else {}
         traces = (tuned or {}).get("traces")
@@ -63,8 +65,10 @@ class HeadOrigin:
         return cls(head, recorded, sampling if isinstance(sampling, dict) else {})
 
     def check_draft(self, checkpoint: Checkpoint | None, vocab_size: int | None, dtype: str | None) -> None:
-        """vocab_size: ids that the draft has embeddings for. None = not known. Raises InputError when a head cannot
-        work with such a draft."""
+        """Warn when the draft differs. Raises InputError when the head cannot work with it.
+
+        vocab_size: number of ids that the draft has embeddings for. None, for any argument: not known.
+        """
         ids = self.recorded.get("vocab_size")
         if isinstance(ids, int) and vocab_size is not None and vocab_size < ids:
             raise InputError(
@@ -91,13 +95,16 @@ class HeadOrigin:
             self._warn(f"was trained with the {role} {recorded}, but is used with {checkpoint.name} ({found:.8})")
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Against the settings that text is decoded with."""
+        """Warn when text is decoded with other sampling settings."""
         trained, now = _shown(self.sampling), _shown(sampling.to_dict())
         if self.sampling and trained != now:
             self._warn(f"was trained or tuned for {trained}, but decodes with {now}")
 
     def check_mode(self, *, greedy: bool) -> None:
-        """Where requests bring settings of their own, and only this is known beforehand."""
+        """Warn when only one of training and decoding is greedy.
+
+        For engines where each request has its own settings and only `greedy` is known beforehand.
+        """
         temperature = self.sampling.get("temperature")
         if isinstance(temperature, int | float) and (temperature == 0) != greedy:
             drafts = "takes the draft's likeliest tokens" if greedy else "samples drafts"
@@ -108,15 +115,17 @@ class HeadOrigin:
 
 
 def check_use(policy: object, target: Checkpoint, sampling: Sampling) -> None:
-    """Target and sampling that a policy is about to meet, against what its head, if it has one, was trained for."""
+    """Warn when the policy has a head that was trained for another target or other sampling settings."""
     if (origin := origin_of(policy)) is not None:
         origin.check_target(target)
         origin.check_sampling(sampling)
 
 
 def check_unseen(head: str, folder: Path, traces: Path, config: TraceConfig) -> None:
-    """Traces that a head in `folder` is tuned or calibrated on: its word on what it learnt from is too sure. Of other
-    sampling than it was trained for, or of its prompts drawn anew, is a warning. Raises InputError for the very traces.
+    """Check the traces that the head in `folder` is tuned or calibrated on: a head is overconfident on training data.
+
+    Raises InputError when the head was trained on these traces. Warns when it was trained on the same prompts with
+    other responses, or for other sampling settings.
     """
     path, origin = folder / TRAINING_NAME, HeadOrigin.read(head, folder)
     several = read_json(path).get("traces") if path.is_file() else None  # one is recorded as the head's origin
@@ -131,7 +140,7 @@ def check_unseen(head: str, folder: Path, traces: Path, config: TraceConfig) -> 
 
 
 def origin_of(policy: object) -> HeadOrigin | None:
-    """Of a policy with a head, or around one; None of any other."""
+    """The origin of a policy's head, also when the policy is wrapped in others. None when there is no head."""
     while (inner := getattr(policy, "policy", None)) is not None:
         policy = inner
     origin = getattr(policy, "origin", None)
@@ -145,7 +154,7 @@ def _say_once(message: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _fingerprint(checkpoint: Checkpoint) -> str | None:
-    """None where the weights are not at hand: then nothing is known, and nothing is said. Never from the network."""
+    """The checkpoint's fingerprint, or None when its files are not on this machine. Does not use the network."""
     if not checkpoint.name:
         return None
     try:
@@ -159,7 +168,7 @@ def _fingerprint(checkpoint: Checkpoint) -> str | None:
 
 
 def _shown(settings: Mapping[str, Any]) -> str:
-    """Settings that mean the same read the same: when greedy, only the temperature means anything."""
+    """The settings as text. All greedy settings give the same text, because greedy decoding ignores the others."""
     values = {name: settings.get(name, default) for name, default in SETTINGS.items()}
     if values["temperature"] == 0:
         return "greedy decoding"

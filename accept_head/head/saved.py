@@ -1,4 +1,4 @@
-"""A head as a folder: weights, config, what it was trained on, how good it is, and a card."""
+"""Save a head as a folder, and load it: weights, config, training data, metrics and model card."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ def save_head(
     training: dict[str, Any],
     traces: TraceConfig,
 ) -> None:
-    """Write the whole folder, atomically: model.safetensors, config.json, metrics.json, training_config.json,
-    trace_config.json (both models and the sampling settings) and README.md."""
+    """Write the whole folder atomically.
+
+    It holds model.safetensors, config.json, metrics.json, training_config.json, trace_config.json (both models and the
+    sampling settings) and README.md.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder) as temporary:
         temporary.mkdir()
@@ -41,10 +44,11 @@ def save_head(
 def load_head(
     name: str | Path, *, hidden_size: int, device: Any = "cpu", embeddings: Tensor | None = None
 ) -> AcceptanceHead:
-    """Load a head, a folder or a name on the Hub, for a draft with this hidden size. Raises InputError naming the head
-    when it does not fit, or as `AcceptanceHead.from_pretrained` does.
+    """Load a head for a draft with this hidden size. name: a folder or a name on the Hub.
 
     embeddings: (vocab, hidden_size) the draft's input embedding matrix, for a head that reads it.
+
+    Raises InputError naming the head when it does not fit, or as `AcceptanceHead.from_pretrained` does.
     """
     head = AcceptanceHead.from_pretrained(name)
     if head.config.hidden_size != hidden_size:

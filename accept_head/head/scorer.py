@@ -1,7 +1,7 @@
-"""A head made ready to serve: `AcceptanceHead.probability` with a third of the host's work a call.
+"""A head prepared for serving: `AcceptanceHead.probability` with a third of the host's work per call.
 
-What is the same for all tokens is folded into the weights beforehand: how signals are normalised, and what each token's
-embedding adds to the state.
+Two things are folded into the weights beforehand: the normalisation of the signals, and the projection of every token's
+embedding.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ def make_scorer(
     fusible: bool = False,
     table: bool = True,
 ) -> Score:
-    """(hidden, signals, token_ids) → P̂, with the weights as they are now. Of `both`, P̂ and β̂ in one pass: (..., 2).
+    """Make a function (hidden, signals, token_ids) → P̂, with the head's present weights.
 
-    beside: a function of the state that the last layer reads, (n, channels) → (n, m). Its values stand behind the
-        predictions: (..., 1 + m), or (..., 2 + m) of `both`.
-    fusible: write products with small matrices as sums, which a compiler joins with what is around them. For few rows.
+    prediction: `both` gives P̂ and β̂ in one pass: (..., 2).
+    beside: a function of the state that the last layer reads, (n, channels) → (n, m). Its values are appended to the
+        predictions: (..., 1 + m), or (..., 2 + m) with `both`.
+    fusible: write products with small matrices as sums, which a compiler fuses with the code around. For few rows.
     table: whether to project every token's embedding beforehand. Not for weights that are about to change.
 
     Raises InputError as `probability` does, and when the head needs embeddings but has none attached.
@@ -84,7 +85,7 @@ def make_scorer(
 
 
 def on_raw_signals(head: AcceptanceHead, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer that reads normalised signals, as one that reads all of them before they are normalised.
+    """Rewrite a layer that reads normalised signals into one that reads all raw signals.
 
     weight: (outputs, inputs). Returns (3 or 9, outputs) to multiply with, and (outputs,) to add.
     """
@@ -96,7 +97,7 @@ def on_raw_signals(head: AcceptanceHead, weight: Tensor) -> tuple[Tensor, Tensor
 
 
 def _base_logits(head: AcceptanceHead, prediction: Predicts, product: Product) -> Callable[[Tensor], Tensor]:
-    """All functions of the signals, (n, 9) → the base's logits, (n, 1), or (n, 2) of both predictions."""
+    """Make a function from all functions of the signals, (n, 9), to the base's logits, (n, 1), or (n, 2) for `both`."""
     weight, offset = on_raw_signals(head, head.base.weight.detach())
     offset = offset + head.base.bias.detach()
     if prediction != "both":
@@ -117,7 +118,7 @@ def _score_of_base(head: AcceptanceHead, base: Callable[[Tensor], Tensor]) -> Sc
 
 
 def _last_logits(head: AcceptanceHead, prediction: Predicts, product: Product) -> Callable[[Tensor], Tensor]:
-    """(n, channels) → logits (n,), or (n, 2) of both predictions."""
+    """Make the last layer: (n, channels) → logits (n,), or (n, 2) for `both`."""
     if prediction == "both":
         for each in get_args(Prediction):
             head.index_of(each)
@@ -131,8 +132,10 @@ def _last_logits(head: AcceptanceHead, prediction: Predicts, product: Product) -
 
 
 def _embedding_table(head: AcceptanceHead) -> Tensor | None:
-    """(vocab, channels): what each token's embedding adds. None when the table would take too much memory, or when the
-    embeddings are on another device."""
+    """(vocab, channels): the projection of each token's embedding.
+
+    None when the table would take too much memory, or when the embeddings are on another device.
+    """
     embeddings, weight = head.attached_embeddings(), head.embedding_input.weight.detach()
     if len(embeddings) * len(weight) * weight.element_size() > TABLE_BYTES or embeddings.device != weight.device:
         return None
@@ -145,7 +148,7 @@ def _as_product(x: Tensor, matrix: Tensor, offset: Tensor | None = None) -> Tens
 
 
 def _as_sums(x: Tensor, matrix: Tensor, offset: Tensor | None = None) -> Tensor:
-    """The same. A small matrix is multiplied without a library's routine, whose call takes longer than the product."""
+    """`_as_product` without a call of a library for a small matrix, where the call takes longer than the product."""
     if matrix.numel() > SMALL_MATRIX:
         return _as_product(x, matrix, offset)
     products = (x[:, None, :] * matrix.t()).sum(-1)

@@ -1,7 +1,4 @@
-"""One record of a trace: a target response and, at each of its positions, what the draft would have proposed.
-
-It also says how the proposal would have fared.
-"""
+"""One record of a trace: a target response, and at each position the draft's proposal and whether it is accepted."""
 
 from __future__ import annotations
 
@@ -10,25 +7,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from datasets import Features
 
-# Per position i of the response, all of the response's length:
+# One value for each position i of the response:
 POSITION_COLUMNS = {
     "response_ids": "int32",  # X_i, the target's token
     "draft_ids": "int32",  # Y_i ∼ q, coupled with X_i
-    "accepted": "bool",  # whether Y_i is accepted; then Y_i = X_i. Of scored text: whether Y_i = X_i
+    "accepted": "bool",  # whether Y_i is accepted; then Y_i = X_i. In scored text: whether Y_i = X_i
     "acceptance": "float32",  # a(Y_i) = min(1, p(Y_i)/q(Y_i)), the label
     "overlap": "float32",  # β_i = Σ min(p, q), the expected acceptance before Y_i is drawn
     "target_logprob": "float32",  # log p(X_i)
-    # KL(p ‖ q), nats, of both models' softmax at this temperature (1 when greedy), before top-k and such, which would
-    # make it infinite. A policy may use it of verified positions only (DSDE).
+    # KL(p ‖ q), nats, of both models' softmax at this temperature (1 when greedy), before top-k, top-p and min-p, which
+    # would make it infinite. A policy may use it only at verified positions (DSDE).
     "divergence": "float32",
-    # The draft signals (signals.py), of the plain softmax when decoding is greedy:
+    # The draft signals (signals.py), from the plain softmax when decoding is greedy:
     "draft_logprob": "float32",  # log q(Y_i)
     "draft_entropy": "float32",  # −Σ q log q, nats
     "draft_max_prob": "float32",  # max_y q(y)
 }
 
-# What else the draft might have drawn (alternatives.py): TraceConfig.alternatives draws of each position, one position
-# after the other. These columns are there only if the config names a number.
+# Other draws of the draft (alternatives.py): TraceConfig.alternatives draws for each position, position after position.
+# These columns exist only if the config names a number.
 ALTERNATIVE_COLUMNS = {
     "alternative_ids": "int32",  # Y' ∼ q
     "alternative_logprob": "float32",  # log q(Y')
@@ -47,7 +44,7 @@ def trace_features(*, alternatives: bool = False) -> Features:
             "index": Value("int64"),  # the prompt's line in the prompts file
             "id": Value("string"),
             "domain": Value("string"),  # "" when the prompts name none
-            "finished": Value("bool"),  # whether the response ended by itself, with an end-of-sequence token
+            "finished": Value("bool"),  # whether the response ended with an end-of-sequence token
             "prompt_ids": List(Value("int32")),
             **columns,
         }

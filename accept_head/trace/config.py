@@ -1,4 +1,4 @@
-"""How a folder of traces was made, as its `trace_config.json` says, and what such traces may be used for."""
+"""How a folder of traces was made (its `trace_config.json`), and what the traces may be used for."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MOST_ALTERNATIVES = 1024
 ORIGINS = ("target", "draft", "target_revision", "draft_revision", "dtype", "dataset")
 # Fields that older traces lack.
 LATER = ("responses", "target_revision", "draft_revision", "dtype", "dataset", "backend", "alternatives")
-IMPORTED, UNSCORED = "specdecpp:", "specdecpp-unscored:"  # what `responses` begins with, of imported traces
+IMPORTED, UNSCORED = "specdecpp:", "specdecpp-unscored:"  # beginning of `responses` in imported traces
 
 
 def fingerprint_of(written: Mapping[str, Any]) -> str:
-    """TraceConfig.fingerprint of what is in a trace_config.json."""
+    """TraceConfig.fingerprint of the content of a trace_config.json."""
     content = {key: value for key, value in written.items() if key not in ORIGINS}
     return sha256(json.dumps(content, sort_keys=True))
 
@@ -33,13 +33,13 @@ class TraceConfig:
     """How a folder of traces was made. Two runs with equal configs write the same records.
 
     target, draft: name and fingerprint. vocabulary: fingerprint of the tokenizer. prompts: SHA-256 of the prompts used.
-    vocab_size: ids that both models score. end_token_ids: ids that end a response.
-    num_prompts: records in the folder. shard_size: records a shard. batch_size: prompts generated together. It decides
-        which random numbers a response gets.
-    responses: None when the target said the responses under these settings. Otherwise the fingerprint of the traces
-        that they were taken from, to be scored under these (`collect --responses`). For traces from
-        `import-specdecpp` it is IMPORTED or UNSCORED and the SHA-256 of the data. See `check_coupled`, `check_scored`.
-    target_revision, draft_revision: commits of models that came from the Hub. dtype: of the draft, as it was loaded.
+    vocab_size: number of ids that both models score. end_token_ids: ids that end a response.
+    num_prompts: records in the folder. shard_size: records per shard. batch_size: prompts generated together, which
+        decides the random numbers of each response.
+    responses: None when the target generated the responses under these settings. For `collect --responses`: the
+        fingerprint of the traces that the scored responses were taken from. For `import-specdecpp`: IMPORTED or
+        UNSCORED, then the SHA-256 of the data. See `check_coupled`, `check_scored`.
+    target_revision, draft_revision: commits of models that came from the Hub. dtype: of the draft, when it was loaded.
     dataset: name of the data set that the prompts were read from.
     backend: what generated the responses, if not transformers. Each backend has its own random numbers.
     alternatives: further draws of the draft at each position; None when there are none.
@@ -70,7 +70,7 @@ class TraceConfig:
 
     @property
     def scored(self) -> bool:
-        """Whether what takes a target's forward is known: overlap, target_logprob and divergence. NaN if not."""
+        """Whether overlap, target_logprob and divergence are known, which need a target forward. NaN if not."""
         return self.responses is None or not self.responses.startswith(UNSCORED)
 
     @property
@@ -81,23 +81,23 @@ class TraceConfig:
         return min(self.shard_size, self.num_prompts - shard * self.shard_size)
 
     def content(self) -> dict[str, Any]:
-        """What decides the records: all fields but ORIGINS, which change when a folder moves."""
+        """The fields that decide the records: all except ORIGINS, which change when a folder moves."""
         return {key: value for key, value in self._written().items() if key not in ORIGINS}
 
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the records."""
+        """SHA-256 of `content`."""
         return fingerprint_of(self._written())
 
     def save(self, folder: Path) -> None:
         write_json(folder / CONFIG_NAME, self._written())
 
     def _written(self) -> dict[str, Any]:
-        """The fields. LATER ones that are None are left out, so that older traces keep their fingerprint."""
+        """The fields to write. Fields of LATER that are None are left out, so older traces keep their fingerprint."""
         return {key: value for key, value in asdict(self).items() if key not in LATER or value is not None}
 
     @classmethod
     def load(cls, folder: Path) -> TraceConfig:
-        """Raises InputError naming the file or field when it is missing or not of this version."""
+        """Read a folder's config. Raises InputError naming a file or field that is missing or of another version."""
         path = folder / CONFIG_NAME
         if not folder.is_dir():
             raise InputError(f"{folder}: no such trace folder")
@@ -140,7 +140,7 @@ def _read_ids(path: Path, values: Any) -> tuple[int, ...]:
 def _read_sampling(path: Path, values: Any) -> Sampling:
     expected = {field.name for field in fields(Sampling)}
     if isinstance(values, dict):
-        values = {"min_p": 0.0, **values}  # traces are older than this setting
+        values = {"min_p": 0.0, **values}  # older traces lack this setting
     if not isinstance(values, dict) or set(values) != expected:
         raise InputError(f"{path}: field 'sampling' is {values!r}, expected just {sorted(expected)}")
     if not all(type(value) in (int, float) and abs(value) < 1 << 31 for value in values.values()):
@@ -160,8 +160,10 @@ def check_made_by(config: TraceConfig, folder: Path, *, draft_fingerprint: str) 
 
 
 def check_coupled(config: TraceConfig, folder: Path) -> None:
-    """Raises InputError when the responses are not what the target says under the sampling settings of these traces:
-    no round of decoding would have gone along them."""
+    """Raises InputError when the target did not generate the responses under the sampling settings of these traces.
+
+    Decoding would not have produced such responses, so replaying them means nothing.
+    """
     if config.responses is not None and config.responses.startswith((IMPORTED, UNSCORED)):
         raise InputError(
             f"{folder}: was imported with `import-specdecpp`; its tokens were drawn without regard to the responses, "
@@ -175,7 +177,7 @@ def check_coupled(config: TraceConfig, folder: Path) -> None:
 
 
 def check_scored(config: TraceConfig, folder: Path) -> None:
-    """Raises InputError when the overlap is unknown, which heads that predict `next` or `both` are trained on."""
+    """Raises InputError when the overlap is unknown. It is the label of heads that predict `next` or `both`."""
     if not config.scored:
         raise InputError(
             f"{folder}: was imported with `import-specdecpp --score false`, so its overlap is unknown: it can train "

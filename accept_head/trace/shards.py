@@ -1,6 +1,6 @@
 """The files of a trace folder: `trace_config.json`, and parquet shards with a fixed number of prompts each.
 
-Which shards a folder must have follows from its config, so completeness is derived, never recorded.
+The config determines which shards a folder must have, so completeness is derived and never recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def shard_path(folder: Path, shard: int) -> Path:
 
 
 def write_shard(folder: Path, shard: int, records: Sequence[dict[str, Any]]) -> None:
-    """Write one shard atomically, with a checksum of all its bytes: it is there whole or not at all."""
+    """Write one shard atomically, with a checksum of all its bytes."""
     from datasets import Dataset
 
     alternatives = bool(records) and "alternative_ids" in records[0]
@@ -36,17 +36,17 @@ def write_shard(folder: Path, shard: int, records: Sequence[dict[str, Any]]) -> 
 
 
 def missing_shards(folder: Path, config: TraceConfig) -> list[int]:
-    """Shards that are still to be collected."""
+    """Numbers of the shards that the folder lacks."""
     return [shard for shard in range(config.num_shards) if not shard_path(folder, shard).exists()]
 
 
 def check_shard(folder: Path, config: TraceConfig, shard: int) -> None:
-    """Raises InputError naming a shard that is damaged, or not this one of these traces."""
+    """Raises InputError naming the shard when it is damaged, or when it is another shard or from other traces."""
     _read_table(folder, config, shard)
 
 
 def read_traces(folder: Path) -> tuple[TraceConfig, Dataset]:
-    """Read and validate a trace folder; records are in the order of the prompts.
+    """Read and validate a trace folder. Records are in the order of the prompts.
 
     Raises InputError naming the folder, shard or column when a shard is missing, truncated or inconsistent.
     """

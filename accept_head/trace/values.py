@@ -1,6 +1,6 @@
-"""Which values a trace may hold: a shard can be whole and still not be true, if somebody else wrote it.
+"""Checks of the values in a trace. A shard that somebody else wrote can be undamaged and still hold wrong values.
 
-Ids index embedding matrices and labels are probabilities; what breaks that is refused where it is read, by name.
+Ids must index embedding matrices, and labels must be probabilities. Other values are refused when the trace is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from accept_head.errors import InputError
 
-ROUNDING = 1e-3  # a sum of float32 probabilities may pass 1 by so much
+ROUNDING = 1e-3  # a sum of float32 probabilities may exceed 1 by this much
 BOUNDS = {
     "acceptance": (0.0, 1.0),
     "overlap": (0.0, 1 + ROUNDING),
@@ -27,10 +27,10 @@ IDS = ("prompt_ids", "response_ids", "draft_ids", "alternative_ids")
 
 
 def check_values(path: Path, table: Any, *, vocab_size: int, unknown: tuple[str, ...] = ()) -> None:
-    """Raises InputError naming the shard and the column that holds what it cannot.
+    """Raises InputError naming the shard and the column when it holds an impossible value.
 
-    table: a pyarrow table with the columns of a trace, without nulls; those of alternatives may be missing. unknown:
-    columns in which NaN is allowed.
+    table: a pyarrow table with the columns of a trace, without nulls. The columns of alternatives may be missing.
+    unknown: columns in which NaN is allowed.
     """
     import pyarrow.compute as pc
 
@@ -45,7 +45,7 @@ def check_values(path: Path, table: Any, *, vocab_size: int, unknown: tuple[str,
         if name not in table.schema.names:
             continue
         values = pc.list_flatten(table[name])
-        # min_max passes over NaN, so it is looked for by itself.
+        # min_max ignores NaN.
         if name not in unknown and pc.any(pc.is_nan(values)).as_py():
             raise InputError(f"{path}: column {name!r} has NaN in it")
         found = pc.min_max(values).as_py()
@@ -55,8 +55,10 @@ def check_values(path: Path, table: Any, *, vocab_size: int, unknown: tuple[str,
 
 
 def check_context(folder: Path, traces: Any, tokens: int) -> None:
-    """Raises InputError naming the folder when a prompt with its response is longer than the draft's context, which has
-    so many tokens. traces: all records of a folder, a data set."""
+    """Raises InputError naming the folder when a prompt with its response is longer than the draft's context.
+
+    traces: all records of a folder, a data set. tokens: length of the draft's context.
+    """
     import pyarrow.compute as pc
 
     lengths = [pc.list_value_length(traces.data.column(name)) for name in ("prompt_ids", "response_ids")]
