@@ -25,9 +25,9 @@ from accept_head.pair import (
 from accept_head.sampling import Sampling
 from accept_head.signals import draft_signals
 from tests.accept_head.test_hub import QUALITY, TRACES
+from tests.forwards import forward_with_hidden
 
 SAMPLED = Sampling(temperature=1.0, top_k=0)
-from tests.forwards import forward_with_hidden
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ from accept_head.pair import (
     output_size,
     vocabulary_fingerprint,
 )
+from tests.forwards import forward_with_hidden
 
 VOCAB = 64
 HIDDEN = 16
@@ -57,7 +58,6 @@ CONFIGS = {
     "gemma2": lambda: Gemma2Config(**COMMON, num_key_value_heads=1, head_dim=8, final_logit_softcapping=2.0),
     "qwen3": lambda: Qwen3Config(**COMMON, num_key_value_heads=1, head_dim=8),
 }
-from tests.forwards import forward_with_hidden
 
 
 def build_model(name="llama", seed=0, **changes):
