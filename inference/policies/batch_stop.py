@@ -1,7 +1,7 @@
 """Ends a round for the whole batch: when the expected gain of one more draft step no longer pays for its time.
 
-A draft step takes about as long for one row as for all of them, so a round must not wait for the last row that would
-like to go on. Any policy can be wrapped that verifies all it drafts; its rows still stop where it says.
+A draft step takes about as long for one row as for all rows. So a round should not wait for the last row that wants to
+draft on. Any policy that verifies all its drafted tokens can be wrapped; its rows still stop where it says.
 """
 
 from __future__ import annotations
@@ -21,43 +21,44 @@ from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.host import OURS, Host
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
 
-Array = Any  # a tensor, or a numpy array: what is written below means the same for both
+Array = Any  # a tensor or a numpy array; the code below works for both
 
 
 class BatchStopPolicy(RowPolicy):
-    """`policy`, and docs/theory.md §5 summed over the rows. After k draft steps, R the rows that it would have go on:
+    """Wraps `policy` with the stopping rule of docs/theory.md §5, summed over the rows.
+
+    After k draft steps, with R the rows in which the policy would draft on:
 
         gain_r = S_r·β̂_r·ρ_{k+1}                       tokens that row r is expected to gain by one more
         the batch goes on  ⇔  Σ_{r∈R} [gain_r − λ·t_one]₊ > λ·t_draft(B),   and row r with it  ⇔  gain_r > λ·t_one
         λ = B·τ / (n·t_draft(B) + t_target(B·(1 + ℓ))), at least B / t_target(B)              tokens/s, Dinkelbach
 
-    S_r: product of what the policy has predicted of the row's tokens, 1 if it predicts nothing. β̂_r: its
-    prediction of the token to be drawn next, 1 if it makes none. t_one: seconds of one more token to verify. Where
-    the host pads, a step is one more token for all B live rows, and none is cheaper for a row that stops: t_one
-    counts B times on the right and not on the left. τ, n, ℓ: tokens that a row emitted, draft steps, and tokens
-    that it had verified in a round, averages of the past. Seconds are the model's, not the clock's: tensor-parallel
-    ranks decide alike. λ is the speed at what was drafted so far, hence never above the best one: it rises to that,
-    from the side on which too much is drafted.
+    S_r: product of the policy's predictions for the row's tokens, 1 if it predicts nothing. β̂_r: its prediction for
+    the next token, 1 if it makes none. t_one: seconds to verify one more token. If the host pads, a step adds a token
+    for all B live rows, and a row that stops saves nothing: t_one then counts B times on the right and not on the left.
+    τ, n, ℓ: averages over past rounds of a row's emitted tokens, draft steps and verified tokens. Seconds come from the
+    cost model, not from a clock, so that tensor-parallel ranks decide alike. λ is the speed of the past rounds, so it
+    is never above the best one. It rises to the best speed from the side on which too much is drafted.
 
-    ρ_d = accepted / Σ S_r·β̂_r over the rows that drafted to depth d, as they were at the decision; those rows
-    count as accepted whose first d tokens were. (Nothing is censored: a rejection before d decides.) So it holds
-    the acceptance of a token that is not drawn yet, and what is wrong with the predictions on the whole. κ_d is the
-    same with S_r once the policy has judged Y_d: κ_d·S_r is the chance that d tokens are accepted, more than which
-    the next one cannot gain. Hence ρ_d begins as if of `prior` rows with `optimism`·κ_{d−1}, and κ_d with ρ_d; κ_0
-    = 1.
+    ρ_d = accepted / Σ S_r·β̂_r, summed over the rows that drafted to depth d, with the values at that decision. A row
+    counts as accepted if its first d tokens were accepted. (Nothing is censored: a rejection before d decides.) So ρ_d
+    contains the acceptance of a token that is not drawn yet, and corrects the predictions on average. κ_d is the same
+    ratio with S_r after the policy has judged Y_d: κ_d·S_r is the probability that d tokens are accepted. The next
+    token cannot gain more than that. Hence ρ_d starts as if `prior` rows had given `optimism`·κ_{d−1}, and κ_d as if
+    they had given ρ_d; κ_0 = 1.
 
-    Never absorbing: all sums are forgotten, a share of 1/`memory` a row and round, whether the depth was reached or
-    not. ρ_d of a depth that was given up thus returns to optimism·κ_{d−1}, until the depth is tried again; only one at
-    a time, as κ_d, not known yet either, is as low as ρ_d then. K = 0 is left in this way, too, and no later than after
-    `probe` rounds without drafts (0: no such limit) one token is drafted; not if even a token that is sure to be
-    accepted would cost more time than it saves, since then no acceptance could make drafting right.
+    Never absorbing: all sums decay by 1/`memory` a row and round, whether the depth was reached or not. So ρ_d of an
+    abandoned depth returns to optimism·κ_{d−1}, until the depth is tried again. Depths return one at a time: κ_d is
+    unknown as well, and as low as ρ_d. K = 0 ends in the same way. Besides, one token is drafted after `probe` rounds
+    without drafts (0: never). It is not drafted if even a token that is sure to be accepted would cost more time than
+    it saves.
 
-    The policy's k_min says how soon *it* may stop a row. The batch's end does not wait for it: a bound that suits one
-    row is too dear for many.
+    The policy's k_min bounds when the *policy* may stop a row. The batch may end sooner: a bound that suits one row is
+    too expensive for many.
 
-    Global by design: ρ, κ, τ, n and ℓ are of all rows together, and outlive `start`. Rows have no state but their
-    lengths and the policy's own. Raises InputError for a policy that drafts nothing, or that trims: what it drops would
-    depend on how deep the batch goes, and so on what is drawn later.
+    Global by design: ρ, κ, τ, n and ℓ belong to all rows together and outlive `start`. Rows have no state but their
+    lengths and the policy's own. Raises InputError for a policy that drafts nothing, or that trims: its trimming would
+    depend on how deep the batch goes, and so on tokens drawn later.
     """
 
     OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "rho", "token_price", "step_price", "longest")
@@ -89,28 +90,28 @@ class BatchStopPolicy(RowPolicy):
         if not 1 < memory < float("inf"):
             raise InputError(f"batch-stop memory is {memory}, expected a number of rows above 1")
         self.policy, self.inner, self.costs, self.host = policy, inner, costs, host
-        self.content = content_hash(policy)  # so that two with different policies inside have different hashes
+        self.content = content_hash(policy)  # content_hash of the wrapper must depend on the wrapped policy
         self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.max_draft_tokens, inner.by_tenant
         self.in_chunks = inner.in_chunks or not inner.stops_early
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
             self.draw_next = self._draw_next
         zeros, depths = self.xp.zeros, self.max_draft_tokens
-        # Of each depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64:
-        # sums over many rounds, and differences of nearly equal numbers.
+        # Per depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64, as they
+        # are sums over many rounds and enter differences of nearly equal numbers.
         self.accepted, self.before, self.after = (zeros(depths, dtype=self.xp.float64) for _ in range(3))
-        # Rows, tokens emitted, draft steps, tokens verified besides the last.
+        # Sums of rows, emitted tokens, draft steps, and verified drafted tokens.
         self.totals = zeros(4, dtype=self.xp.float64)
         self.lengths, self.idle = zeros(0, dtype=self.xp.int64), zeros((), dtype=self.xp.int64)
-        self.counted = 0  # how many of the policy's predictions are in `survival`
+        self.counted = 0  # number of the policy's predictions that `survival` includes
         self.survival = self.rho = self.token_price = self.step_price = zeros(0, dtype=self.xp.float64)
         self.longest = self.steps = zeros((), dtype=self.xp.int64)
-        # Of each depth of this round, a row: S·β̂ if it went on to it, else 0; and S once it was judged.
+        # Per depth of this round, (batch,) each: S·β̂ of the rows that drafted on to it, else 0; and S after judging it.
         self.decided, self.judged = list[Array](), list[Array]()
         self.forget()
 
     def forget(self) -> None:
-        """As if it were new, in the same memory: of one row that drafted nothing."""
+        """Reset the sums in place, to those of one row that drafted nothing."""
         for sums in (self.accepted, self.before, self.after, self.totals):
             sums[...] = 0.0
         self.totals[:2] = 1.0
@@ -134,7 +135,7 @@ class BatchStopPolicy(RowPolicy):
 
     @property
     def capture(self) -> Capture | None:
-        """Not around a policy that learns: what that does with the outcome is not known here."""
+        """None around a policy that learns: its use of the outcome is unknown here."""
         held = capture_of(self.policy)
         if held is None or self.inner.learns or not self.in_chunks or self.host.in_numpy:
             return None
@@ -156,7 +157,7 @@ class BatchStopPolicy(RowPolicy):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def start(self, batch: int, device: torch.device) -> None:
-        """What was learnt stays, and stays where it is, if that is on the device."""
+        """Keeps what was learnt. The sums also keep their memory if they are on the device already."""
         self.inner.start(batch, device)
         if self.host.in_numpy:
             self.lengths = np.zeros(batch, dtype=np.int64)
@@ -176,7 +177,7 @@ class BatchStopPolicy(RowPolicy):
         self.inner.set_tenants(rows, keys)
 
     def select(self, rows: Tensor) -> None:
-        """Between rounds."""
+        """Called between rounds only."""
         self.inner.select(rows)
         self.lengths = self.lengths[self._array(rows)]
 
@@ -202,7 +203,7 @@ class BatchStopPolicy(RowPolicy):
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
         xp, active = self.xp, self._array(self.policy.keep_drafting(step))
-        if step.drawn_hidden is not None:  # to judge it, the drawn token was fed: one more forward has taken place
+        if step.drawn_hidden is not None:  # the drawn token was fed to be judged: one more forward
             self.steps = xp.where(self._array(step.active).any(), step.depth + 1, self.steps)
         for probability in self.predicted[self.counted :]:
             self.survival = self.survival * self._array(probability)
@@ -217,14 +218,14 @@ class BatchStopPolicy(RowPolicy):
         return self._tensor(goes_on)
 
     def _pays(self, gain: Array, price: Array) -> Array:
-        """() bool, whether a step with this gain of each row, (batch,), is worth its price."""
+        """() bool, whether a step is worth its price. gain: (batch,) expected tokens of each row."""
         above = gain - self.token_price
         return self.xp.where(above > 0, above, 0.0).sum() > price
 
-    # --- what is known at its beginning ------------------------------------------------------------------------------
+    # --- prices and ratios, at the start of a round ------------------------------------------------------------------
 
     def _set_prices(self, live: Array) -> Array:
-        """What time is worth this round, in tokens → the price of its first step."""
+        """Set this round's price of a token and of a draft step, in tokens → the price of the first step."""
         rows, context = self._number(live.sum()), self._number((self.lengths * live).sum())
         drafting, verifying = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
         one = self.costs.verify_seconds(rows + 1, context) - verifying
@@ -238,9 +239,8 @@ class BatchStopPolicy(RowPolicy):
         return speed * column if self.host.feeds else self.step_price
 
     def _ratios(self) -> Array:
-        """ρ of every depth, (max_draft_tokens,). It is a·κ + b of the depth before, and so is κ = g·κ + h of it, which
-        as a sum over all earlier depths, Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, takes a few operations in place of
-        some a depth."""
+        """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
+        as the sum κ_d = Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, which takes fewer operations than a loop."""
         xp, accepted = self.xp, self.accepted
         near, far = self.prior + self.before, self.prior + self.after
         a, b = self.prior * self.optimism / near, accepted / near
@@ -257,7 +257,7 @@ class BatchStopPolicy(RowPolicy):
         depths = self.max_draft_tokens
         return np.arange(depths) if self.host.in_numpy else torch.arange(depths, device=self.accepted.device)
 
-    # --- what is learnt of it ----------------------------------------------------------------------------------------
+    # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
         xp, depth = self.xp, self._depths()[:, None]
@@ -265,8 +265,8 @@ class BatchStopPolicy(RowPolicy):
         live, drafted, submitted, accepted, lengths = (self._array(each) for each in given)
         rows = live.sum()
         keep = (1 - 1 / self.memory) ** self._number(rows)
-        # A host may verify less than was drafted: of the rest nothing is known. A token that the policy peeked at and
-        # declined was a step that gained nothing.
+        # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
+        # declined was a draft step without a gain.
         looked = submitted + (submitted == drafted) if self.inner.peeks else submitted
         for sums, survival, known in ((self.before, self.decided, looked), (self.after, self.judged, submitted)):
             sums *= keep
@@ -276,7 +276,7 @@ class BatchStopPolicy(RowPolicy):
         self.accepted *= keep
         self.accepted += (live & (depth < accepted)).sum(-1)
         longest = (drafted * live).max()
-        # A host need not ask at the last depth.
+        # The host may skip asking at the last depth, so `steps` can be too small.
         steps = xp.where(longest > 0, xp.maximum(longest, self.steps), int(self.host.feeds))
         verified = rows * (submitted * live).max() if self.host.padded else (submitted * live).sum()
         self.totals *= keep

@@ -1,7 +1,7 @@
-"""How a policy is asked: a round's bookkeeping, in one place.
+"""The bookkeeping of a round: asks the policy and keeps what follows from its answers.
 
-The decode loop, replay, the exact enumeration and vLLM's runners each draft in their own way. Each of them asks its
-policy through `Drafting`, which knows who drafts on, how much every row has drafted and what was drafted in vain:
+The decode loop, replay, the exact enumeration and vLLM's runners each draft in their own way. All of them ask the
+policy through `Drafting`. It tracks which rows still draft, how many tokens each has drafted, and wasted forwards:
 
     progress = drafting.begin(live, room)
     for each token:
@@ -24,8 +24,8 @@ from accept_head.inference.policy import BOTH, DraftPolicy, DraftStep, RowPolicy
 
 
 class DraftProgress(NamedTuple):
-    """How far the rows of a round are, (batch,) each. budget: most tokens that a row may draft. active: bool, whether
-    it drafts on. lengths: tokens that it drew. extra_forwards: draft forwards that it took part in without drawing."""
+    """The progress of each row in a round, (batch,) each. budget: the most tokens the row may draft. active: bool,
+    whether it still drafts. lengths: tokens drawn. extra_forwards: draft forwards of the row that drew no token."""
 
     budget: Tensor
     active: Tensor
@@ -34,14 +34,15 @@ class DraftProgress(NamedTuple):
 
 
 class Drafting:
-    """Asks one policy. What the policy has besides the interface is looked for here, once.
+    """Asks one policy. The constructor checks once which optional protocols the policy implements.
 
-    constant: the budget is always max_draft_tokens. asks: the policy is asked after each token; else a row drafts its
-    budget. peeks: it is asked before each token, too. trims: it drops tokens in the end. looks_ahead: it judges a token
-    by the draft's state at it, so the token is fed before the policy is asked. learns: it wants to hear the outcome.
+    constant: the budget is always max_draft_tokens. asks: the policy decides after each token; else a row drafts its
+    whole budget. peeks: it also decides before each token. trims: it drops tokens at the end of the round. looks_ahead:
+    it judges a token by the draft's state at that token, so the token is fed before the policy is asked. learns: it
+    uses the outcome.
 
-    device: where the policy's tensors are, for a host that keeps a round's numbers on the CPU; None = with the host's.
-    agree: makes all tensor-parallel ranks have the same answer; None with one rank.
+    device: the device of the policy's tensors, for a host that keeps a round's numbers on the CPU; None = the host's
+    own. agree: gives all tensor-parallel ranks the same answer; None with one rank.
     """
 
     def __init__(
@@ -85,24 +86,25 @@ class Drafting:
             self.policy.select(rows)
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
-        """Whose these rows, (n,) int, are; for a policy that goes by it."""
+        """Name the tenants of these rows, (n,) int. Ignored unless the policy is `by_tenant`."""
         if self.by_tenant:
             self.policy.set_tenants(rows, keys)  # type: ignore[attr-defined]
 
     @property
     def predicted(self) -> list[Tensor]:
-        """P̂ of this round's tokens judged so far, (batch,) each; none of a policy that predicts nothing."""
+        """P̂ of this round's tokens judged so far, (batch,) each; empty for a policy that predicts nothing."""
         return getattr(self.policy, "predicted", [])
 
     @property
     def predicted_next(self) -> list[Tensor]:
-        """β̂ of the token after each, if the policy looks so far."""
+        """β̂ of the token after each; empty for a policy that does not look ahead."""
         return getattr(self.policy, "predicted_next", [])
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def begin(self, live: Tensor, room: Tensor | int) -> DraftProgress:
-        """live: (batch,) bool. room: most tokens that the host lets each row draft, (batch,) or one for all."""
+        """Start a round. live: (batch,) bool. room: the most tokens the host lets each row draft, (batch,) or one int
+        for all."""
         answer = self.policy.start_round(self.there(live))
         limit = room if isinstance(room, Tensor) else torch.full_like(live, room, dtype=torch.long)
         if self.constant:
@@ -112,20 +114,20 @@ class Drafting:
         return DraftProgress(budget, budget > 0, torch.zeros_like(budget), torch.zeros_like(budget))
 
     def peek(self, step: DraftStep, progress: DraftProgress) -> DraftProgress:
-        """Before a token is drawn. A row that declines has had its draft forward for nothing."""
+        """Ask before a token is drawn. A row that stops here has wasted its draft forward."""
         wanted = self._checked("draw_next", self.policy.draw_next(step), len(progress.active))  # type: ignore[attr-defined]
         declined = progress.active & ~wanted
         return progress._replace(active=progress.active & ~declined, extra_forwards=progress.extra_forwards + declined)
 
     @staticmethod
     def drew(progress: DraftProgress) -> DraftProgress:
-        """Each active row has drawn one more token."""
+        """Count one more token for each active row."""
         lengths = progress.lengths + progress.active
         return progress._replace(active=progress.active & (lengths < progress.budget), lengths=lengths)
 
     def judge(self, step: DraftStep, progress: DraftProgress) -> DraftProgress:
-        """After a token is drawn. Where it was fed for the policy to judge it, a row that stops has had one more draft
-        forward for nothing."""
+        """Ask after a token is drawn. If the policy needed that token fed, a row that stops here has wasted one more
+        draft forward."""
         wanted = self._checked("keep_drafting", self.policy.keep_drafting(step), len(progress.active))
         active = progress.active & wanted
         extra_forwards = (
@@ -136,18 +138,18 @@ class Drafting:
         return progress._replace(active=active, extra_forwards=extra_forwards)
 
     def trim(self, drafted: Tensor) -> Tensor:
-        """(batch,) how many of the (batch,) drafted tokens to verify."""
+        """(batch,) how many tokens of each row to verify. drafted: (batch,) counts."""
         answer = self.policy.trim(self.there(drafted))  # type: ignore[attr-defined]
         kept = self._checked("trim", answer, len(drafted))
         return torch.minimum(kept, drafted).clamp(min=0)
 
     def there(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host's, where the policy's are."""
+        """The host's tensor on the policy's device."""
         return tensor if self.device is None else tensor.to(self.device)
 
     def _checked(self, method: str, answer: object, batch: int) -> Tensor:
-        """What all ranks answer, where the host keeps its numbers. Raises InputError naming policy and method for an
-        answer that is not as the interface asks for."""
+        """The answer that all ranks agree on, on the host's device. Raises InputError naming policy and method when the
+        answer has the wrong type, shape or dtype."""
         dtype, kind = (torch.long, "int64") if method in ("start_round", "trim") else (torch.bool, "bool")
         if isinstance(answer, Tensor) and answer.shape == (batch,) and answer.dtype == dtype:
             agreed = answer if self.agree is None else self.agree(self.there(answer))

@@ -1,5 +1,7 @@
-"""SpecDec++: stop when the predicted chance that some drafted token is already rejected passes a threshold; or, of a
-head that looks ahead, when the chance that the token not yet drawn is rejected does."""
+"""SpecDec++: stop when the predicted probability that some drafted token is rejected passes a threshold.
+
+A head that looks ahead can use the probability that the next token, not yet drawn, is rejected.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Rule = Literal["product", "gain"]
 
 
 def checked_rule(rule: str | None, config: HeadConfig) -> Rule:
-    """The rule, or the head's own where none is given. Raises InputError when it is unknown, or the head has no β̂."""
+    """The rule; None = the head's default. Raises InputError when it is unknown, or `gain` for a head without β̂."""
     if rule is None:
         return "gain" if config.looks_ahead else "product"
     if rule not in ("product", "gain"):
@@ -39,21 +41,21 @@ def checked_rule(rule: str | None, config: HeadConfig) -> Rule:
 class HeadPolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ 1 − Π_i P̂(Y_i accepted) > threshold (SpecDec++ §4.2-4.3), never before k_min, always at k_max.
 
-    rule: `product`, as above, or `gain`: with C_k that product and β̂_{k+1} the head's word on the token to be drawn
-    next, stop ⇔ 1 − C_k·β̂_{k+1} > threshold, the chance that one more token would be in vain (docs/theory.md §5). The
-    default is `gain` for heads that look ahead, and `product` for all others, which have no β̂.
+    rule: `product`, as above, or `gain`. Let C_k be that product and β̂_{k+1} the head's prediction for the next token.
+    `gain` stops ⇔ 1 − C_k·β̂_{k+1} > threshold: the probability that one more token is rejected (docs/theory.md §5).
+    The default is `gain` for heads that look ahead and `product` for all others, which have no β̂.
 
-    A head that reads the state *at* a drawn token can be read in two ways:
+    A head that reads the state *at* a drawn token can be used in two ways:
 
-    lag=0, the paper's algorithm: Y_k is fed before it is judged, and the product runs to Y_k. Each stop that the head
-    decides costs a draft forward whose proposal is not drawn.
-    lag=1, the authors' code: the forward that yields Y_{k+1} is the one that yields the state at Y_k, so Y_{k+1} is
-    drawn already, at no cost, when "stop" is known, and is submitted too. The product runs to the last token but one,
-    and a round drafts at least two.
+    lag=0, the paper's algorithm: Y_k is fed before it is judged, and the product runs to Y_k. Each stop of the head
+    wastes a draft forward, from which no token is drawn.
+    lag=1, the authors' code: the forward that gives the state at Y_k also gives Y_{k+1}. So Y_{k+1} is already drawn
+    when the head says stop, at no cost, and is submitted too. The product runs to the last token but one, and a round
+    drafts at least two.
 
     The default is 1: by eq. 3.1 it is 1.08 to 1.16 x as fast (benchmarks/results/head_lag.json). A head that reads the
-    state *before* a drawn token judges it at once and at no cost; it has no lag. Nor has a base alone, which reads no
-    state.
+    state *before* a drawn token judges the token at once and at no cost, so it has no lag. A base alone reads no state
+    and has no lag either.
     """
 
     predicts = True
@@ -74,7 +76,7 @@ class HeadPolicy(ThresholdPolicy):
             raise InputError(f"head threshold is {threshold}, expected a probability from 0 to 1")
         super().__init__("head", threshold, k_min, k_max)
         self.statistic = checked_rule(rule, head.config)
-        self.probability = self._scorer(head)  # refuses a head that does not predict it
+        self.probability = self._scorer(head)  # raises InputError for a head that does not predict it
         before = head.config.reads == "before"
         if lag not in ((None, 0) if before else (None, 0, 1)):
             raise InputError(
@@ -93,7 +95,7 @@ class HeadPolicy(ThresholdPolicy):
         return scorer_of(head, "both" if self.predicts_next else "token")
 
     def start(self, batch: int, device: torch.device) -> None:
-        """Raises InputError where the head is elsewhere: its weights are folded by then, so it is not moved."""
+        """Raises InputError when the head is on another device. It cannot be moved: its weights are already folded."""
         there = self.head.device
         if (there.type, there.index or 0) != (device.type, device.index or 0):
             raise InputError(
@@ -111,7 +113,7 @@ class HeadPolicy(ThresholdPolicy):
         return 1 - threshold
 
     def score(self, step: DraftStep) -> Tensor:
-        """P̂(Y accepted), (...); with the rule `gain` that and β̂, (..., 2)."""
+        """P̂(Y accepted), (...); P̂ and β̂ with the rule `gain`, (..., 2)."""
         if step.scored is not None:
             return step.scored
         hidden = step.fed_hidden if self.head.config.reads == "before" else step.drawn_hidden
@@ -119,14 +121,14 @@ class HeadPolicy(ThresholdPolicy):
 
     def judged(self, step: DraftStep) -> DraftStep | None:
         if self.lag == 0:
-            # At the last token that a round can have nothing depends on it, and its state is not computed.
+            # Nothing depends on the judgement of the last possible token, so the host does not compute its state.
             return None if Signal.DRAWN_HIDDEN in self.needs and step.drawn_hidden is None else step
         earlier, self.earlier = self.earlier, step
         # At depth 1 the state at hand belongs to a verified token, not to a drafted one.
         return None if step.depth == 1 or earlier is None else replace(earlier, drawn_hidden=step.fed_hidden)
 
     def _signals_of(self, step: DraftStep) -> Tensor | None:
-        """(..., 3) in the order of signals.SIGNALS, if the head reads any."""
+        """(..., 3) in the order of signals.SIGNALS; None if the head reads none."""
         if not self.head.config.signals:
             return None
         if step.signals is not None:

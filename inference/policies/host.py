@@ -1,4 +1,4 @@
-"""What a decode loop costs a policy that goes by costs."""
+"""Properties of a decode loop that a cost-aware policy must know."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Host:
-    """What a decode loop spends besides the policy's wishes. padded: the target verifies as many tokens of every row as
-    of the row that drafted most. feeds: the draft's first forward takes place in a round without drafts, too.
-    in_numpy: it waits for each answer anyway, so the few numbers of a decision are worked out on the CPU by numpy,
-    where an operation takes a third of what it takes torch. Else by torch where the policy is, so that CUDA graphs can
-    hold it."""
+    """How a decode loop spends time. padded: the target verifies as many tokens of every row as of the longest draft.
+    feeds: the draft's first forward also runs in a round without drafts. in_numpy: decide on the CPU with numpy,
+    because the loop waits for each answer anyway and an operation takes a third of torch's time. Else decide with torch
+    on the policy's device, so that CUDA graphs can contain the decision."""
 
     padded: bool
     feeds: bool

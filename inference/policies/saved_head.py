@@ -1,4 +1,4 @@
-"""The policy `head:PATH`: a head from a folder, or from the Hub, with what `tune` chose for it."""
+"""The policy `head:PATH`: a head from a folder or from the Hub, with the settings that `tune` chose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accept_head.inference.policy import DraftPolicy
 
 
 def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
-    """PATH:THRESHOLD, or PATH alone: threshold, bounds and lag are then those of its decoding.json. A PATH may be a
+    """Reads PATH:THRESHOLD, or PATH alone; threshold, bounds and lag then come from its decoding.json. PATH may be a
     name on the Hub, user/name or user/name@revision."""
     path, _, last = argument.rpartition(":")
     if path and is_number(last):
@@ -41,8 +41,8 @@ named(
 def head_policy(
     name: str, draft: DraftShape, threshold: float | None, options: Options, folder: Path | None = None
 ) -> HeadPolicy:
-    """The policy of a head. threshold: None = that of its decoding.json, with the bounds and the lag there, where the
-    options do not say otherwise. folder: of a head that is here already, whatever its name. Raises InputError."""
+    """The policy of a head. threshold: None = take threshold, bounds and lag from its decoding.json; options override
+    them. folder: the head's folder, if it is local already; `name` is then only its name. Raises InputError."""
     folder = folder or head_folder(name)
     tuned = None
     if threshold is None:
@@ -72,7 +72,7 @@ def _head_policy(head: AcceptanceHead, threshold: float, options: Options, folde
 
 
 def _decoding(name: str, folder: Path) -> tuple[Options, dict[str, Any]]:
-    """What `accept-head tune` chose for this head, as options, and all that it wrote."""
+    """The options that `accept-head tune` chose for this head, and the whole content of decoding.json."""
     path = folder / "decoding.json"
     if not path.is_file():
         raise InputError(f"{name} has no decoding.json (accept-head tune writes it): give a threshold, head:PATH:0.5")
