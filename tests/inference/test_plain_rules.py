@@ -1,4 +1,4 @@
-"""Rules on the draft's own confidence, each against its formula."""
+"""Rules of one line, each against it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy
 from accept_head.inference.policies.online.signals import OnlineSignalsPolicy
 from accept_head.inference.policies.svip import SvipPolicy
-from tests.inference.support.rounds import begin, one_round
+from tests.inference.support.rounds import begin, one_round, outcome
 
 ROWS = [[0.9, 0.8, 0.7, 0.6], [0.5, 0.9, 0.9, 0.9], [0.95, 0.95, 0.4, 0.9]]
 LOGS = [[math.log(q) for q in row] for row in ROWS]
@@ -55,3 +56,12 @@ def test_before_anything_is_learnt_online_signals_go_by_q(threshold):
     shown = {"logprob": q.log(), "max_prob": q.sqrt(), "entropy": 1 - q}  # of these only q counts
     assert drafted(policy, **shown) == [first_below(products(row), 1 - threshold) for row in ROWS]
     torch.testing.assert_close(policy.predicted[0], q[:, 0], rtol=1e-4, atol=0)
+
+
+def test_the_heuristic_never_drafts_nothing():
+    policy, seen = begin(HfHeuristicPolicy(2), [5]), []
+    for accepted in (0, 0, 0, 1):
+        k = policy.start_round(torch.tensor([True]))
+        seen += k.tolist()
+        policy.observe(outcome(k, [accepted]))
+    assert seen == [2, 1, 1, 1] and policy.start_round(torch.tensor([True])).tolist() == [3]
