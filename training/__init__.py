@@ -1,6 +1,6 @@
 """How a head is made: prompts become responses, responses become coupled traces, traces become a trained head.
 
-Read `collect/` first, then `learn/`; `respond/` is what says the responses, `plan/` what a run would cost.
+Read `collect/` first, then `learn/`. `respond/` generates the responses, and `plan/` estimates the cost of a run.
 """
 
 if __name__ != "accept_head.training":

@@ -1,4 +1,4 @@
-"""Checkpoints that are there whole or not at all."""
+"""Checkpoints that are written atomically."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from accept_head.files import atomic_path
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
-    """Lightning writes to the system's temporary folder and moves the file from there. Where that is another disk, a
-    move is a copy, of which a kill or a full disk leaves half."""
+    """Writes checkpoints atomically, beside their destination.
+
+    Lightning moves the file from the system's temporary folder. When that is on another disk, the move is a copy, and a
+    kill or a full disk leaves half of the file.
+    """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        data = io.BytesIO()  # torch reports a full disk in words of its own, and as OSError only what this file does
+        data = io.BytesIO()  # torch.save to a file would not report a full disk as OSError; write_bytes does
         torch.save(checkpoint, data)
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Out of memory is no reason to stop: the same work in halves, with the same result.
+"""When memory runs out, the same work is done in halves, with the same result.
 
-The work must be divisible: `run(start, stop)` of neighbouring ranges must give, one after the other, what it gives of
-the whole. respond and score see to that, each in its own way.
+The work must be divisible: the results of `run(start, stop)` for neighbouring ranges, one after the other, must equal
+the result for the whole range. respond and score ensure this, each in its own way.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from accept_head.errors import InputError
 class Halving:
     """Does work on a batch of rows, in halves when memory runs out, and remembers how many rows fit.
 
-    doing: what a message calls the work. remedy: what the user can do when not even one row fits.
+    doing: name of the work in messages. remedy: what the user can do when not even one row fits.
     """
 
     def __init__(self, doing: str, remedy: str):
         self.doing, self.remedy = doing, remedy
-        self.most: int | None = None  # rows that fit, as far as known
+        self.most: int | None = None  # most rows to try at once; None: no limit known
 
     def __call__(self, rows: int, run: Callable[[int, int], list[Any]]) -> list[Any]:
         """`run(0, rows)`, or the same from smaller ranges. Raises InputError when one row does not fit."""
@@ -39,10 +39,10 @@ class Halving:
         return done
 
     def _try(self, run: Callable[[int, int], list[Any]], start: int, stop: int) -> list[Any] | None:
-        """The result, or None when memory ran out. The error is dropped on return: its traceback holds tensors."""
+        """The result, or None when memory ran out. The error is not kept, because its traceback holds tensors."""
         try:
             return run(start, stop)
-        except RuntimeError as error:  # a CPU's allocator has no class of its own for it
+        except RuntimeError as error:  # the CPU's allocator has no error class of its own
             if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
                 return None
             raise

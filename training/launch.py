@@ -1,6 +1,6 @@
-"""Under how many processes this run is, and what Lightning's Trainer must be told about it.
+"""How many processes this run has, and the options of Lightning's Trainer that follow from it.
 
-One process, `torchrun`, and `accelerate launch` (CPU or GPU, one host or many) all end here.
+It handles one process, `torchrun`, and `accelerate launch` (CPU or GPU, one host or many).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from accept_head.errors import InputError
 
-STARTER = "ACCEPT_HEAD_STARTED_BY"  # process that started the other ranks of this host, told to them
+STARTER = "ACCEPT_HEAD_STARTED_BY"  # environment variable: the process that started the other ranks of this host
 
 
 def trainer_options(precision: str = "fp32") -> dict[str, Any]:
@@ -32,12 +32,12 @@ def trainer_options(precision: str = "fp32") -> dict[str, Any]:
         "accelerator": "cpu" if use_cpu else "gpu",
         "devices": devices,
         "num_nodes": nodes,
-        # Only the head is trained and every rank has the same frozen draft: there are no buffers to broadcast.
+        # Every rank has the same frozen draft and trains only the heads, so there are no buffers to broadcast.
         "strategy": DDPStrategy(broadcast_buffers=False, process_group_backend="gloo" if use_cpu else None)
         if devices * nodes > 1
         else "auto",
         "precision": {"fp32": "32-true", "bf16": "bf16-mixed"}[precision],
-        "use_distributed_sampler": False,  # our samplers divide by rank themselves, without padding
+        "use_distributed_sampler": False,  # our samplers divide by rank, without padding
         "enable_model_summary": False,
         "plugins": [AtomicCheckpoints()],
     }
@@ -53,17 +53,20 @@ def local_device() -> torch.device:
 
 
 def set_cpu_threads(count: int) -> None:
-    """Threads of each matrix product on a CPU. Split over more of them it can round differently, and one different
-    sampled token is another trace: the same bits take the same number."""
+    """Set the number of threads of each matrix product on a CPU.
+
+    A product on another number of threads can round differently, and one different sampled token changes the trace. So
+    equal bits need an equal number.
+    """
     if use_cpu_only():
         torch.set_num_threads(count)
 
 
 def _stop_together(processes: int) -> None:
-    """Let no rank outlive one that died: the others would wait for it, or work on for nothing.
+    """Make all ranks end when one rank dies. Otherwise the others would wait for it, or continue for nothing.
 
-    Whoever started the ranks looks after them: torchrun's agent, or Lightning in rank 0, which says which rank ended.
-    What is left to do is to end with one's starter.
+    torchrun's agent, or Lightning in rank 0, started the ranks. It watches them and reports which one ended. Here each
+    rank only has to end when its starter ends.
     """
     if processes == 1:
         return
@@ -71,7 +74,7 @@ def _stop_together(processes: int) -> None:
     starter = int(os.environ.get(STARTER, os.getppid()))
     if "LOCAL_RANK" not in os.environ:
         os.environ[STARTER] = str(os.getpid())
-    elif starter != os.getpid():  # Lightning sets LOCAL_RANK in the process that starts the others, too
+    elif starter != os.getpid():  # Lightning also sets LOCAL_RANK in the process that starts the others
         threading.Thread(target=_end_with, args=(starter,), daemon=True).start()
 
 
@@ -80,7 +83,7 @@ def _end_with(parent: int) -> None:
         time.sleep(1)
     rank = os.environ.get("RANK", os.environ["LOCAL_RANK"])
     print(f"accept-head: error: rank {rank} stops, as process {parent}, which started it, has ended", file=sys.stderr)
-    os._exit(1)  # a collective that waits for the dead would not let go
+    os._exit(1)  # an ordinary exit would hang in a collective that waits for the dead rank
 
 
 def _processes() -> tuple[int, int]:
@@ -88,8 +91,8 @@ def _processes() -> tuple[int, int]:
     environment = os.environ
     if "LOCAL_RANK" in environment and "WORLD_SIZE" in environment:  # started by torchrun, accelerate, or Lightning
         world = int(environment["WORLD_SIZE"])
-        # Lightning gives no RANK and starts on one host: a LOCAL_WORLD_SIZE is then of someone else, as vLLM leaves one
-        # behind in a process that had an engine.
+        # Lightning sets no RANK and starts processes on one host only. A LOCAL_WORLD_SIZE without RANK is from another
+        # program: vLLM leaves one behind in a process that had an engine.
         local = int(environment.get("LOCAL_WORLD_SIZE", world)) if "RANK" in environment else world
         return local, world // local
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_ADDR" in environment:
@@ -100,10 +103,10 @@ def _processes() -> tuple[int, int]:
 
 
 def _accelerate_cpu_processes() -> int:
-    """What `accelerate launch --cpu --num_processes N` was asked for.
+    """N of `accelerate launch --cpu --num_processes N`.
 
-    Without MPI, accelerate starts one process and passes N on to nobody (1.15), so read it from its command line;
-    Lightning then starts the other processes.
+    Without MPI, accelerate (1.15) starts one process and does not pass N on. So N is read from accelerate's command
+    line, and Lightning starts the other processes.
     """
     import psutil
     from accelerate.commands.launch import launch_command_parser, load_config_from_file

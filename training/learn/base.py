@@ -1,6 +1,6 @@
 """Fits a head's base (accept_head/base.py): a logistic regression on functions of the draft signals, to convergence.
 
-No draft is needed: what it reads is in the traces. The ridge is chosen on dev traces.
+The traces hold all its inputs, so no draft is run. The ridge is chosen on dev traces.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from accept_head.training.learn.batches import Packed, collate
 from accept_head.training.learn.draws import draws
 
 RIDGES = (1e-2, 1.0, 1e2)  # added to the Fisher information of each weight, which is about a tenth of a label's
-CONSTANT = 1e-4  # deviation of a function that does not vary
+CONSTANT = 1e-4  # a function with a smaller deviation counts as constant
 
 
 class Labelled(NamedTuple):
-    """n tokens that a draft drew, and what is known of each.
+    """n tokens that a draft drew, with their signals and labels.
 
-    signals: (n, 3). accept, reject: (n, predictions), the sums of a and of 1 − a over the times that it was drawn; both
-    0 where that prediction does not count.
+    signals: (n, 3). accept, reject: (n, predictions), the sums of a and of 1 − a over the times that the token was
+    drawn. Both are 0 where the prediction has no label.
     """
 
     signals: Tensor
@@ -37,7 +37,7 @@ class Labelled(NamedTuple):
 
     @classmethod
     def of(cls, packed: Iterable[tuple[Packed, int]], axes: Sequence[int]) -> Labelled:
-        """The labels LABELS[axes] of packed traces, alternatives among them."""
+        """The labels LABELS[axes] of packed traces, including those of alternatives."""
         parts = []
         for item, index in packed:
             batch = collate([item], [index])
@@ -56,7 +56,7 @@ def fit_base(
     w_acc: float = 1.0,
     w_rej: float = 1.0,
 ) -> AcceptanceHead:
-    """A head that is a base alone, fitted to `train`; its ridge is the one that serves `dev` best."""
+    """Fit a head that is a base alone to `train`, with the ridge that gives the least KL on `dev`."""
     counts = (train.accept + train.reject).sum(-1).double()
     functions = base_functions(train.signals.double())[..., places_of(signals)]
     mean = counts @ functions / counts.sum()
@@ -78,7 +78,7 @@ def fit_base(
 
 @torch.no_grad()
 def _fitted(head: AcceptanceHead, train: Labelled, w_acc: float, w_rej: float, ridge: float) -> AcceptanceHead:
-    """By IRLS. A soft label is two observations, one of each outcome, with the label's weights."""
+    """Fit the base by IRLS. A soft label becomes two observations, one of each outcome, with the label's weights."""
     x = head.double().normalised(train.signals).numpy()
     twice, outcome = np.concatenate([x, x]), np.repeat([1, 0], len(x))
     for row, (accept, reject) in enumerate(zip(train.accept.T.double(), train.reject.T.double(), strict=True)):
@@ -91,7 +91,7 @@ def _fitted(head: AcceptanceHead, train: Labelled, w_acc: float, w_rej: float, r
 
 
 def train_quality(head: AcceptanceHead, labelled: Labelled) -> dict[str, dict[str, float]]:
-    """For each prediction the mean binary KL over the tokens that the base was fitted to, and their number."""
+    """For each prediction: the mean binary KL over the tokens that the base was fitted to, and their number."""
     found: dict[str, dict[str, float]] = {}
     for axis, prediction in enumerate(head.config.predictions):
         one = Labelled(labelled.signals, labelled.accept[:, axis : axis + 1], labelled.reject[:, axis : axis + 1])
@@ -102,7 +102,7 @@ def train_quality(head: AcceptanceHead, labelled: Labelled) -> dict[str, dict[st
 
 @torch.no_grad()
 def qualities(head: AcceptanceHead, labelled: Labelled) -> dict[str, Quality]:
-    """Of each prediction of a base. labelled: without alternatives, so that each row is one token."""
+    """The quality of each prediction of a base. labelled: without alternatives, so that each row is one token."""
     logits, counts = head.base_logits(labelled.signals), labelled.accept + labelled.reject > 0
     return {
         prediction: quality(logits[counts[:, axis], axis], labelled.accept[counts[:, axis], axis])

@@ -1,4 +1,4 @@
-"""Traces as tensors: packed one by one, padded and stacked for the draft, and what heads read of its states."""
+"""Traces as tensors: packed one by one, padded and stacked for the draft, and the inputs and labels of heads."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from torch import Tensor
 from accept_head.head_config import Predicts
 from accept_head.signals import SIGNALS
 
-# What a head may be asked at a place of a draft input. token: a(Y_i). next: β_{i+1} where X_i was fed last, β₁ at the
-# prompt's end. after: β_{i+1} at the place of token label i. It counts where Y_i is accepted: the text goes on with it
-# there, and what is drawn next is Y_{i+1}. So P̂·β̂ of a head that is told Y_i is the chance that both are accepted.
+# The labels at a place of a draft input. token: a(Y_i). next: β_{i+1} where X_i was fed last, and β₁ at the prompt's
+# end. after: β_{i+1} at the place of token label i. It counts only where Y_i is accepted: there the text continues with
+# Y_i, and Y_{i+1} is drawn next. So if a head reads Y_i, its P̂·β̂ is the chance that both are accepted.
 LABELS = ("token", "next", "after")
 
 
 @dataclass
 class DraftBatch:
-    """One forward of the draft, and what the head should say of it, which stays with the host: what counts, and what
-    differs, is found there while the draft runs, and a GPU is not waited for.
+    """The inputs of one draft forward, and the labels of its positions.
+
+    Labels stay on the host. It selects the positions that count while a GPU runs the draft, without waiting for it.
 
     input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
-    labels, mask: (batch, seq, 3): last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
-    where the token label counts; drawn_ids: (batch, seq) the token there. alternative_ids: (batch, seq, m) what else
-    might have been drawn there; alternatives: (batch, seq, m, 2), log q and a of these. indices: (batch,) prompt index
-    of each trace, for messages.
+    labels, mask: (batch, seq, 3), last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
+    where the token label counts. drawn_ids: (batch, seq), the drawn token there. alternative_ids: (batch, seq, m), the
+    alternatives there. alternatives: (batch, seq, m, 2), log q and a of these. indices: (batch,), prompt index of each
+    trace, for messages.
     """
 
     input_ids: Tensor
@@ -41,12 +42,12 @@ class DraftBatch:
     indices: Tensor
 
     def to(self, device: torch.device) -> DraftBatch:
-        """With what the draft reads on the device."""
+        """The batch with the draft's inputs on the device."""
         inputs = {name: getattr(self, name).to(device) for name in ("input_ids", "position_ids", "allowed")}
         return replace(self, **inputs)
 
     def at(self, hidden: Tensor, axes: Sequence[int]) -> StateBatch:
-        """The places where one of LABELS[axes] counts. hidden: (batch, seq, hidden_size), of this very forward."""
+        """The places where one of LABELS[axes] counts. hidden: (batch, seq, hidden_size), from this forward."""
         used = self.mask[..., axes].any(-1)
         places = sent(used.flatten().nonzero()[:, 0], hidden.device)
         return StateBatch(
@@ -64,11 +65,12 @@ class DraftBatch:
 
 @dataclass
 class StateBatch:
-    """What heads read and should say at the n places of some traces that count, trace by trace: all that is left to
-    know of a DraftBatch once the draft has run. All but `hidden` is with the host.
+    """The inputs and labels of heads at the n places that count in some traces, trace after trace.
 
-    hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3); signals: (n, 3); drawn_ids: (n,).
-    alternative_ids: (n, m); alternatives: (n, m, 2). counts: (traces,) places of each trace. indices: (traces,).
+    It replaces a DraftBatch once the draft has run. All fields except `hidden` are on the host.
+
+    hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3). signals: (n, 3). drawn_ids: (n,).
+    alternative_ids: (n, m). alternatives: (n, m, 2). counts: (traces,), places of each trace. indices: (traces,).
     """
 
     hidden: Tensor
@@ -91,8 +93,11 @@ class StateBatch:
 
 @dataclass
 class Packed:
-    """One trace as a draft input. ids, positions: (seq,); allowed: (seq, seq); labels, mask: (seq, 3), of LABELS;
-    signals: (seq, 3); drawn_ids: (seq,); alternative_ids: (seq, m); alternatives: (seq, m, 2)."""
+    """One trace as a draft input. Fields as in DraftBatch, without the batch axis.
+
+    ids, positions: (seq,). allowed: (seq, seq). labels, mask: (seq, 3). signals: (seq, 3). drawn_ids: (seq,).
+    alternative_ids: (seq, m). alternatives: (seq, m, 2).
+    """
 
     ids: Tensor
     positions: Tensor
@@ -106,7 +111,7 @@ class Packed:
 
 
 def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
-    """Pad on the right. A padded query attends to itself, so that no attention row is empty."""
+    """Stack traces, padded on the right. A padded query attends to itself, so that no attention row is empty."""
     width = max(len(item.ids) for item in packed)
     rows, most = len(packed), packed[0].alternative_ids.shape[1]
     batch = DraftBatch(
@@ -136,8 +141,10 @@ def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on that device. On a GPU it goes behind the work given so far, and is not waited for: a
-    plain `to` waits for all of that, as it has to read from memory that may be paged out."""
+    """A host tensor on the device. On a GPU the copy is queued behind earlier work, and the host does not wait.
+
+    A plain `to` would wait for that work, because its source may be paged out.
+    """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

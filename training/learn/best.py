@@ -1,4 +1,4 @@
-"""The weights of each candidate's best epoch, by the dev traces, and which candidates they make the run's heads."""
+"""The weights of each candidate's best epoch on the dev traces, and which candidates become the run's heads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from accept_head.quality import Quality
 from accept_head.training.learn.candidates import Candidate
 
 # Share of the dev KL that a residual must save over its base, and a weaker decay over a stronger one. A smaller gain
-# can be luck in choosing the best epoch, or hold for these prompts alone.
+# can be luck in the choice of the best epoch, or hold only for these prompts.
 PAYS = 0.01
 
 
 class BestWeights:
-    """weights: those kept, by the candidate's place; none for a candidate that was never better than its base.
-    kl: the dev KL that a candidate has to be below."""
+    """The best weights of each candidate so far.
+
+    weights: by the candidate's index; none for a candidate that was never better than its base. kl: the dev KL that
+    each candidate has to be below.
+    """
 
     def __init__(self, candidates: Sequence[Candidate]):
         self.candidates = candidates
@@ -26,7 +29,7 @@ class BestWeights:
         self.kl = [mean_kl(one.base.dev) * (1 - PAYS) if one.base else math.inf for one in candidates]
 
     def judge(self, place: int, dev: dict[str, Quality]) -> None:
-        """Keep the candidate's weights as they are now, if they are its best. dev: their quality."""
+        """Keep the candidate's present weights if they are its best. dev: their quality on dev traces."""
         kl = mean_kl(dev)
         if kl < self.kl[place]:
             state = self.candidates[place].head.state_dict()
@@ -34,13 +37,13 @@ class BestWeights:
             self.weights[place] = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def take(self) -> bool:
-        """Give heads the weights that are kept of them. Returns whether there are any."""
+        """Load the kept weights into their heads. Returns whether there are any."""
         for place, state in self.weights.items():
             self.candidates[place].head.load_state_dict(state)
         return bool(self.weights)
 
     def chosen(self) -> list[int]:
-        """One candidate of each name, by its place."""
+        """The index of the chosen candidate for each name."""
         chosen: dict[str, int] = {}
         for place, one in enumerate(self.candidates):
             before = chosen.setdefault(one.name, place)
@@ -56,5 +59,5 @@ class BestWeights:
 
 
 def mean_kl(found: dict[str, Quality]) -> float:
-    """Over the predictions of a head."""
+    """Mean binary KL over the predictions of a head."""
     return sum(each.binary_kl for each in found.values()) / len(found)

@@ -1,4 +1,4 @@
-"""The heads of a run: what each is before it is trained, where it starts, and what came of it."""
+"""The heads of a run: their bases, the candidates before training, and the outcomes after it."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from accept_head.training.learn.start import start_heads
 
 @dataclass(frozen=True)
 class Base:
-    """What a head with a base starts from, as a head of its own. dev, train: as of Outcome."""
+    """The base that a head starts from, as a head of its own. dev, train: as in Outcome."""
 
     head: AcceptanceHead
     dev: dict[str, Quality]
     train: dict[str, dict[str, float]]
 
     def outcome(self, name: str) -> Outcome:
-        """Of a head that is nothing else."""
+        """The outcome for a head that is its base alone."""
         return Outcome(name, self.head, self.dev, self.train, self.dev)
 
 
 class Outcome(NamedTuple):
-    """A head that was made.
+    """A finished head and its quality.
 
-    dev: its quality on dev traces. train: its quality on the training traces, as metrics.json has it. base: the quality
-    of its base on dev traces; None for a head without a base. decay: that it was trained with; None for a base alone.
+    dev: its quality on dev traces. train: its quality on the training traces, as in metrics.json. base: the quality of
+    its base on dev traces; None for a head without a base. decay: used in its training; None for a base alone.
     """
 
     name: str
@@ -57,9 +57,9 @@ class Outcome(NamedTuple):
 class Candidate:
     """A head to train.
 
-    name: its name in a sweep, "" when it is the only head. Of candidates with the same name one is chosen in the end.
-    w_rej: its loss weight of rejection. base: where it starts; None for a head without a base. decay: rate an epoch at
-    which its weights shrink at the peak of lr. label: its name in the logs.
+    name: its name in a sweep, "" when it is the only head. One of the candidates with the same name is chosen in the
+    end. w_rej: its loss weight of rejection. base: where it starts; None for a head without a base. decay: rate per
+    epoch at which its weights shrink at the peak of lr. label: its name in the logs.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Candidate:
 
 
 def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict[str, Base]:
-    """The base of each head, by the head's name; heads with the same loss weights share one."""
+    """The base of each head, by the head's name. Heads with the same loss weights share one base."""
     common = next(iter(recipes.values()))
     packing: Packing = "prefix" if common.packing == "prefix" else "exact"
     axes = label_axes(common.predicts, sees_drawn=True)
@@ -96,11 +96,11 @@ def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict
 def make_candidates(
     recipes: dict[str, Recipe], bases: dict[str, Base], draft: PreTrainedModel, traces: Dataset, seed: int
 ) -> list[Candidate]:
-    """The heads to train, each with its first weights. traces: that they are trained on."""
+    """The heads to train, each with its initial weights. traces: the training traces."""
     common = next(iter(recipes.values()))
     more: dict[str, Any] = {"standardised": common.base}
     if bases:
-        of_base = next(iter(bases.values())).head.config  # all bases read the same
+        of_base = next(iter(bases.values())).head.config  # all bases have the same inputs
         names = ("signals", "signal_mean", "signal_std", "base")
         more |= {name: getattr(of_base, name) for name in names}
     elif common.signals:
@@ -120,7 +120,7 @@ def make_candidates(
         )
         for decay in recipe.decays:
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)  # each head starts as it would alone
+                torch.manual_seed(seed)  # a head of a sweep starts like the head trained alone
                 head = AcceptanceHead(config).attach(embeddings)
             tried = [f"decay{decay:g}"] if len(recipe.decays) > 1 else []
             label = "-".join([name, *tried] if name else tried)

@@ -1,4 +1,4 @@
-"""Traces as batches: the same traces in the same optimizer step, however many processes and forwards share it."""
+"""Traces as batches. An optimizer step has the same traces for any number of processes and micro-batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accept_head.training.threads import ReadAhead, Threads
 
 
 class PackedTraces(Dataset):
-    """Traces as draft inputs. An item is (epoch, row): token mixing draws its mask anew each epoch."""
+    """Traces as draft inputs. An item is (epoch, row), because token mixing draws a new mask in each epoch."""
 
     def __init__(self, traces: TraceDataset, packing: Packing, *, r: float, seed: int, alternatives: int = 0):
         self.traces, self.records = traces, TraceTensors(traces)
@@ -42,7 +42,7 @@ class PackedTraces(Dataset):
 
 
 class CachedTraces(Dataset):
-    """Traces as what the draft made of them, from the cache. Items as of PackedTraces; every epoch has the same."""
+    """Traces with the draft's states, from the cache. Items as in PackedTraces, the same in every epoch."""
 
     def __init__(self, traces: TraceDataset, cache: FeatureCache):
         columns = traces.with_format("numpy")
@@ -60,8 +60,8 @@ class CachedTraces(Dataset):
 class StepSampler(Sampler[list[tuple[int, int]]]):
     """Yields this rank's micro-batches of every optimizer step from `first_step` on, over all epochs.
 
-    Step s of an epoch is a slice of `batch_size` traces of that epoch's permutation; rank r takes every world-th of it.
-    One process and many therefore see the same traces in the same step.
+    Step s of an epoch is a slice of `batch_size` traces of that epoch's permutation. Rank r takes every world-th of it.
+    So a step has the same traces for any number of processes.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class StepSampler(Sampler[list[tuple[int, int]]]):
 
 
 class TraceData(L.LightningDataModule):
-    """Training batches by StepSampler; dev batches never mixed, whatever training does, and each trace on one rank.
+    """Training batches by StepSampler, and dev batches, which have each trace on one rank and never use token mixing.
 
-    With a cache the draft runs in `setup` alone, on what the cache lacks, and batches are StateBatches. Without one,
-    where there are several threads, training batches are so, too: one of them runs the draft, a batch ahead.
+    With a cache, the draft runs only in `setup`, on traces that the cache lacks, and batches are StateBatches. Without
+    a cache but with several threads, one thread runs the draft a batch ahead, and training batches are StateBatches.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class TraceData(L.LightningDataModule):
         self.first_step = 0
 
     def setup(self, stage: str) -> None:
-        """Complete the cache: each rank writes a share of what is missing, and checks a share of what is there."""
+        """Complete the cache: each rank checks its share of the existing shards, and writes its share of the rest."""
         if self.cache is None:
             return
         assert self.trainer is not None
@@ -156,13 +156,13 @@ class TraceData(L.LightningDataModule):
         self.trainer.strategy.barrier("features")
 
     def some_states(self, most: int) -> Iterator[Tensor]:
-        """What heads read in at most so many training traces, spread over all of them: (n, hidden_size) each."""
+        """The states, (n, hidden_size) each, of at most `most` training traces, spread over all of them."""
         rows = [(0, row) for row in range(0, len(self.train), -(-len(self.train) // most))]
         for batch in self._loader(self.train, sampler=rows, batch_size=self.micro_batch_size):
             yield self._read(batch).hidden
 
     def _read(self, batch: DraftBatch | StateBatch) -> StateBatch:
-        """What the draft makes of it, in any thread."""
+        """The batch with the draft's states. May run in any thread."""
         assert self.trainer is not None
         module: Any = self.trainer.lightning_module
         with self.trainer.precision_plugin.forward_context():

@@ -1,7 +1,7 @@
-"""What was drawn at the places of a batch: at each its token and the alternatives, every different token once.
+"""The different tokens drawn at each place of a batch: the drawn token and its alternatives.
 
-Where a draft is sure of itself, its alternatives are one token again and again. For a head these are one position of
-which several labels are known; the loss is linear in the label, so their sum says all.
+A confident draft draws the same token several times. To a head these draws are one position with several labels. The
+loss is linear in the label, so the sums of the labels are enough.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ TOKEN, LOGPROB = LABELS.index("token"), SIGNALS.index("draft_logprob")
 
 @dataclass
 class Draws:
-    """n different draws, with the host. place: (n,) ascending, where in the batch each was drawn; None: one at each.
-    ids: (n,). signals: (n, 3). accept, reject: (n, labels asked for), the sum of a and of 1 − a over the times that it
-    was drawn there; both 0 where that label does not count."""
+    """n different draws, on the host.
+
+    place: (n,) ascending, the place in the batch where each was drawn; None: one draw at each place. ids: (n,).
+    signals: (n, 3). accept, reject: (n, labels asked for), the sums of a and of 1 − a over the times that the token was
+    drawn at its place. Both are 0 where the label does not count.
+    """
 
     place: Tensor | None
     ids: Tensor
@@ -32,7 +35,7 @@ class Draws:
 
 
 def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
-    """Those of which one of LABELS[axes] is known. Of an alternative that is the token label alone."""
+    """The draws for which one of LABELS[axes] is known. Alternatives have only the token label."""
     labels, mask = batch.labels[:, axes], batch.mask[:, axes]
     accept, reject = torch.where(mask, labels, 0.0), torch.where(mask, 1 - labels, 0.0)
     if not batch.alternative_ids.shape[1]:
@@ -52,5 +55,5 @@ def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
     kept = (into == number) & (accept + reject > 0).any(-1)
 
     signals = batch.signals.unsqueeze(1).repeat(1, len(number), 1)
-    signals[:, 1:, LOGPROB] = logprob  # entropy and max q stay
+    signals[:, 1:, LOGPROB] = logprob  # entropy and max q belong to the place
     return Draws(kept.nonzero()[:, 0], ids[kept], signals[kept], accept[kept], reject[kept])

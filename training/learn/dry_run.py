@@ -1,4 +1,4 @@
-"""`train --dry_run true`: as of `collect` (collect/dry_run.py), what the run would cost, without loading weights."""
+"""`train --dry_run true`: what the run would cost, without loading weights (compare collect/dry_run.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train_plan(
     model_shapes: str | None,
     trust_remote_code: bool,
 ) -> str:
-    """What `train` would do and cost, as text. common: the recipe that all of `recipes`, the heads, share."""
+    """What `train` would do and cost, as text. recipes: of the heads. common: the recipe that they share."""
     shape = ModelShape.of(draft, "--draft", model_shapes=model_shapes, trust_remote_code=trust_remote_code)
     traces, prompt_tokens, positions, there, traces_line = _traces(folders, stand_ins=model_shapes is not None)
     alternatives = int(common.for_alternatives(there).alternatives)
@@ -67,7 +67,7 @@ def train_plan(
 
 
 def _traces(folders: list[Path], *, stand_ins: bool) -> tuple[int, int, int, int, str]:
-    """(traces, prompt tokens, positions, alternatives to each token that all of them have, what to say of them)"""
+    """(traces, prompt tokens, positions, alternatives to each token that all traces have, a line about them)."""
     if stand_ins and not any(folder.exists() for folder in folders):
         prompts, positions = ASSUMED_TRACES * ASSUMED_PROMPT_TOKENS, ASSUMED_TRACES * ASSUMED_NEW_TOKENS
         said = (

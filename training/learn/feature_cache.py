@@ -1,16 +1,16 @@
 """The draft's states at the training positions, computed once and kept on disk.
 
-The draft is frozen, and exact and prefix packing feed it the same tokens in every epoch: what heads read never changes.
-One pass over the traces writes it down; after that, no epoch of any head runs the draft. Token mixing draws its masks
-anew each epoch, so there it cannot be done.
+The draft is frozen, and exact and prefix packing feed it the same tokens in every epoch. So the states that heads read
+never change. One pass over the traces writes them to disk, and no later epoch of any head runs the draft. Token mixing
+draws new masks in each epoch, so its states cannot be cached.
 
-The features of a folder of traces are a folder, named by a fingerprint of all that decides them, with a file for every
-shard of the traces. Which shards there must be is derived from the traces; a shard is there whole or not at all, so any
-number of kills, reruns and processes ends with the same files. They are safetensors, mapped into memory: what is read
-of them lives in the page cache of the system, once for all processes and their workers.
+The features of a folder of traces are a folder too, named by a fingerprint of everything that decides them. It has one
+file for every shard of the traces. Files are written atomically, so kills, reruns and several processes all end with
+the same files. They are safetensors, mapped into memory: the system's page cache holds them once for all processes and
+their workers.
 
-A state is that of an uncached run up to rounding: there the same trace stands in another batch, with other padding,
-each time.
+A cached state equals the state of an uncached run up to rounding: without a cache, a trace is in another batch with
+other padding each time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from accept_head.training.learn.mixing import Packing, pack_fixed
 from accept_head.training.learn.splits import Part
 from accept_head.training.learn.trace_tensors import READ_COLUMNS, TraceTensors
 
-CACHE_VERSION = 2  # of what a packing says of a trace, and of the files
+CACHE_VERSION = 2  # changes with the packings or the file format
 FOLDER_NAME, CONFIG_NAME = "features", "feature_config.json"
 LABEL_BYTES = 4 * len(LABELS) + len(LABELS) + 4 * len(SIGNALS) + 8  # a position's labels, mask, signals and drawn id
 ALTERNATIVE_BYTES = 8 + 2 * 4  # id, and log q and a
@@ -48,11 +48,11 @@ ALTERNATIVE_BYTES = 8 + 2 * 4  # id, and log q and a
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureConfig:
-    """What decides the features of a folder of traces.
+    """Everything that decides the features of a folder of traces.
 
-    traces: fingerprint of their config. draft_fingerprint, dtype, hidden_size: of the draft as it runs. precision: of
-    the run. packing: exact or prefix. places: the labels whose positions are kept, some of token and next; what is said
-    `after` a token stands where its token label does. alternatives: kept of each position.
+    traces: fingerprint of their config. draft_fingerprint, dtype, hidden_size: of the draft when it runs. precision: of
+    the run. packing: exact or prefix. places: the labels whose positions are kept, some of token and next. The label
+    `after` is at the place of the token label. alternatives: number kept at each position.
     """
 
     traces: str
@@ -71,7 +71,7 @@ class FeatureConfig:
     @property
     def position_bytes(self) -> int:
         """Bytes on disk of each position of a response."""
-        places = len(self.places) if self.packing == "exact" else 1  # prefix: at one place stands all that is asked
+        places = len(self.places) if self.packing == "exact" else 1  # prefix: all labels are at the same place
         state = self.hidden_size * getattr(torch, self.dtype).itemsize
         return places * (state + LABEL_BYTES + ALTERNATIVE_BYTES * self.alternatives)
 
@@ -90,9 +90,12 @@ class FeatureCache:
         precision: str,
         alternatives: int = 0,
     ):
-        """parts: Splits.parts. where: a folder for all of them; None = beside the traces, in each folder of `parts`.
-        axes: the LABELS that heads are trained on. alternatives: that they learn of; a folder of dev traces may have
-        fewer. Raises InputError for token mixing."""
+        """Describe the cache; nothing is read or written yet. Raises InputError for token mixing.
+
+        parts: Splits.parts. where: a folder for all features; None = beside the traces, in each folder of `parts`.
+        axes: the LABELS that heads are trained on. alternatives: number that heads learn from at each position. A
+        folder of dev traces may have fewer.
+        """
         check_cacheable(packing)
         self.folders = [
             FeatureFolder(
@@ -115,14 +118,15 @@ class FeatureCache:
     def complete(
         self, states_of: Callable[[DraftBatch], StateBatch], *, traces_at_once: int, rank: int = 0, world: int = 1
     ) -> None:
-        """Check this rank's share of the shards that are there, then write its share of those that are missing.
+        """Check this rank's share of the existing shards, then write its share of the missing ones.
 
-        states_of: runs the draft; gives its StateBatch on the CPU. Raises InputError, before anything is written, when
-        a shard is damaged or holds other traces, when there is not enough room, or the folder cannot be written to.
+        states_of: runs the draft and returns its StateBatch on the CPU. Raises InputError, before anything is written,
+        when a shard is damaged or holds other traces, when there is not enough room, or when the folder cannot be
+        written to.
         """
         shards = [(folder, shard) for folder in self.folders for shard in range(folder.count)]
         missing = {(folder, shard) for folder, shard in shards if not folder.file(shard).exists()}
-        mine = shards[rank::world]  # by number, not by place among the missing: others may be writing while we look
+        mine = shards[rank::world]  # not a share of the missing shards: other ranks may be writing already
         for folder, shard in mine:
             if (folder, shard) not in missing:
                 folder.map(shard)
@@ -132,12 +136,14 @@ class FeatureCache:
             folder.write(shard, states_of, traces_at_once)
 
     def trace(self, folder: int, index: int) -> StateBatch:
-        """That of one trace. folder: place in Splits.parts. index: the trace's. Raises InputError for a shard that is
-        not there."""
+        """The features of one trace. folder: place in Splits.parts. index: of the trace.
+
+        Raises InputError for a missing shard.
+        """
         return self.folders[folder].trace(index)
 
     def _prepare(self, missing: Iterable[tuple[FeatureFolder, int]], *, say: bool) -> None:
-        """Print what will be written, and make the folders for it if there is room."""
+        """Print what will be written, and make the folders if there is room."""
         needed: dict[FeatureFolder, int] = {}
         for folder, shard in missing:
             needed[folder] = needed.get(folder, 0) + folder.size(shard)
@@ -169,18 +175,18 @@ class FeatureFolder:
         self.mapped: dict[int, tuple[StateBatch, list[int]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the maps: a worker process that is not a fork makes its own, instead of being sent their content."""
+        """Leave out the maps: a worker that is not a fork maps the files itself instead of receiving their content."""
         return {**vars(self), "mapped": {}}
 
     def file(self, shard: int) -> Path:
         return self.path / f"shard-{shard:05d}.safetensors"
 
     def positions(self, shard: int) -> int:
-        """Of the responses in it."""
+        """How many positions the responses of a shard have."""
         return int(self.lengths[self._rows(shard)].sum())
 
     def size(self, shard: int) -> int:
-        """Bytes that it takes on disk, but for a few hundred of the file's header."""
+        """Bytes of a shard on disk, except a few hundred of the file's header."""
         return self.positions(shard) * self.config.position_bytes + 16 * self.part.config.shard_rows(shard)
 
     def prepare(self) -> None:
@@ -204,8 +210,11 @@ class FeatureFolder:
             save_tensors({**tensors, "traces": self._digest_of_traces(shard)}, temporary)
 
     def map(self, shard: int) -> tuple[StateBatch, list[int]]:
-        """Its tensors, which are pages of the file, and where each trace begins and the last ends. What is read first
-        by this process is checked. Raises InputError naming a shard that is missing, damaged or of other traces."""
+        """The shard's tensors, mapped from the file, and where each trace begins and the last ends.
+
+        The first read in this process checks the shard. Raises InputError naming a shard that is missing, damaged or of
+        other traces.
+        """
         if shard not in self.mapped:
             path = self.file(shard)
             tensors = read_tensors(path, [*(field.name for field in fields(StateBatch)), "traces"])
@@ -231,7 +240,7 @@ class FeatureFolder:
         return slice(shard * size, (shard + 1) * size)
 
     def _digest_of_traces(self, shard: int) -> Tensor:
-        """SHA-256 of the records themselves, (32,) uint8: under the same settings another machine may say others."""
+        """SHA-256 of the records, (32,) uint8. Another machine may generate other records under the same settings."""
         records = self.part.traces.with_format("numpy")[self._rows(shard)]
         names = READ_COLUMNS + (tuple(ALTERNATIVE_COLUMNS) if self.config.alternatives else ())
         parts = [np.ascontiguousarray(values) for name in names for values in records[name]]
@@ -249,5 +258,5 @@ def check_cacheable(packing: Packing) -> None:
 
 
 def _existing(path: Path) -> Path:
-    """It, or what there is of the way to it."""
+    """The path, or its nearest parent that exists."""
     return next(one for one in (path, *path.absolute().parents) if one.exists())

@@ -1,9 +1,9 @@
-"""One head's loss and gradients, by hand, right after one another.
+"""One head's loss and gradients, computed by hand in one go.
 
-A sweep trains many small heads on the same states. Autograd would run all of them forward, then all of them backward,
-and fetch every activation from main memory again. Here a head goes forward and backward while its activations are still
-in the processor's cache; each head is computed on its own, by the same operations whatever heads stand beside it, so a
-head of a sweep has the very bits of the head trained alone.
+A sweep trains many small heads on the same states. Autograd would run all heads forward, then all heads backward, and
+fetch every activation from main memory again. Here one head goes forward and backward while its activations are still
+in the processor's cache. Each head is computed on its own by the same operations, so a head of a sweep is equal to the
+bit to the head trained alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from accept_head.training.learn.shared_rows import SharedRows
 
 @dataclass
 class HeadLoss:
-    """value: scalar, numerator of the weighted loss. cross_entropy: (predictions,), unweighted, summed, nats.
-    gradients: of the value, in the order of those of `head.parameters()` that learn."""
+    """The loss of one head and its gradients.
+
+    value: scalar, numerator of the weighted loss. cross_entropy: (predictions,), unweighted, summed, nats.
+    gradients: of `value`, for the trainable ones of `head.parameters()`, in that order.
+    """
 
     value: Tensor
     cross_entropy: Tensor
@@ -41,7 +44,7 @@ def head_loss(
 
     dtype: of the matrix products, as under autocast; sums and gradients are float32.
     """
-    # Looked up and cast once: for small heads these words of Python are a good part of the time.
+    # Looked up and cast once: for small heads these lines of Python take a good part of the time.
     linears: list[Any] = [block.linear for block in head.blocks]
     blocks = [(linear.weight.to(dtype), linear.bias.to(dtype)) for linear in linears]
     inputs, output_weight = _inputs(head, positions, dtype), head.output.weight.to(dtype)
@@ -65,8 +68,7 @@ def head_loss(
 
 
 def _inputs(head: AcceptanceHead, positions: Positions, dtype: torch.dtype) -> dict[nn.Linear, SharedRows]:
-    """What goes into the head through weights that learn, by the layer that it goes through, in the order of
-    `head.parameters()`."""
+    """The inputs of the head's trainable input layers, by layer, in the order of `head.parameters()`."""
     inputs = {}
     if positions.signals is not None:
         inputs[head.signal_input] = SharedRows(positions.signals)
@@ -82,7 +84,7 @@ def _learns_state_input(head: AcceptanceHead) -> bool:
 
 
 def _first_state(head: AcceptanceHead, positions: Positions, inputs: dict[nn.Linear, SharedRows]) -> Tensor:
-    """(n, channels) float32: the sum of all that the head reads."""
+    """(n, channels) float32: the sum of the head's inputs, each after its input layer."""
     parts = [] if _learns_state_input(head) else [positions.states.spread(positions.states.values).float()]
     for linear, rows in inputs.items():
         parts.append(rows.spread((rows.values @ linear.weight.t().to(rows.values.dtype)).float()))
@@ -92,7 +94,7 @@ def _first_state(head: AcceptanceHead, positions: Positions, inputs: dict[nn.Lin
 def _forward_blocks(
     blocks: Sequence[tuple[Tensor, Tensor]], state: Tensor, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(the state before each block and after the last one, what each block's SiLU was given); all (n, hidden_size)."""
+    """(the state before each block and after the last one, the input of each block's SiLU); all (n, hidden_size)."""
     states, before_silu = [state], []
     for weight, bias in blocks:
         before = F.linear(state.to(dtype), weight, bias)
@@ -110,8 +112,10 @@ def _backward_blocks(
     d_state: Tensor,
     dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """(weight and bias gradients of every block, first block first; gradient of the weights that each of `inputs`
-    went through). inputs: as of `_inputs`. d_state: of the state after the last block, (n, channels)."""
+    """(weight and bias gradients of every block, first block first; weight gradient of the layer of each of `inputs`).
+
+    inputs: from `_inputs`. d_state: gradient of the state after the last block, (n, channels).
+    """
     gradients: list[Tensor] = []
     for level in reversed(range(len(blocks))):
         weight, _ = blocks[level]
@@ -123,7 +127,7 @@ def _backward_blocks(
 
 
 class KnownGradients(torch.autograd.Function):
-    """A loss whose gradients are at hand already. Lightning and DDP need one that autograd can differentiate."""
+    """A loss whose gradients are already known. Lightning and DDP need a loss that autograd can differentiate."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -132,4 +136,4 @@ class KnownGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> Any:
-        return None, None, *torch._foreach_mul(ctx.gradients, scale)  # all at once: of a sweep these are hundreds
+        return None, None, *torch._foreach_mul(ctx.gradients, scale)  # in one call: a sweep has hundreds

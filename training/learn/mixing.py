@@ -1,8 +1,8 @@
 """How traces become draft inputs: the paper's token mixing, exact packing, and the plain prefix (docs/theory.md §4).
 
 For a head that reads the state at Y_i, the right input for its label is (x, X₁..X_{i−1}, Y_i). Exact packing gives
-it for every i in one forward of 2N tokens; token mixing is the paper's approximation in N tokens. A head that reads
-the state before Y_i needs (x, X₁..X_{i−1}) only: the prefix packing, exact in N tokens.
+this input for every i in one forward of 2N tokens. Token mixing is the paper's approximation in N tokens. A head that
+reads the state before Y_i needs only (x, X₁..X_{i−1}). Prefix packing gives this exactly in N tokens.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def pack_exact(trace: dict[str, Any]) -> Packed:
 
 
 def pack_prefix(trace: dict[str, Any], alternatives: int = 0) -> Packed:
-    """[x, X₁..X_N]: the label and the signals of Y_i stand at X_{i−1}, and those of Y₁ at the prompt's end; there, too,
-    the first so many alternatives to Y_i, which are drawn from the same state."""
+    """[x, X₁..X_N]: the label and the signals of Y_i are at the place of X_{i−1}, and those of Y₁ at the prompt's end.
+
+    alternatives: how many alternatives to Y_i, drawn from the same state, to add at that place.
+    """
     prompt, response = trace["prompt_ids"], trace["response_ids"]
     ids = torch.cat([prompt, response])
     length, start = len(ids), len(prompt) - 1
@@ -72,12 +74,12 @@ def pack_prefix(trace: dict[str, Any], alternatives: int = 0) -> Packed:
 
 
 def pack_fixed(trace: dict[str, Any], packing: Packing, alternatives: int = 0) -> Packed:
-    """By `exact` or `prefix` packing, which feed the draft the same tokens in every epoch. alternatives: `prefix`."""
+    """Pack by `exact` or `prefix`, which feed the draft the same tokens in every epoch. alternatives: for `prefix`."""
     return pack_exact(trace) if packing == "exact" else pack_prefix(trace, alternatives)
 
 
 def _drawn(trace: dict[str, Any], start: int, length: int) -> tuple[Tensor, Tensor]:
-    """The trace's signals, (length, 3), and drawn ids, (length,), from `start` on."""
+    """The trace's signals and drawn ids in a sequence of this length, from place `start` on: (length, 3), (length,)."""
     here = slice(start, start + len(trace["draft_ids"]))
     signals, ids = torch.zeros(length, len(SIGNALS)), torch.zeros(length, dtype=torch.long)
     signals[here] = torch.stack([trace[name] for name in SIGNALS], dim=-1)
@@ -86,8 +88,10 @@ def _drawn(trace: dict[str, Any], start: int, length: int) -> tuple[Tensor, Tens
 
 
 def _alternatives(trace: dict[str, Any], start: int, length: int, most: int) -> tuple[Tensor, Tensor]:
-    """The first so many alternatives to each drawn token, from `start` on: ids (length, most), and log q and a of them,
-    (length, most, 2)."""
+    """The first `most` alternatives to each drawn token in a sequence of this length, from place `start` on.
+
+    Returns ids, (length, most), and their log q and a, (length, most, 2).
+    """
     ids, values = torch.zeros(length, most, dtype=torch.long), torch.zeros(length, most, 2)
     if most:
         here, count = slice(start, start + len(trace["draft_ids"])), len(trace["draft_ids"])
@@ -97,14 +101,14 @@ def _alternatives(trace: dict[str, Any], start: int, length: int, most: int) -> 
 
 
 def _label_drawn(trace: dict[str, Any], labels: Tensor, mask: Tensor, start: int) -> None:
-    """Fill in what is said of each Y_i: a(Y_i), and β_{i+1} after it, where label i stands at place start + i.
+    """Fill in the labels of each Y_i at place start + i: a(Y_i), and β_{i+1} after it.
 
-    In a coupled trace Y_i = X_i exactly where it is accepted: a rejected one is drawn from [q − p]₊, which is 0 at X_i.
-    Text that was only scored under these settings may hold a token that the target would never say under them: there
-    `accepted` says no more than Y_i = X_i, and a(Y_i) = 0."""
+    In a coupled trace Y_i = X_i exactly where Y_i is accepted: a rejected Y_i is drawn from [q − p]₊, which is 0 at
+    X_i. Text that was only scored under these settings may hold a token that the target never generates under them.
+    There `accepted` only means Y_i = X_i, and a(Y_i) = 0."""
     here, acceptance = slice(start, start + len(trace["draft_ids"])), trace["acceptance"]
     labels[here, 0], mask[here, 0] = acceptance, True
-    followed = slice(here.start, here.stop - 1)  # nothing is known after the last
+    followed = slice(here.start, here.stop - 1)  # the last position has no next one
     labels[followed, 2] = trace["overlap"][1:]
     mask[followed, 2] = (trace["accepted"] & (acceptance > 0))[:-1]
 

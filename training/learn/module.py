@@ -1,4 +1,4 @@
-"""The training step: a frozen draft makes hidden states, one head or a whole sweep of heads learns from them."""
+"""The training step: a frozen draft computes hidden states, and one head or a sweep of heads learns from them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from accept_head.training.learn.start import standardise
 from accept_head.training.threads import Threads
 
 LOG_EVERY = 10  # optimizer steps
-MOMENT_TRACES = 512  # that the state's components are taken from, at most
+MOMENT_TRACES = 512  # most traces that the state's principal components are computed from
 
 
 class HeadTraining(L.LightningModule):
-    """Trains heads that differ in depth, w_rej and decay alone, all on the same hidden states of `draft`.
+    """Trains heads that differ only in depth, w_rej and decay, all on the same hidden states of `draft`.
 
-    The loss of a step is, for each head, one ratio of sums over all its traces. Micro-batches and processes add
-    numerators' gradients; the denominator is summed over both and divided out once, just before the optimizer steps.
-    The result does not depend on how a step was divided, nor on which heads are trained together.
+    For each head, the loss of a step is one ratio of sums over all its traces. The gradients of the numerator are added
+    over micro-batches and processes. The denominator is summed over both and divided out once, just before the
+    optimizer steps. The result does not depend on how a step is divided, nor on which heads are trained together.
 
-    keep: `last`, each head's weights at the end; or `best`, those after the epoch in which it was best on dev traces.
-    With `best`, a head with a base stays its base alone where no epoch saved a share PAYS of the base's KL (best.py).
-    Of candidates with one name a later one is chosen if it saves a further share PAYS.
+    keep: `last`, each head's weights at the end; or `best`, its weights after its best epoch on dev traces. With
+    `best`, a head stays its base alone when no epoch saves a share PAYS of the base's KL (best.py). Among candidates
+    with one name, a later one is chosen if it saves a further share PAYS.
     """
 
     train_sums: Tensor
@@ -62,28 +62,28 @@ class HeadTraining(L.LightningModule):
         self.predictions = self.candidates[0].head.config.predictions
         config = self.candidates[0].head.config
         self.axes = label_axes(config.predicts, sees_drawn=config.sees_drawn)
-        self.draft = (draft,)  # in a tuple: not a submodule, so checkpoints hold the heads only and DDP wraps only them
+        self.draft = (draft,)  # a tuple, so that it is no submodule: checkpoints and DDP then have only the heads
         self.steps_per_epoch = steps_per_epoch
         self.keep = keep
         self.lr, self.total_steps, self.warmup_share = lr, total_steps, warmup_share
-        self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # its optimizer steps
+        self.last_epoch = range(total_steps - steps_per_epoch, total_steps)  # optimizer steps
         self.w_acc = w_acc
         self.register_buffer("w_rej", torch.tensor([one.w_rej for one in self.candidates]), persistent=False)
-        # Dev batches come while one is read ahead, and a draft's rotary tables may change with the length.
+        # A training batch may be read ahead during a dev batch, and a draft's rotary tables may change with the length.
         self.draft_in_use = threading.Lock()
         self.threads = threads or Threads()
-        # Of this rank's micro-batches in this step, for each head: loss and weight; KL and count of each prediction.
+        # Sums over this rank's micro-batches in this step, per head: loss, weight, KL and count of each prediction.
         self.step_sums = torch.zeros(len(self.candidates), 2 + 2 * len(self.predictions))
-        # The KLs and counts of the last epoch so far, over all ranks: (heads, 2 × predictions).
+        # Sums of KL and count over the last epoch so far and over all ranks: (heads, 2 × predictions).
         sums = torch.zeros(len(self.candidates), 2 * len(self.predictions), dtype=torch.float64)
         self.register_buffer("train_sums", sums)
         self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
         self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
-        self.judged_step = -1  # optimizer steps before dev_quality was measured
+        self.judged_step = -1  # optimizer step at which dev_quality was measured
         self.best = BestWeights(self.candidates)
 
     def setup(self, stage: str) -> None:
-        """Every rank works out from the same traces how the state is standardised, so that all start alike."""
+        """Standardise the state. Every rank computes this from the same traces, so that all start alike."""
         trainer: Any = self.trainer
         if stage == "fit" and self.candidates[0].head.config.standardised and trainer.ckpt_path is None:
             standardise([one.head for one in self.candidates], trainer.datamodule.some_states(MOMENT_TRACES))
@@ -92,7 +92,7 @@ class HeadTraining(L.LightningModule):
         return [parameter for parameter in self.heads.parameters() if parameter.requires_grad]
 
     def hidden_states(self, batch: DraftBatch) -> Tensor:
-        """(batch, seq, hidden_size)."""
+        """The draft's last hidden states, (batch, seq, hidden_size)."""
         (draft,) = self.draft
         with torch.no_grad(), self.draft_in_use:
             return base_model(draft)(
@@ -103,7 +103,7 @@ class HeadTraining(L.LightningModule):
             )[0]
 
     def read(self, batch: DraftBatch | StateBatch) -> StateBatch:
-        """What the heads read of a batch, and should say; the draft runs unless its states are there already."""
+        """The inputs and labels of heads for a batch. The draft runs unless the batch already has its states."""
         return batch if isinstance(batch, StateBatch) else batch.at(self.hidden_states(batch), self.axes)
 
     def training_step(self, batch: DraftBatch | StateBatch, batch_index: int) -> Tensor:
@@ -111,7 +111,7 @@ class HeadTraining(L.LightningModule):
         device = batch.hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
         with torch.no_grad(), torch.autocast(device, enabled=False):  # the products get their dtype by hand
-            positions = positions_of(batch, self.axes, self.candidates[0].head)  # all normalise alike
+            positions = positions_of(batch, self.axes, self.candidates[0].head)  # all heads normalise alike
             losses = self.threads.map(
                 lambda one: head_loss(one.head, positions, w_acc=self.w_acc, w_rej=one.w_rej, dtype=dtype),
                 self.candidates,
@@ -123,7 +123,7 @@ class HeadTraining(L.LightningModule):
         return KnownGradients.apply(values.sum(), gradients, *self._learning())
 
     def _sums(self, positions: Positions, values: Tensor, losses: Sequence[HeadLoss]) -> Tensor:
-        """One micro-batch's part of `step_sums`."""
+        """What one micro-batch adds to `step_sums`."""
         accept, reject = positions.accept, positions.reject
         weights = self.w_acc * accept.sum() + self.w_rej.to(values.dtype) * reject.sum()
         times = (accept + reject).clamp(min=1e-12)
@@ -133,9 +133,9 @@ class HeadTraining(L.LightningModule):
         return torch.cat([torch.stack([values, weights], -1), kl, count], -1)
 
     def _check_finite(self, values: Tensor, batch: StateBatch) -> None:
-        """Raise InputError for the first head whose loss is not finite: it must not reach the weights.
+        """Raise InputError for the first head whose loss is not finite, before it can reach the weights.
 
-        One host sync a micro-batch, next to a whole draft forward.
+        This costs one host sync per micro-batch, which is little beside a draft forward.
         """
         finite = values.isfinite()
         if finite.all():
@@ -151,7 +151,7 @@ class HeadTraining(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         sums: Tensor = self.trainer.strategy.reduce(self.step_sums, reduce_op="sum")
         weights = sums[:, 1].clamp(min=1e-12)
-        # Lightning divided by the number of micro-batches, DDP by the number of processes: multiply both back.
+        # Undo two divisions: by the number of micro-batches (Lightning) and by the number of processes (DDP).
         scales = self.trainer.accumulate_grad_batches * self.trainer.world_size / weights
         for candidate, scale in zip(self.candidates, scales, strict=True):
             gradients = [each.grad for each in candidate.head.parameters() if each.grad is not None]
@@ -162,7 +162,7 @@ class HeadTraining(L.LightningModule):
         self.step_sums = torch.zeros_like(self.step_sums)
 
     def _log_losses(self, losses: Tensor) -> None:
-        """losses: (heads,). A sweep shows their mean, and writes each to the logs now and then."""
+        """Show the mean loss. A sweep also logs each head's loss every LOG_EVERY steps. losses: (heads,)."""
         self.log("train_loss", losses.mean(), prog_bar=True, rank_zero_only=True)
         if len(self.candidates) > 1 and (self.global_step + 1) % LOG_EVERY == 0:
             names = [f"train_loss/{candidate.label}" for candidate in self.candidates]
@@ -170,9 +170,11 @@ class HeadTraining(L.LightningModule):
                 logger.log_metrics(dict(zip(names, losses.tolist(), strict=True)), step=self.global_step)
 
     def train_quality(self, index: int) -> dict[str, dict[str, float]]:
-        """For each prediction of one head: mean binary KL over the training positions of the last epoch, and their
-        number, alternatives counted. Measured by the way, in the steps of that epoch, each before its own update,
-        without loss weights."""
+        """For each prediction of one head: the mean binary KL on the last epoch's training positions, and their number.
+
+        Alternatives count as positions. The KL has no loss weights. It is measured in the steps of that epoch, each
+        before its own update.
+        """
         kl, count = self.train_sums[index].view(2, -1).tolist()
         return {
             prediction: {"count": round(count[axis]), "binary_kl": kl[axis] / max(count[axis], 1)}
@@ -193,7 +195,7 @@ class HeadTraining(L.LightningModule):
                 self._log_quality(candidate.label, prediction, quality_of)
 
     def _judge(self) -> None:
-        """All candidates, by the dev batches that were gone through."""
+        """Measure all candidates on the dev batches since the last call."""
         outputs, self.dev_outputs = _gather_all(self.dev_outputs), []
         logits = torch.cat([logits for logits, _, _ in outputs], dim=1)
         labels, mask = (torch.cat([output[part] for output in outputs]) for part in (1, 2))
@@ -206,11 +208,11 @@ class HeadTraining(L.LightningModule):
         self.judged_step = self.global_step
 
     def take_best(self) -> bool:
-        """Give heads the best weights that are kept of them. Returns whether there are any, to be judged anew."""
+        """Load the kept best weights into their heads. Returns whether there are any; they must be judged again."""
         return self.best.take()
 
     def outcomes(self) -> list[Outcome]:
-        """What came of the candidates, one of each name; the base where no residual paid."""
+        """The outcome for each name: its chosen candidate, or the base when no residual paid."""
         return [self._outcome(place) for place in self.best.chosen()]
 
     def _outcome(self, index: int) -> Outcome:
@@ -223,7 +225,7 @@ class HeadTraining(L.LightningModule):
 
     def _log_quality(self, name: str, prediction: str, found: Quality) -> None:
         values = {f"dev_{prediction}_{key}": float(value) for key, value in found.to_dict().items()}
-        if name:  # Lightning's bookkeeping of a sweep's many values would cost more than they do
+        if name:  # for the many values of a sweep, Lightning's bookkeeping would cost more than the values themselves
             for logger in self.loggers:
                 logger.log_metrics({f"{key}/{name}": value for key, value in values.items()}, step=self.global_step)
             return
@@ -234,7 +236,7 @@ class HeadTraining(L.LightningModule):
         checkpoint["kept"] = {**self.best.state(), "judged_step": self.judged_step}
 
     def on_train_start(self) -> None:
-        """A run that was killed between the end of an epoch and its verdict: the verdict first."""
+        """Judge the candidates first when the run was killed between the end of an epoch and its dev evaluation."""
         ended = self.global_step > 0 and self.global_step % self.steps_per_epoch == 0
         if self.keep == "last" or not ended or self.judged_step == self.global_step:
             return
@@ -245,11 +247,12 @@ class HeadTraining(L.LightningModule):
         self._judge()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Continue at the start of an optimizer step, under however many micro-batches that step is divided into now.
+        """Continue at the start of an optimizer step, whatever number of micro-batches the step now has.
 
-        Lightning counts micro-batches; the data starts at the step. After a resume it may also save in mid-step.
+        Lightning counts micro-batches, and after a resume it may save in the middle of a step. The data starts at a
+        step, so the counts are set to match.
         """
-        kept = checkpoint.get("kept")  # older ones have none
+        kept = checkpoint.get("kept")  # older checkpoints have none
         if kept is not None:
             self.best.load(kept)
             self.judged_step = kept["judged_step"]
@@ -259,11 +262,11 @@ class HeadTraining(L.LightningModule):
             progress[part] |= dict.fromkeys(("ready", "started", "processed", "completed"), batches)
 
     def configure_optimizers(self) -> Any:
-        # Adam is elementwise: one of it for all heads is one for each. Fused: one pass over the weights.
+        # Adam is elementwise, so one optimizer for all heads equals one for each. Fused: one pass over the weights.
         groups = []
         for one in self.candidates:
             learning = [parameter for parameter in one.head.parameters() if parameter.requires_grad]
-            # Share of the weights that a step at the peak takes away; AdamW multiplies by the step size of the moment.
+            # Share of the weights that a step at the peak removes. AdamW multiplies weight_decay by the step's lr.
             share = 1 - math.exp(-one.decay / self.steps_per_epoch)
             groups.append({"params": learning, "weight_decay": share / self.lr})
         optimizer = torch.optim.AdamW(groups, lr=self.lr, fused=True)

@@ -1,4 +1,4 @@
-"""What a training run leaves: a folder a head, and beside them the run folder with checkpoints and logs."""
+"""The files of a training run: a folder for each head, and a run folder with checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHECKPOINT_VERSION = 2  # 1 held a single head under other names
 
 
 def prepare_run(out: Path, run: dict[str, Any], *, sweep: bool) -> Path:
-    """Folder of checkpoints and logs; refuses one that belongs to a run with other settings."""
+    """Make the folder of checkpoints and logs. Raises InputError when it belongs to a run with other settings."""
     check_out(out, sweep=sweep)
     folder = writable_folder(out.parent / f"{out.name}-run")
     path = folder / RUN_NAME
-    run = json.loads(json.dumps({**run, "checkpoint_version": CHECKPOINT_VERSION}))  # tuples as they are read back
+    run = json.loads(json.dumps({**run, "checkpoint_version": CHECKPOINT_VERSION}))  # tuples become lists, as in a file
     if path.exists() and (folder / "last.ckpt").exists():
         if changed := _first_change(read_json(path), run):
             raise InputError(
@@ -41,7 +41,7 @@ def prepare_run(out: Path, run: dict[str, Any], *, sweep: bool) -> Path:
 
 
 def check_out(out: Path, *, sweep: bool) -> None:
-    """Raises InputError where no head, or no heads of a sweep, can be written."""
+    """Raises InputError when a head, or the heads of a sweep, cannot be written there."""
     if out.exists() and not (_is_sweep(out) if sweep else _is_head(out)):
         made = "a folder of heads made by a sweep" if sweep else "a head"
         raise InputError(f"--out {out}: exists and is not {made}; choose another folder")
@@ -49,8 +49,10 @@ def check_out(out: Path, *, sweep: bool) -> None:
 
 
 def _first_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """`name (before, now after)` of the first setting that differs, the name alone where that would be long; "" when
-    none does."""
+    """`name (before, now after)` for the first setting that differs; "" when none differs.
+
+    The name alone when the values are long.
+    """
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
         if old != new:
@@ -66,7 +68,7 @@ def _is_head(folder: Path) -> bool:
 
 
 def _is_sweep(folder: Path) -> bool:
-    """Whether there is nothing in the folder but heads with the names that a sweep gives."""
+    """Whether the folder holds only heads with names of a sweep."""
     return folder.is_dir() and all(path.name.startswith("depth") and _is_head(path) for path in folder.iterdir())
 
 
@@ -79,9 +81,9 @@ def save_heads(
     training: dict[str, Any],
     traces: TraceConfig,
 ) -> None:
-    """Write the head to `out`, or every head of a sweep to its own folder there; all of them or none.
+    """Write the head to `out`, or every head of a sweep to its own folder there. Writes all of them or none.
 
-    metrics, training: what is the same for all heads.
+    metrics, training: the entries that all heads share.
     """
 
     def save(made: Outcome, folder: Path) -> None:
@@ -109,7 +111,7 @@ def _numbers(found: dict[str, Quality]) -> dict[str, dict[str, float]]:
 
 
 def print_quality(out: Path, outcomes: Sequence[Outcome]) -> None:
-    """Some lines of one head; a table of a sweep."""
+    """Print some lines about one head, or a table about a sweep."""
     if len(outcomes) > 1:
         return make_console().print(_table(out, outcomes))
     (made,) = outcomes

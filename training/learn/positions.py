@@ -1,4 +1,4 @@
-"""What there is to learn in a micro-batch: the positions that heads are judged at, with inputs and labels."""
+"""The positions of a micro-batch that heads learn from, with inputs and labels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from accept_head.training.learn.shared_rows import SharedRows
 
 @dataclass
 class Positions:
-    """The n positions of a micro-batch that some prediction is judged at; prompts and padding are left out.
+    """The n positions of a micro-batch with a label for some prediction. Prompts and padding have none.
 
-    states: of (places, hidden_size), in any float dtype, or of (places, channels), where they are standardised; several
-    tokens may have been drawn from each. signals: (n, inputs), normalised; None when the head reads none. embedded: of
-    (different tokens, hidden_size), as `AcceptanceHead.embedded` gives it; None likewise. accept, reject: (n,
-    predictions), the label a and 1 − a, or their sums where several are known; both 0 where that prediction does not
-    count.
+    states: rows of (places, hidden_size), any float dtype, or of (places, channels) when standardised. Several tokens
+    may have been drawn from one state. signals: (n, inputs), normalised; None when the head reads none. embedded: rows
+    of (different tokens, hidden_size), from `AcceptanceHead.embedded`; None when the head reads none. accept, reject:
+    (n, predictions), the label a and 1 − a, or their sums when several labels are known. Both are 0 where the
+    prediction has no label.
     """
 
     states: SharedRows
@@ -32,16 +32,17 @@ class Positions:
 
 
 def positions_of(batch: StateBatch, axes: Sequence[int], head: AcceptanceHead) -> Positions:
-    """The positions of a micro-batch, for any head that reads what `head` reads, normalised as `head` does.
+    """The positions of a micro-batch, for any head with the inputs and normalisation of `head`.
 
-    The host finds them while a GPU runs the draft, and sends them behind it. axes: labels that heads are trained on.
+    The host selects them while a GPU runs the draft, and queues their copies behind it. axes: labels that heads are
+    trained on.
     """
     drawn, device = draws(batch, axes), batch.hidden.device
     embedded = None
     if head.config.reads_embedding:
         ids, index = drawn.ids.unique(return_inverse=True)
         embedded = SharedRows(head.embedded(sent(ids, device)), sent(index, device))
-    # Without a layer of its own for the state, a head adds to it; else products read it as the draft gave it.
+    # A head without an input layer for the state adds to the state, in float32. Such a layer takes the draft's dtype.
     hidden = batch.hidden.float() if head.config.width is None else batch.hidden
     if head.config.standardised:
         hidden = head.state_input(batch.hidden.float())

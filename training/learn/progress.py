@@ -1,4 +1,4 @@
-"""The bar of `accept-head train`. To Lightning a run is one long epoch without end: ours are the sampler's."""
+"""The progress bar of `accept-head train`. Lightning sees one endless epoch, so the bar shows the sampler's epochs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 
 
 class EpochProgress(RichProgressBar):
-    """Lightning's bar, with the epoch that the step belongs to in place of its own "Epoch 0/-2"."""
+    """Lightning's bar with the step's epoch instead of Lightning's "Epoch 0/-2"."""
 
     def __init__(self, *, steps_per_epoch: int, epochs: int):
         super().__init__()
@@ -24,5 +24,5 @@ class EpochProgress(RichProgressBar):
 
     def _get_train_description(self, current_epoch: int) -> str:
         epoch = min(self.trainer.global_step // self.steps_per_epoch, self.epochs - 1) + 1
-        # As wide as the bar of the validation, or both would flicker.
+        # As wide as the validation bar; otherwise both flicker.
         return f"{f'Epoch {epoch}/{self.epochs}':{len(self.validation_description)}}"

@@ -12,32 +12,40 @@ from accept_head.training.learn.mixing import Packing
 Keep = Literal["best", "last"]
 
 LR_HIDDEN_SIZE = 128
-MOST_CHANNELS = 1024  # of a head with width `auto`, which has else the draft's hidden size
-MOST_COMPONENTS = 128  # the same, of one with a base
-# Rates that `auto` tries. What is learnt by the strong one holds for prompts of another kind, too; the weak one learns
-# more of those that it has: docs/log.md.
+MOST_CHANNELS = 1024  # width `auto` is the draft's hidden size, but at most this
+MOST_COMPONENTS = 128  # the same for a head with a base
+# Rates that `auto` tries. The strong one generalises to prompts of another kind. The weak one learns more about the
+# prompts of the traces (docs/log.md).
 DECAYS = (8.0, 0.0)
-AUTO_BATCH = (4, 32)  # a step is an 800th of the traces, but not less or more than these
+AUTO_BATCH = (4, 32)  # least and most traces of a step, which is otherwise an 800th of the traces
 STEPS_AN_EPOCH = 800
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """depth: residual blocks. width: channels of the head; None = the draft's hidden size; `auto`: the same, but at
-    most MOST_CHANNELS. predicts: token, next or both. signals, embedding: whether the head also reads the draft
-    signals, and the draft's input embedding of the drawn token. base: whether the signals go into a base, which is
-    fitted first, and what else the head reads, the state standardised, into a residual to it, which is kept where dev
-    traces say that it pays. residual: whether there is more to such a head than its base.
+    """Training settings of a head.
 
-    w_acc, w_rej: loss weights of acceptance and rejection. packing: exact, or mixing with share r of target tokens, for
-    a head that reads the state at the drawn token; prefix for one that reads the state before it. epochs: passes over
-    the traces. batch_size: traces an optimizer step, over all processes; `auto`, as in AUTO_BATCH. lr: Adam's peak,
-    after warmup_share of all steps; then cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE channels; see
-    `for_hidden_size`. decay: rate an epoch at which a residual's weights shrink while steps have that peak, if nothing
-    else moves them; an epoch has more steps of more text, so that each takes less; `auto`: each of DECAYS is tried, and
-    the weak one taken where it pays on dev traces; the strong one alone where the last weights are kept.
-    alternatives: to each drawn token, that a head with prefix packing learns of, too; `all` that the traces have, see
-    `for_alternatives`. keep: weights of which epoch, see HeadTraining.
+    depth: residual blocks.
+    width: channels of the head. None: the draft's hidden size. `auto`: the same, but at most MOST_CHANNELS.
+    predicts: token, next or both.
+    signals, embedding: whether the head also reads the draft signals, and the draft's input embedding of the drawn
+        token.
+    base: whether the signals go into a base that is fitted first. The other inputs, with the state standardised, then
+        go into a residual, which is kept when it pays on dev traces.
+    residual: whether a head with a base has a residual.
+    w_acc, w_rej: loss weights of acceptance and rejection.
+    packing: `exact`, or `mixing` with share r of target tokens, for a head that reads the state at the drawn token;
+        `prefix` for a head that reads the state before it.
+    epochs: passes over the traces.
+    batch_size: traces per optimizer step, over all processes. `auto`: see AUTO_BATCH.
+    lr: Adam's peak, after warmup_share of all steps; then a cosine to zero. A named recipe's lr is for LR_HIDDEN_SIZE
+        channels; see `for_hidden_size`.
+    decay: rate per epoch at which a residual's weights shrink at the peak lr. It does not depend on the number of steps
+        in an epoch. `auto`: each of DECAYS is tried, and the weak one is taken when it pays on dev traces. With keep
+        `last`, only the strong one is tried.
+    alternatives: how many alternatives to each drawn token a head with prefix packing learns from. `all`: as many as
+        the traces have; see `for_alternatives`.
+    keep: the epoch whose weights are kept; see HeadTraining.
     """
 
     depth: int = 3
@@ -83,8 +91,11 @@ class Recipe:
                 raise InputError(f"{name} is {getattr(self, name)}, expected a number from 0 to 1")
 
     def for_hidden_size(self, hidden_size: int) -> Recipe:
-        """Its width settled, and lr × LR_HIDDEN_SIZE / channels: a step of Adam moves a pre-activation by about
-        lr × channels, of the state where it is read as it is."""
+        """This recipe with a fixed width and with lr × LR_HIDDEN_SIZE / channels.
+
+        channels: width in which the state enters the first product. Adam's step moves a pre-activation by about
+        lr × channels.
+        """
         if self.base:
             components = min(hidden_size, MOST_COMPONENTS) if self.width == "auto" else self.width or hidden_size
             return replace(self, lr=self.lr * LR_HIDDEN_SIZE / components, width=components)
@@ -94,18 +105,18 @@ class Recipe:
 
     @property
     def decays(self) -> tuple[float, ...]:
-        """Those to try, the strong one first."""
+        """The decay rates to try, the strong one first."""
         if self.decay == "auto":
             return DECAYS if self.keep == "best" else DECAYS[:1]
         return (self.decay,)
 
     @property
     def knows_alternatives(self) -> bool:
-        """Whether what a head reads of a token is known of one that the draft was not fed with."""
+        """Whether the head can learn from alternatives, which the draft was not fed with."""
         return self.packing == "prefix" and self.predicts != "next"
 
     def for_alternatives(self, there: int) -> Recipe:
-        """Its alternatives settled, where the traces have so many of each token. Raises InputError for more."""
+        """This recipe with a fixed number of alternatives. Raises InputError for more than the traces have."""
         if self.alternatives == "all":
             return replace(self, alternatives=there if self.knows_alternatives else 0)
         if self.alternatives > there:
@@ -116,8 +127,11 @@ class Recipe:
         return self
 
     def for_traces(self, traces: int, processes: int) -> Recipe:
-        """Its batch_size settled: `auto` is so many traces a process, a power of two; a number is cut to the traces
-        there are, to a multiple of `processes`. At least one trace a process."""
+        """This recipe with a fixed batch_size, of at least one trace per process.
+
+        `auto` becomes a power of two per process (AUTO_BATCH). A number above the number of traces is cut to a multiple
+        of `processes`.
+        """
         if self.batch_size == "auto":
             least, most = AUTO_BATCH
             each = min(max(traces // STEPS_AN_EPOCH, least), most, traces) // processes
@@ -134,9 +148,9 @@ class Recipe:
 RECIPES = {
     # SpecDec++ §4.4 and §5: token mixing with r = 0.15, 3 epochs, batch 32, and the weight of the published head.
     "specdecpp": Recipe(w_rej=6.0),
-    # How likely the draft thought the token that it drew says most of what there is to know (docs/log.md): the base is
-    # fitted to that. The residual reads the state before the token, which is as good a judge as the one at it and
-    # judges one draft forward earlier, and which token it was. Small steps.
+    # The draft's probability of the drawn token predicts most of its acceptance (docs/log.md), so the base is fitted to
+    # it first. The residual reads the drawn token and the state before it. This state predicts as well as the state at
+    # the token, one draft forward earlier. Small steps.
     "default": Recipe(
         depth=2,
         signals=True,
@@ -150,7 +164,7 @@ RECIPES = {
         decay="auto",
         keep="best",
     ),
-    # The base alone: no draft is run, and some dozen prompts are enough.
+    # The base alone: no draft is run, and a few dozen prompts are enough.
     "signals": Recipe(depth=0, signals=True, base=True, residual=False, packing="prefix", alternatives="all"),
 }
 
@@ -158,8 +172,8 @@ RECIPES = {
 def variants(recipe: Recipe, depth: int | list[int] | None, w_rej: float | list[float] | None) -> dict[str, Recipe]:
     """The recipe of every head of a run, by the head's name.
 
-    Single values are one head, named "". With a list it is a sweep: one head for each combination of the two, named
-    like depth3-w_rej6. Raises InputError naming the option when a list is empty or has a value twice.
+    Single values give one head, named "". A list makes a sweep: one head for each combination, named like
+    depth3-w_rej6. Raises InputError naming the option when a list is empty or has a value twice.
     """
     if not isinstance(depth, list) and not isinstance(w_rej, list):
         return {"": recipe.override(depth=depth, w_rej=w_rej)}
@@ -178,5 +192,5 @@ def _listed(option: str, values: Any) -> list[Any]:
 
 
 def _short(number: float) -> str:
-    """6.0 as 6, and all digits where rounding would make two numbers one."""
+    """6.0 as 6, but with all digits when rounding would make two numbers equal."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(number)

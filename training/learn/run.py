@@ -1,4 +1,4 @@
-"""A training run from its settings to the saved heads. Plain python, torchrun and accelerate launch all run this."""
+"""A training run from its settings to the saved heads, for plain python, torchrun and accelerate launch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from accept_head.version import VERSION
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The checked options of `accept-head train`; verb.py says what each means.
+    """The checked options of `accept-head train`. verb.py describes them.
 
-    recipe: the name of a recipe. chosen: that recipe with the options that were given. Some of its values depend on the
-    draft and the traces, and are fixed when these are read: lr, and embedding and batch_size unless they are given.
+    recipe: the name of a recipe. chosen: this recipe with the given options. Values that depend on the draft and the
+    traces are fixed after reading these: lr, and embedding and batch_size unless given.
     """
 
     traces: list[Path]
@@ -59,7 +59,7 @@ class TrainSettings:
 
 def run_training(settings: TrainSettings) -> None:
     """Train the heads and write them, or continue an interrupted run."""
-    set_cpu_threads(1)  # more cores are used by threads that have products of their own (threads.py)
+    set_cpu_threads(1)  # for each product; several threads use the other cores (threads.py)
     options = trainer_options(settings.precision)
     dtype = "bfloat16" if settings.precision == "bf16" else "auto"
     draft = load_model(
@@ -116,7 +116,7 @@ def run_training(settings: TrainSettings) -> None:
             alternatives=int(recipe.alternatives),
         )
     run = {
-        # Runs from before alternatives do not name them. Such a run can still be continued, without any.
+        # Older runs do not name alternatives. Such a run can still be continued, without any.
         **{name: value for name, value in asdict(recipe).items() if name != "alternatives" or value},
         **{name: _swept(name, recipes, sweep) for name in ("depth", "w_rej")},
         **{"precision": settings.precision, "seed": settings.seed, "traces": splits.content()},
@@ -128,8 +128,11 @@ def run_training(settings: TrainSettings) -> None:
 
 
 def _checked_splits(settings: TrainSettings, draft: PreTrainedModel) -> Splits:
-    """The training and dev traces. Raises InputError for traces of another draft, for traces longer than its context,
-    and for traces without the overlap where the recipe needs it."""
+    """The training and dev traces.
+
+    Raises InputError for traces of another draft, for traces longer than the draft's context, and for traces without
+    the overlap when the recipe needs it.
+    """
     splits = read_splits(
         settings.traces,
         settings.dev_traces,
@@ -145,10 +148,10 @@ def _checked_splits(settings: TrainSettings, draft: PreTrainedModel) -> Splits:
 
 
 def _for_run(settings: TrainSettings, draft: PreTrainedModel, splits: Splits, processes: int) -> Recipe:
-    """The chosen recipe with every value fixed that depends on the draft, the traces and the number of processes."""
+    """The chosen recipe after fixing all values that depend on the draft, the traces and the number of processes."""
     recipe = settings.chosen
     if not settings.embedding_is_given and input_embeddings(draft).shape[-1] != hidden_size(draft):
-        recipe = recipe.override(embedding=False)  # as of OPT-350m, whose embeddings are narrower
+        recipe = recipe.override(embedding=False)  # for example OPT-350m, whose embeddings are narrower
     if recipe.alternatives == "all" and recipe.knows_alternatives:
         _say_unused_alternatives(splits)
     recipe = recipe.for_alternatives(min(config.alternatives or 0 for config in splits.configs))
@@ -159,7 +162,7 @@ def _for_run(settings: TrainSettings, draft: PreTrainedModel, splits: Splits, pr
 
 @rank_zero_only
 def _say_unused_alternatives(splits: Splits) -> None:
-    """Where one folder of traces has fewer than others, no more are used of any."""
+    """Tell the user when the folder with the fewest alternatives limits how many are used from the others."""
     counts = {folder: config.alternatives or 0 for folder, config in zip(splits.folders, splits.configs, strict=True)}
     least = min(counts, key=lambda folder: counts[folder])
     if counts[least] < max(counts.values()):
@@ -174,7 +177,7 @@ def _fit(
     run_folder: Path,
     checkpoint_every: int,
 ) -> L.Trainer:
-    """Train to the end, from the last checkpoint in `run_folder` if there is one, and judge the heads on dev traces."""
+    """Train to the end, from the last checkpoint in `run_folder` if any, and judge the heads on dev traces."""
     loggers: list[Logger] = [CSVLogger(run_folder, name="csv")]  # a resumed run logs to a new version_N
     loggers.append(TensorBoardLogger(run_folder, name="tensorboard", version=""))
     checkpoints = ModelCheckpoint(
@@ -198,7 +201,7 @@ def _fit(
 
 
 def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
-    """The value of a setting in these recipes; of a sweep, the list of its values in order."""
+    """The value of a setting in these recipes. For a sweep: the list of its values, in order."""
     values = list(dict.fromkeys(getattr(recipe, name) for recipe in recipes.values()))
     return values if sweep else values[0]
 
@@ -207,7 +210,7 @@ def _swept(name: str, recipes: dict[str, Recipe], sweep: bool) -> Any:
 def _save(
     settings: TrainSettings, outcomes: list[Outcome], recipes: dict[str, Recipe], splits: Splits, steps: int
 ) -> None:
-    """Write the heads and print their quality. steps: of the optimizer."""
+    """Write the heads and print their quality. steps: optimizer steps."""
     training = {"recipe": settings.recipe, "precision": settings.precision, "seed": settings.seed}
     save_heads(
         settings.out,

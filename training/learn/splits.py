@@ -1,4 +1,4 @@
-"""Which traces train a head and which judge it: one folder or several, all of one pair and one way of sampling."""
+"""The training traces and dev traces of a run: one folder or several, all of one pair and one sampling."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accept_head.trace.shards import read_traces
 
 @dataclass(frozen=True)
 class Part:
-    """A folder of traces, all of it. Their column `folder` is its place in `Splits.parts`."""
+    """A whole folder of traces. The column `folder` of its traces is its place in `Splits.parts`."""
 
     folder: Path
     config: TraceConfig
@@ -28,8 +28,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Splits:
-    """folders, configs: of the training traces, in the order given. train, dev: traces.
-    parts: the folders that these are taken from; that of dev traces comes last."""
+    """The training traces and dev traces of a run.
+
+    folders, configs: of the training traces, in the order given. train, dev: traces. parts: the folders that these come
+    from, the folder of dev traces last.
+    """
 
     folders: tuple[Path, ...]
     configs: tuple[TraceConfig, ...]
@@ -38,12 +41,12 @@ class Splits:
     parts: tuple[Part, ...]
 
     def content(self) -> Any:
-        """What decides the training traces: TraceConfig.content() of the folder, or, of several, a list of them."""
+        """What decides the training traces: TraceConfig.content() of the folder, or a list of them for several."""
         contents = [config.content() for config in self.configs]
         return contents if len(contents) > 1 else contents[0]
 
     def record(self) -> dict[str, Any]:
-        """For the head's training_config.json: each folder, when there are several. One is in trace_config.json."""
+        """The folders for the head's training_config.json. Empty for a single folder: trace_config.json records it."""
         if len(self.configs) == 1:
             return {}
         names = ("num_prompts", "seed", "prompts_fingerprint", "responses")
@@ -61,10 +64,10 @@ class Splits:
 
 
 def read_splits(folders: Sequence[Path], dev_folder: Path | None, *, draft_fingerprint: str, seed: int) -> Splits:
-    """Read them all; without a folder of dev traces, a share of the prompts is held out of every folder.
+    """Read all folders. Without a folder of dev traces, a share of the prompts in every folder is held out.
 
     A prompt is held out by its index, so the same prompt is held out of all folders of the same prompts. Scored text
-    (`collect --responses`) only ever trains: what is held out of it judges nothing.
+    (`collect --responses`) is never dev text, so its held-out part is not used.
 
     Raises InputError naming the folder that is damaged, given twice, or made by another pair or sampling.
     """
@@ -99,7 +102,7 @@ def split_dev(
 ) -> tuple[Dataset, Dataset]:
     """(train, dev): each prompt is held out with probability `share`, decided by its index alone.
 
-    judges: (traces,) bool, which of the held-out traces make up dev; all when left out. folder: for the message.
+    judges: (traces,) bool, which of the held-out traces may be dev traces; all when left out. folder: for the message.
     """
     indices = torch.tensor(traces["index"])
     held_out = uniforms(seed, indices, 0, TraceStream.DEV) < share
@@ -116,7 +119,7 @@ def _read_made_by(folder: Path, place: int, draft_fingerprint: str) -> Part:
 
 
 def _check_alike(config: TraceConfig, option: str, first: TraceConfig, folder: Path) -> None:
-    """Raises InputError when traces are not of the target and sampling settings of `first`, those of `folder`."""
+    """Raises InputError when `config` has another target or sampling than `first`, the config of `folder`."""
     if config.target_fingerprint != first.target_fingerprint:
         raise InputError(
             f"{option}: made by another pair (its target was {config.target}, that of --traces {folder} {first.target})"

@@ -1,6 +1,6 @@
-"""Where the heads of a run start: at their base, and from the standardised state.
+"""The initial weights of a run's heads that are not random: the base, and the standardisation of the state.
 
-Every process works this out for itself, from the same traces in the same order: all start alike.
+Every process computes them from the same traces in the same order, so all start alike.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accept_head.head.network import AcceptanceHead
 
-LEAST_VARIANCE = 1e-6  # of a component, as a share of the largest one's: below it is rounding
+LEAST_VARIANCE = 1e-6  # share of the largest component's variance; a smaller variance is rounding
 
 
 class StateMoments:
@@ -24,19 +24,21 @@ class StateMoments:
         self.products = torch.zeros(channels, channels, dtype=torch.float64)
 
     def add(self, states: Tensor) -> None:
-        """states: (n, channels)."""
+        """Add states, (n, channels)."""
         states = states.double().cpu()
         self.count += len(states)
         self.sum += states.sum(0)
         self.products += states.t() @ states
 
     def components(self, most: int) -> tuple[Tensor, Tensor]:
-        """(weight (most, channels), offset (most,)): the map to the `most` largest principal components, each with mean
-        0 and deviation 1; 0 where fewer vary."""
+        """(weight (most, channels), offset (most,)): the map to the `most` largest principal components.
+
+        Each component has mean 0 and deviation 1. Components that do not vary are 0.
+        """
         mean = self.sum / self.count
         variance, axes = torch.linalg.eigh(self.products / self.count - torch.outer(mean, mean))
         variance, axes = variance.flip(0)[:most], axes.flip(1)[:, :most]
-        axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # which of ±v a library gives is chance
+        axes = axes * axes.gather(0, axes.abs().argmax(0, keepdim=True)).sign()  # libraries differ in the sign of v
         varies = variance > LEAST_VARIANCE * variance[0]
         weight = torch.where(varies, variance.clamp(min=1e-300).rsqrt(), 0.0)[:, None] * axes.t()
         return weight.float(), -(weight @ mean).float()
@@ -44,7 +46,7 @@ class StateMoments:
 
 @torch.no_grad()
 def start_heads(heads: Sequence[AcceptanceHead], bases: Sequence[AcceptanceHead]) -> None:
-    """Give each head its base, if there are any. Neither that nor the way to standardise states learns."""
+    """Give each head its base, if there are any. The base and the standardisation of states are not trained."""
     for head in heads:
         head.state_input.requires_grad_(False)
     for head, base in zip(heads, bases, strict=bool(bases)):
@@ -54,7 +56,7 @@ def start_heads(heads: Sequence[AcceptanceHead], bases: Sequence[AcceptanceHead]
 
 @torch.no_grad()
 def standardise(heads: Sequence[AcceptanceHead], states: Iterable[Tensor]) -> None:
-    """Give all of them, which are of one width, the same way to standardise states. states: (n, channels) each."""
+    """Give all heads, which have one width, the same standardisation of states. states: (n, channels) each."""
     moments: StateMoments | None = None
     for some in states:
         moments = moments or StateMoments(some.shape[-1])

@@ -1,5 +1,7 @@
-"""The records of traces as tensors: what datasets' own torch format gives, of what training reads, in a tenth of the
-time. With a small draft, that format takes half as long as the forward."""
+"""The records of traces as tensors, in a tenth of the time of datasets' own torch format.
+
+With a small draft, that format takes half as long as the forward.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,10 @@ READ_COLUMNS = ("prompt_ids", "response_ids", "draft_ids", "accepted", "acceptan
 
 
 class TraceTensors:
-    """Row by row: `index`, (), and READ_COLUMNS and the alternatives' columns where there are any, (positions,) each.
-    Whole numbers are int64."""
+    """One record per row: `index`, (), and READ_COLUMNS and any columns of alternatives, (positions,) each.
+
+    Integers are int64.
+    """
 
     def __init__(self, traces: Dataset):
         wanted = ("index", *READ_COLUMNS, *ALTERNATIVE_COLUMNS)

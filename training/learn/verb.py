@@ -104,7 +104,7 @@ def train(
         model_shapes: With dry_run: folder with a `NAME/config.json` for a draft that cannot be reached from here.
         trust_remote_code: Run model code that comes with the draft.
     """
-    if predicts == "next":  # they describe a drawn token, which such a head does not know
+    if predicts == "next":  # signals and embedding describe a drawn token, which such a head does not know
         signals, embedding = signals or False, embedding or False
     if not RECIPES[recipe].residual:
         _check_of_base(
@@ -162,7 +162,7 @@ def train(
 
 
 def _check_of_base(recipe: str, *, predicts: Predicts | None, signals: bool | None, **given: Any) -> None:
-    """Raises InputError for what a base alone does not have."""
+    """Raises InputError for options that a base alone does not have."""
     if predicts == "next" or signals is False:
         name, value = ("predicts", predicts) if predicts == "next" else ("signals", False)
         raise InputError(f"{name} is {value!r}, but recipe {recipe!r} reads nothing but signals of a drawn token")
