@@ -1,4 +1,4 @@
-"""Stopping policies, one rule a file. Each class says how it is named; `registry` finds them: a new one is a new file.
+"""Stopping policies, one rule a file. Each class declares its name, `registry` finds it: a new policy is a new file.
 
 Read first: ../policy.py, then threshold.py and head.py.
 """

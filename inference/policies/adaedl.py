@@ -1,4 +1,4 @@
-"""AdaEDL: stop before drawing where an entropy-based lower bound of the acceptance falls below a moving threshold."""
+"""AdaEDL: stop before drawing when an entropy-based lower bound on acceptance falls below a moving threshold."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOut
 )
 class AdaEdlPolicy(RowPolicy):
     """Do not draw Y_k ⇔ 1 − √(γ·H(q_k)) < λ, for k > k_min (arXiv:2410.18351; docs/theory.md §8). λ starts at
-    `threshold` and follows each row's own acceptance, after every round that drafted:
+    `threshold` and follows the row's own acceptance after every round that drafted:
 
         AR ← β₁·AR + (1 − β₁)·accepted/drafted
-        λ' = λ + ε if AR < α;  λ − ε otherwise, unless all that the row may draft was accepted;  λ if it was
+        λ' = λ + ε if AR < α;  else λ if k_max tokens were accepted;  else λ − ε
         λ  ← β₂·λ + (1 − β₂)·λ'
 
-    γ 0.2, β₁ 0.5, β₂ 0.9, ε 0.01, α 0.9, as in the implementations that quote the paper (there is no official one);
-    λ₀ is swept from 0.3 to 0.9 there. AR starts at α. A row's state begins anew with each request.
+    γ 0.2, β₁ 0.5, β₂ 0.9, ε 0.01, α 0.9, as in the implementations that cite the paper (there is no official one). They
+    sweep λ₀ from 0.3 to 0.9. AR starts at α. A row's state restarts with each request.
     """
 
     needs = frozenset({Signal.ENTROPY})

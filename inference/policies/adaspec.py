@@ -1,4 +1,4 @@
-"""AdaSpec: draft while predicted tokens per second rise, then drop the tokens that are not worth verifying."""
+"""AdaSpec: draft while the predicted tokens per second rise, then drop the tokens that are not worth verifying."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ class AdaSpecPolicy(RowPolicy):
 
         G = (B + Σ s) / T,   T = k draft forwards + one verification of B + (drafted tokens) tokens.   (Alg. 3)
 
-    Drafting (Alg. 1), the batch together: predict s_{k+1} = s_k·c̄, where c̄ is the mean confidence q(Y) so far, 0.6 at
-    first; do not run the draft if G would fall; else draw, put the real q(Y) in c̄'s place, keep the tokens, and stop if
-    G fell. The first token has to raise G.
+    Drafting (Alg. 1), all rows together: predict s_{k+1} = s_k·c̄, where c̄ is the mean confidence q(Y) so far, 0.6 at
+    first. If G would fall, stop before the draft forward. Else draw the tokens, replace c̄ by the real q(Y), keep the
+    tokens, and stop if G fell. The first token has to raise G.
 
-    slo_ms: most milliseconds of a round, since a request may get a single token from it; 0 for no limit. A draft step
-    after which T would be longer is not run. Where even a round without drafts is longer, no length meets the limit and
-    the one with the least time per token, the largest G, is taken. (Commented out in the release.)
+    slo_ms: the most milliseconds of a round, since a request may get a single token from it; 0 = no limit. A draft step
+    that would make T longer is not run. If even a round without drafts is longer, no length meets the limit. Then the
+    length with the largest G, the least time per token, is taken. (Commented out in the release.)
 
     Elimination (Alg. 2): drop drafted tokens by ascending s while G does not fall, one at a time, or with `graph` down
-    to the next smaller captured graph. With lossy=True this is done as published. It is biased under the ratio test: s
-    knows the token that it drops. The default drops what the same reasoning calls not worth it, told before the draw:
+    to the next smaller captured graph. lossy=True does this as published. It is biased under the ratio test: s depends
+    on the token that is dropped. The default applies the same criterion with what is known before the draw:
 
-        verify Y_{r,i} and what is before it  ⇔  s_{r,i−1}·max q_{r,i} ≥ λ·(seconds of one more token to verify),
+        verify Y_{r,i} and the tokens before it  ⇔  s_{r,i−1}·max q_{r,i} ≥ λ·(seconds of one more token to verify),
 
-    λ: the last round's G; before there is one, B/T without drafts. For greedy drafts the left side is s. It depends on
-    the tokens before Y_{r,i} only, and λ on past rounds. A budget for the batch would not do here, even by max q: how
-    deep the other rows' tokens go depends on the batch-wide stop, and so on what this row draws after Y_{r,i}.
+    λ: the last round's G; in the first round, B/T without drafts. For greedy drafts the left side is s. It depends only
+    on the tokens before Y_{r,i}, and λ only on past rounds. A budget for the batch would be biased here, even by max q:
+    the depth of other rows depends on the batch-wide stop, and so on the tokens that this row draws after Y_{r,i}.
 
     graph: a forward takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 32, 64, 96, … tokens. probe:
-    after so many rounds without drafts, one token is drafted if the limit allows (not in the paper).
+    after so many rounds without drafts, draft one token if the limit allows (not in the paper).
 
-    Global by design: c̄ (it outlives `start`), λ, and the stop. Rows have no state but their lengths. Other differences:
-    c̄ takes in every drafted token, at the end of the round (the release leaves out the step after which G fell); s of a
-    row that is done drafting is not predicted further; a verification reads each row's context once (the release's
-    expanded batches read it for each token).
+    Global by design: c̄ (it outlives `start`), λ, and the stop. Rows have no state but their lengths. Other differences
+    to the release: c̄ includes every drafted token, at the end of the round (the release omits the step after which G
+    fell). s of a row that has stopped is not predicted further. A verification reads each row's context once (the
+    release's expanded batches read it for each token).
     """
 
     needs = frozenset({Signal.LOGPROB, Signal.MAX_PROB})
@@ -97,14 +97,14 @@ class AdaSpecPolicy(RowPolicy):
 
     def forget(self) -> None:
         self.confidence = torch.tensor(self.CONFIDENCE)  # c̄
-        self.confidences, self.drafted = torch.zeros(()), torch.zeros(())  # Σ q(Y), and how many
+        self.confidences, self.drafted = torch.zeros(()), torch.zeros(())  # Σ q(Y), number of tokens
 
     def start(self, batch: int, device: torch.device) -> None:
         self.probe.start(device)
         for name in ("confidence", "confidences", "drafted"):
             setattr(self, name, getattr(self, name).to(device))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.last = torch.zeros((), device=device)  # G of the round before, 0: there is none
+        self.last = torch.zeros((), device=device)  # G of the previous round; 0 before the first
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.lengths[rows] = lengths
@@ -117,7 +117,7 @@ class AdaSpecPolicy(RowPolicy):
     def start_round(self, live: Tensor) -> Tensor:
         self.rows, self.context = live.sum(), torch.where(live, self.lengths, 0).sum()
         self.going, self.s = live, torch.ones(live.shape, device=live.device)
-        # A depth after the other, (batch,): q(Y), s, and what of s was known before the draw.
+        # Per depth, (batch,) each: q(Y), s, and s_{k−1}·max q_k, which is known before the draw.
         self.q, self.drawn, self.before = list[Tensor](), list[Tensor](), list[Tensor]()
         self.expected, self.tokens = self.rows.float(), self.rows  # B + Σ s; tokens to verify
         self.drafting = torch.zeros((), device=live.device)  # seconds
@@ -144,7 +144,7 @@ class AdaSpecPolicy(RowPolicy):
         return self.going
 
     def _predict(self, going: Tensor) -> tuple[Tensor, Tensor]:
-        """G and T after one more draft step of these rows."""
+        """G and T if these rows draft one more token."""
         expected = self.expected + self.confidence * (self.s * going).sum()
         seconds = self.drafting + self._draft_step() + self._verifying(self.tokens + going.sum())
         return expected / seconds, seconds
@@ -164,7 +164,7 @@ class AdaSpecPolicy(RowPolicy):
         return kept
 
     def _eliminate(self, ranked: Ranked, batch: int) -> Tensor:
-        """(batch,) tokens kept by Alg. 2: of the ranked ones, drop the last as long as G does not fall."""
+        """(batch,) tokens kept by Alg. 2: drop the last of the ranked tokens as long as G does not fall."""
         count = ranked.real.sum()
         dropped = torch.arange(len(ranked.real) + 1, device=count.device)
         left = (count - dropped).clamp(min=0)
@@ -173,7 +173,7 @@ class AdaSpecPolicy(RowPolicy):
         stop = (dropped == 0) | (
             (dropped <= count) & (sizes == graph_size(sizes, STRIDE) if self.graph else dropped > 0)
         )
-        here = torch.where(stop, dropped, 0).cummax(0).values  # the last number that may be dropped, up to each
+        here = torch.where(stop, dropped, 0).cummax(0).values  # the largest allowed number of drops up to each
         rises = goodput[here][1:] >= goodput[here][:-1]
         return ranked.kept(count - torch.take(here, rises.long().cumprod(0).sum()), batch)
 
@@ -189,7 +189,7 @@ class AdaSpecPolicy(RowPolicy):
     # Forward times, seconds
 
     def _draft_step(self) -> Tensor:
-        """One more, after those of this round so far."""
+        """Seconds of the next draft step of this round."""
         context = self.context + len(self.drawn) * self.rows
         return self.costs.draft_seconds(self._padded(self.rows), context)
 

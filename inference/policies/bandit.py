@@ -25,12 +25,12 @@ class BanditPolicy(RowPolicy):
 
         arm = argmax mean / top + √(exploration·ln t / n),  t = 1 + rounds so far,  n = rounds of that arm
 
-    mean: tokens/s of the arm's rounds, with the redrawn or bonus tokens. top: the most tokens/s that any round has had:
-    it brings rewards to 0..1, the scale that the bonus is for. shared_bonus: n is the rounds of all arms, as in the
-    release; the bonus is then the same for every arm, and the best mean so far is played for ever.
+    mean: tokens/s of the arm's rounds, redrawn and bonus tokens included. top: the most tokens/s of any round; dividing
+    by it brings rewards to 0..1, the scale of the bonus. shared_bonus: n counts the rounds of all arms, as in the
+    release. The bonus is then the same for every arm, so the best mean so far is played for ever.
 
-    zero_arm: 0 is an arm too, the target alone. A round in which no row could draft as many tokens as the arm wants, at
-    the ends of responses, is not counted. Global by design: what a round earns is the batch's. It outlives `start`.
+    zero_arm: 0, the target alone, is an arm too. A round does not count if no row could draft as many tokens as the arm
+    wants, as at the ends of responses. Global by design: the reward is the batch's. The counts outlive `start`.
     """
 
     needs = frozenset({Signal.SECONDS})
@@ -57,14 +57,14 @@ class BanditPolicy(RowPolicy):
         self.forget()
 
     def forget(self) -> None:
-        # Rounds, tokens/s of each arm.
+        # Per arm: number of rounds, and the sum of their tokens/s.
         self.counts, self.sums = torch.zeros(2, self.max_draft_tokens + 1 - self.shortest)
         self.top = torch.zeros(())
 
     def start(self, batch: int, device: torch.device) -> None:
-        """What was learnt stays."""
+        """Keeps what was learnt."""
         self.counts, self.sums, self.top = self.counts.to(device), self.sums.to(device), self.top.to(device)
-        self.arm = torch.zeros((), dtype=torch.long, device=device)  # of this round, an index
+        self.arm = torch.zeros((), dtype=torch.long, device=device)  # index of this round's arm
 
     def start_round(self, live: Tensor) -> Tensor:
         arms, played = len(self.counts), self.counts.sum()

@@ -1,4 +1,4 @@
-"""Draft as many tokens as suit the number of rows that are decoded together."""
+"""Set the draft length by the number of rows that are decoded together."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from accept_head.inference.policy import RowPolicy
     lambda text: read_batch_table(Path(text)),
 )
 class BatchMapPolicy(RowPolicy):
-    """K by the number of live rows, the same for all of them; 0 = do not speculate (Su et al., arXiv 2310.18813; vLLM's
-    Dynamic SD). Global by design: what a row drafts depends on how many rows are around it, and on nothing else.
+    """Draft K tokens in all rows, K by the number of live rows; 0 = do not speculate (Su et al., arXiv 2310.18813;
+    vLLM's Dynamic SD). Global by design: the draft length depends on the number of live rows only.
 
-    table: rows (from, to, K) of batch sizes, both ends included, under vLLM's rules: the first starts at 1 and none
-    overlap; a gap has the K before it, and what is above the last row has the last K.
+    table: rows (from, to, K) of batch sizes, both ends included. vLLM's rules hold: the first row starts at 1, and rows
+    do not overlap. A gap has the K of the row before it; sizes above the last row have the last K.
     """
 
     capture = Capture(read=("starts", "draft_lengths"))
 
     def __init__(self, table: Sequence[Sequence[int]]):
-        """Raises InputError naming the row of the table that is wrong."""
+        """Raises InputError naming the wrong row of the table."""
         self.table = checked_table(table)
         self.max_draft_tokens = max(k for _, _, k in self.table)
-        # Each batch size from a start to the next one; 0 rows draft nothing.
+        # draft_lengths[i] holds from starts[i] to the next start; 0 rows draft nothing.
         self.starts = torch.tensor([0, *(start for start, _, _ in self.table)])
         self.draft_lengths = torch.tensor([0, *(k for _, _, k in self.table)])
 
@@ -42,5 +42,5 @@ class BatchMapPolicy(RowPolicy):
         self.starts, self.draft_lengths = self.starts.to(device), self.draft_lengths.to(device)
 
     def start_round(self, live: Tensor) -> Tensor:
-        rows = live.sum().repeat(len(live))  # an index of no dimension would be read by the host
+        rows = live.sum().repeat(len(live))  # a 0-dimensional index would make the host wait for its value
         return self.draft_lengths[torch.searchsorted(self.starts, rows, right=True) - 1]

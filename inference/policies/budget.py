@@ -1,4 +1,4 @@
-"""Draft, then verify only the tokens of the batch that are worth it: as many as maximise expected tokens per second."""
+"""Draft, then verify only as many tokens of the batch as maximise expected tokens per second."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ STRIDE = 8  # captured graphs have 1, 2, 4, 8, 16, 24, … tokens
 
 
 class Ranked(NamedTuple):
-    """Drafted tokens of all rows from the likeliest to survive on, (slots,) each. survivals: 0 where there is no token;
-    rows, depths: whose it is and where in its round, from 1; real: bool, whether there is one."""
+    """Drafted tokens of all rows, the most likely to survive first, (slots,) each. survivals: 0 for an empty slot.
+    rows, depths: the token's row, and its depth from 1. real: bool, whether the slot has a token."""
 
     survivals: Tensor
     rows: Tensor
@@ -28,9 +28,9 @@ class Ranked(NamedTuple):
 
     @classmethod
     def of(cls, survivals: Tensor, real: Tensor) -> Ranked:
-        """survivals, real: (batch, depths). Survivals must not rise along a row; of equal ones the shallower token goes
-        first, so that the best tokens of a row, however many, are its first."""
-        values = torch.where(real, survivals, -1.0).T.flatten()  # a depth after the other
+        """survivals, real: (batch, depths). Survivals must not rise along a row. Ties put the shallower token first, so
+        that the best n tokens of a row are its first n."""
+        values = torch.where(real, survivals, -1.0).T.flatten()  # depth by depth
         values, order = torch.sort(values, descending=True, stable=True)
         depth = torch.div(order, len(real), rounding_mode="floor")
         return cls(values.clamp(min=0), order % len(real), depth + 1, values >= 0)
@@ -42,7 +42,7 @@ class Ranked(NamedTuple):
 
     @property
     def reach(self) -> Tensor:
-        """(slots + 1,) depth of the deepest of the best 0, 1, …"""
+        """(slots + 1,) depth of the deepest token among the best 0, 1, …"""
         return torch.nn.functional.pad((self.depths * self.real).cummax(0).values, (1, 0))
 
     def kept(self, budget: Tensor, batch: int) -> Tensor:
@@ -64,23 +64,23 @@ class BudgetPolicy(RowPolicy):
 
         m* = argmax_m  (S + Σ of the m largest ŝ) / (seconds of drafting + seconds of verifying S + m tokens)
 
-    and the m* tokens of the batch with the largest ŝ are verified. ŝ is by max q, so that it is known before the token
-    is drawn (AcceptanceEstimator: global by design, it outlives `start`). m* is found before the round from the ŝ of
-    the round before, of the rows that are live now; a new row's are 1. A token's rank depends on nothing that its row
-    draws later, and m* on nothing of this round: lossless under both verifiers.
+    The m* tokens of the batch with the largest ŝ are verified. ŝ is computed from max q, so it is known before the
+    token is drawn (AcceptanceEstimator: global by design, it outlives `start`). m* is chosen before the round from the
+    previous round's ŝ of the rows that are live now; a new row's ŝ are 1. A token's rank does not depend on tokens that
+    its row draws later, and m* does not depend on this round: lossless under both verifiers.
 
-    retrospective: m* from the ŝ of this round itself (DSpark, appendix A). Whether a token is verified then depends on
-    what is drawn after it: lossless under `match` only. (Where seconds are linear in m the quotient has one peak, which
-    smaller ŝ do not move, and there is no bias; where they rise in steps there is.)
+    retrospective: choose m* from the ŝ of this round itself (DSpark, appendix A). Whether a token is verified then
+    depends on tokens drawn after it: lossless under `match` only. (If seconds are linear in m, the quotient has one
+    peak, smaller ŝ do not move it, and there is no bias. If seconds rise in steps, there is a bias.)
 
-    graph: a verification takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 24, … tokens, as vLLM's
-    cost tables have it.
+    graph: a verification takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 24, … tokens, as in vLLM's
+    cost tables.
 
-    cap: draft only as deep as those m* would have reached in the round before, at least one token, and charge each m
-    the draft steps that it needs. Tokens that were not drafted count as if their row's ŝ had gone on falling at the
-    same rate, so that it can get deeper again; a new row's ŝ are 1 as deep as the batch drafts. All this is known
-    before the round, too. Without it (vLLM, whose drafts cost the same at any depth) all rows draft k_max tokens and
-    the budget saves verification only. Where drafting goes step by step that is paid for nothing: on by default.
+    cap: draft only as deep as those m* tokens of the previous round reach, at least one token, and charge each m the
+    draft steps that it needs. For tokens that were not drafted, the row's ŝ are continued at the same rate, so that
+    drafts can get deeper again. A new row's ŝ are 1 down to the batch's depth. All this is known before the round.
+    Without cap all rows draft k_max tokens, and the budget saves verification only; so does vLLM, whose drafts cost the
+    same at any depth. Where drafting goes step by step, the unused steps cost time: cap is on by default.
     """
 
     needs = frozenset({Signal.MAX_PROB})
@@ -105,20 +105,20 @@ class BudgetPolicy(RowPolicy):
         self.lossless: frozenset[Verifier] = frozenset({"match"}) if retrospective else BOTH
         self.estimator = AcceptanceEstimator(k_max)
         self.live = self.budget = torch.empty(0)  # of this round
-        self.survivals = list[Tensor]()  # and ŝ of each depth, (batch,)
+        self.survivals = list[Tensor]()  # ŝ of each depth of this round, (batch,)
 
     def forget(self) -> None:
         self.estimator.forget()
 
     @property
     def in_chunks(self) -> bool:
-        return not self.retrospective  # which charges every step that it was asked about
+        return not self.retrospective  # a retrospective m* is charged for every step asked about
 
     def start(self, batch: int, device: torch.device) -> None:
         self.estimator.start(device)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.last = torch.zeros(batch, self.max_draft_tokens, device=device)  # ŝ of the round before
-        self.depth = torch.full((), self.max_draft_tokens, device=device)  # that rows may draft
+        self.depth = torch.full((), self.max_draft_tokens, device=device)  # the most tokens that rows may draft
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.lengths[rows] = lengths
@@ -161,11 +161,11 @@ class BudgetPolicy(RowPolicy):
             self.last = torch.where(depth <= count, known, torch.where(count > 0, further, 0.0))
 
     def _real(self, drafted: Tensor) -> Tensor:
-        """(batch, depths) bool, which of the tokens of this round there are."""
+        """(batch, depths) bool, whether the row drafted a token at the depth."""
         return torch.arange(len(self.survivals), device=drafted.device) < drafted[:, None]
 
     def _best(self, ranked: Ranked, steps: Tensor) -> Tensor:
-        """m*, the fewest of equally good. steps: (slots + 1,) draft steps that each m is charged."""
+        """m*, the smallest of equally good ones. steps: (slots + 1,) draft steps that each m is charged."""
         rows, context = self.live.sum(), torch.where(self.live, self.lengths, 0).sum()
         tokens = rows + torch.arange(len(steps), device=steps.device)
         tokens = graph_size(tokens, STRIDE) if self.graph else tokens
@@ -174,6 +174,6 @@ class BudgetPolicy(RowPolicy):
 
 
 def graph_size(tokens: Tensor, stride: int) -> Tensor:
-    """Tokens of the smallest captured graph that holds so many: sizes double up to `stride`, then grow by it."""
+    """Size of the smallest captured graph that holds so many tokens. Sizes double up to `stride`, then grow by it."""
     doublings = torch.stack([tokens > 2**n for n in range(stride.bit_length() - 1)]).sum(0)
     return torch.where(tokens <= stride, 2**doublings, (tokens + stride - 1) // stride * stride)

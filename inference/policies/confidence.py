@@ -1,4 +1,4 @@
-"""Stop when the draft itself was unsure of the token it drew."""
+"""Stop when the draft gave the drawn token a low probability."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accept_head.inference.policy import DraftStep, Signal
 class ConfidencePolicy(ThresholdPolicy):
     """Stop after Y_k ⇔ q(Y_k) < threshold; Y_k is kept. transformers' `assistant_confidence_threshold`, per row.
 
-    Greedy decoding reads the draft's plain softmax, as transformers does. k_max: transformers' `num_assistant_tokens`.
+    k_max is its `num_assistant_tokens`. Greedy decoding reads the draft's plain softmax, as in transformers.
     """
 
     needs = reads = frozenset({Signal.LOGPROB})

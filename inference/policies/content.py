@@ -1,4 +1,4 @@
-"""What a policy is made of, in one number: two with the same do the same, whatever files their SPECs named."""
+"""A hash of a policy's content: policies with equal hashes act alike, whatever files their SPECs name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accept_head.inference.policy import DraftPolicy
 
 
 def content_hash(policy: DraftPolicy) -> str:
-    """Of a new policy's numbers, of its costs or table and, if it has one, of its head's weights."""
+    """Hash of a new policy's numbers, its costs or table, and the weights of its head if it has one."""
     held = {name: repr(value) for name, value in sorted(vars(policy).items()) if _says_something(value)}
     head = getattr(policy, "head", None)
     weights = [] if head is None else [sha256(tensor.cpu().numpy().tobytes()) for tensor in head.state_dict().values()]

@@ -1,4 +1,4 @@
-"""Stop when the draft's own probability of all it has drawn becomes small."""
+"""Stop when the draft's own probability of all drawn tokens becomes small."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accept_head.inference.policy import DraftStep, Signal
 
 @named("cumulative-confidence", "[THRESHOLD]", "LLMCad: stop when all drawn tokens together had less than this")
 class CumulativeConfidencePolicy(ThresholdPolicy):
-    """Stop after Y_k ⇔ Π_{i≤k} q(Y_i) < threshold; Y_k is kept. LLMCad's rule for a chain. Its constants could not be
-    verified; the default is that of a head at 0.7.
+    """Stop after Y_k ⇔ Π_{i≤k} q(Y_i) < threshold; Y_k is kept. LLMCad's rule for a chain. LLMCad's constants could not
+    be verified; the default corresponds to a head at threshold 0.7.
 
     Greedy decoding reads the draft's plain softmax.
     """

@@ -1,4 +1,4 @@
-"""What the divergence of verified positions says of the ones to come (DSDE, docs/theory.md §6): lagging signals."""
+"""Variance of the divergence at verified positions, which predicts later ones (DSDE, docs/theory.md §6)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ DECAY, SHORT, LONG = 0.85, 10, 30
 
 
 def weighted_variance(history: Tensor, valid: Tensor, decay: float = DECAY) -> Tensor:
-    """Var_w = Σ α·(KLD − μ_w)² / Σ α with α = decay^age, the newest of age 0 and last.
+    """Var_w = Σ α·(KLD − μ_w)² / Σ α with α = decay^age; the newest value is last and has age 0.
 
-    history: (..., window) divergences in nats; valid: (..., window) bool, at least one each → (...).
+    history: (..., window) divergences in nats; valid: (..., window) bool, at least one True each → (...).
     """
     age = torch.arange(history.shape[-1] - 1, -1, -1, dtype=history.dtype, device=history.device)
     weight = decay**age * valid
@@ -21,7 +21,7 @@ def weighted_variance(history: Tensor, valid: Tensor, decay: float = DECAY) -> T
 
 
 def variance_ratio(history: Tensor, valid: Tensor, short: int = SHORT, decay: float = DECAY) -> Tensor:
-    """WVIR = Var_w(latest `short`) / Var_w(all): above 1 where things have become less steady. 1 where nothing varies.
+    """WVIR = Var_w(latest `short`) / Var_w(all): above 1 if the divergence became less steady; 1 if Var_w(all) is 0.
 
     history, valid: (..., window) as above → (...).
     """

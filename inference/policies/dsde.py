@@ -1,4 +1,4 @@
-"""DSDE: how much the two models disagreed of late, and how steadily, sets the next draft length."""
+"""DSDE: sets the draft length by the recent divergence of the two models, and by how steady it is."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from accept_head.inference.policy import RowPolicy, Signal, VerifyOutcome
     tuning=Tuning(param="k_first", values=(2, 4, 5, 6, 8, 10)),
 )
 class DsdePolicy(RowPolicy):
-    """Draft min(SL, SL_cap) tokens, to the nearest (arXiv:2509.01083, eqs 1-8 and 11; docs/theory.md §6):
+    """Draft min(SL, SL_cap) tokens, rounded (arXiv:2509.01083, eqs 1-8 and 11; docs/theory.md §6):
 
         SL_max = SL_A,max·(1 + μ_pre / (KLD_max,pre + 1e-6)), kept within k_min..k_max
         SL = (1 − SF·WVIR)·(SL_max − k_min) + k_min  if SF·WVIR ≤ 1, else k_min
         SF = exp(2·μ_last) − 1;  WVIR = Var_w(10 latest KLDs) / Var_w(30 latest), weights 0.85^age
         SL_cap = mean SL of the live rows that are calibrated; no cap if `cap` is off
 
-    k_min is the paper's SL_min. The KLDs of the windows are those of single verified tokens (the paper says "values"
-    and weighs "steps"; the authors' code keeps tokens); μ_last is the mean of the last round that drafted. Where
-    nothing varies, WVIR is 1. Calibration, per request: its first `calibration` rounds that draft, k tokens each (the
-    paper: "a small, fixed number"); SL_A,max is the most accepted in one of them, μ_pre and KLD_max,pre the mean and
-    the largest KLD. Rows in calibration neither count for the cap nor are held to it.
+    k_min is the paper's SL_min. The windows hold the KLDs of single verified tokens (the paper says "values" and weighs
+    "steps"; the authors' code keeps tokens). μ_last is the mean of the last round that drafted. WVIR is 1 if the long
+    variance is 0. Calibration takes the first `calibration` rounds of a request that draft, with k tokens each (the
+    paper: "a small, fixed number"). SL_A,max is the most accepted in one of them; μ_pre and KLD_max,pre are the mean
+    and the largest KLD. Rows in calibration do not count for the cap and are not capped.
 
-    fork: the authors' vLLM fork in place of the paper (KLScheduler; docs/theory.md §6): weights 0.9^age; the short
-    window is a third of what is known; WVIR is 20 if the long variance is below 1e-6; KLDs over `temperature`, which a
-    policy is not told; SL_max = round(SL_A,max·(1 + 0.5·μ/max)); at least ⌈SL_max / 10⌉ tokens, never below k_min
-    (there 6); SL and the cap rounded up; calibration is what comes before the round with the 30th KLD, and k doubles in
-    it after a round accepted as a whole. The fork's windows hold KLDs beyond a rejection too; here there are none.
+    fork: follow the authors' vLLM fork instead of the paper (KLScheduler; docs/theory.md §6). Weights are 0.9^age. The
+    short window is a third of the known KLDs. WVIR is 20 if the long variance is below 1e-6. KLDs are divided by
+    `temperature`, which a policy cannot read itself. SL_max = round(SL_A,max·(1 + 0.5·μ/max)). The minimum is
+    ⌈SL_max / 10⌉ tokens, never below k_min (6 in the fork). SL and the cap are rounded up. Calibration ends with the
+    round of the 30th KLD; k doubles in it after a fully accepted round. The fork's windows also hold KLDs after a
+    rejection; here there are none.
 
-    A row's state begins anew with each request; only the cap looks at the rows around.
+    A row's state restarts with each request; only the cap depends on other rows.
     """
 
     needs = frozenset({Signal.DIVERGENCE})
     PER_ROW = ("history", "known", "last", "rounds", "accepted", "total", "count", "peak", "draft")
     capture = Capture(read=PER_ROW)
-    LARGEST = 1e3  # nats: a draft that rules out what the target wants is not to make all that follows infinite
+    LARGEST = 1e3  # nats: keeps an infinite KLD of one token out of the sums
 
     def __init__(
         self,
@@ -72,11 +73,11 @@ class DsdePolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         zero = torch.zeros(batch, device=device)
         self.history = torch.zeros(batch, LONG, device=device)  # KLDs of verified tokens, the newest last
-        self.known = zero.long()  # how many of the history, at its end, are there
+        self.known = zero.long()  # how many values of the history, at its end, are filled
         self.last = zero.clone()  # mean KLD of the last round
-        self.rounds = zero.long()  # of calibration, and what they said:
+        self.rounds = zero.long()  # of calibration; the next line has their statistics
         self.accepted, self.total, self.count, self.peak = (zero.clone() for _ in range(4))
-        self.draft = torch.full((batch,), self.k, device=device)  # tokens of a round of calibration
+        self.draft = torch.full((batch,), self.k, device=device)  # tokens to draft in a calibration round
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         for name in self.PER_ROW:
@@ -138,7 +139,7 @@ class DsdePolicy(RowPolicy):
             doubled = torch.where(outcome.accepted >= self.draft, 2 * self.draft, self.draft)
             self.draft = torch.where(collects, doubled.clamp(self.k_min, self.max_draft_tokens), self.draft)
         self.last = torch.where(drafted, values.sum(-1) / judged.clamp(min=1), self.last)
-        # The old values end where the new ones begin, so the latest ones are as many places on as there are new ones.
+        # The new values stand after the old ones; shift the window by their number to keep the latest LONG.
         latest = judged[:, None] + torch.arange(LONG, device=judged.device)
         self.history = torch.cat([self.history, values], dim=-1).gather(1, latest)
         self.known = known.clamp(max=LONG)

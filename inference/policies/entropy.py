@@ -1,4 +1,4 @@
-"""Stop when the draft's distribution was too spread out."""
+"""Stop when the entropy of the draft's distribution is high."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from accept_head.inference.policy import DraftStep, Signal
 
 @named("entropy", "[NATS]", "stop after a token whose distribution had more entropy than this")
 class EntropyPolicy(ThresholdPolicy):
-    """Stop after Y_k ⇔ H(q_k) > threshold, in nats; Y_k is kept. SVIP's rule without its scale: √(c·H) > h at
-    threshold h²/c, 0.6 nats with its authors' constants.
+    """Stop after Y_k ⇔ H(q_k) > threshold, in nats; Y_k is kept. This is SVIP's rule without its scale: √(c·H) > h is
+    H > h²/c, 0.6 nats with the constants of its authors.
 
     Greedy decoding reads the draft's plain softmax.
     """

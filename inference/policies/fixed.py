@@ -10,7 +10,7 @@ from accept_head.inference.policy import RowPolicy
 
 @named("fixed", "K", "K draft tokens every round", integer)
 class FixedPolicy(RowPolicy):
-    """K draft tokens a round (Leviathan et al. 2023, Chen et al. 2023)."""
+    """Draft K tokens a round (Leviathan et al. 2023, Chen et al. 2023)."""
 
     capture = Capture()
 
@@ -22,7 +22,7 @@ class FixedPolicy(RowPolicy):
 
 @named("none", "", "no drafting: the target alone")
 class NoDraftPolicy(FixedPolicy):
-    """K = 0."""
+    """Draft nothing: K = 0."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""One draft length for the batch: that with the most expected tokens per second, at the acceptance seen so far."""
+"""One draft length for the batch: the one with the most expected tokens per second at the acceptance seen so far."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from accept_head.inference.policy import RowPolicy, VerifyOutcome
 
 
 class Probe:
-    """Without drafts nothing is learnt that could lead back to them: after so many rounds in a row without any, one
-    token is drafted. every: 0 = never. Not in the papers."""
+    """Drafts one token after `every` rounds in a row without drafts (0: never). Without drafts a policy learns nothing
+    that could lead back to drafting. Not in the papers."""
 
     def __init__(self, policy: str, every: int):
         if every < 0:
@@ -25,7 +25,7 @@ class Probe:
         self.idle = torch.zeros((), dtype=torch.long, device=device)
 
     def length(self, wanted: Tensor, allowed: Tensor | bool = True) -> Tensor:
-        """() int, the draft length of this round. allowed: whether a token may be drafted if none is wanted."""
+        """() int, the draft length of this round. allowed: whether a token may be drafted when `wanted` is 0."""
         due = (wanted == 0) & (self.idle >= self.every) & allowed if self.every else torch.zeros_like(wanted).bool()
         length = torch.where(due, 1, wanted)
         self.idle = torch.where(length == 0, self.idle + 1, 0)
@@ -44,14 +44,14 @@ class GoodputPolicy(RowPolicy):
 
         k* = argmax_{0 ≤ k ≤ k_max}  B·(1 + a + … + a^k) / (k·t_draft(B) + t_target((k + 1)·B)),
 
-    where k = 0 counts 1.1 times, as drafting has costs that no model of the forwards sees. a: accepted tokens per
-    judged one, cumulative; it starts as if of `prior` tokens a share `rate` had been accepted. decay: what the counts
-    are multiplied by at each round with drafts, 1 for none, 0.95 for an average over about 20 rounds. probe: after so
-    many rounds of k = 0 one of k = 1.
+    where the value of k = 0 is multiplied by 1.1, as drafting has costs besides the forwards. a: accepted / judged
+    tokens so far. The counts start as if a share `rate` of `prior` tokens had been accepted. decay: factor on the
+    counts at each round with drafts; 1 = no decay, 0.95 averages over about 20 rounds. probe: one round of k = 1 after
+    so many rounds of k = 0.
 
-    The authors' code counts a token that is accepted after a rejected one, too, and as drafted all k. Here what follows
-    a rejection is not judged, so it counts in neither number; accepted per drafted would be lower the longer the draft.
-    There is no prior there, but counts are read every few seconds only: without either, one rejected token says a = 0.
+    The authors' code counts tokens accepted after a rejected one too, and divides by all k drafted tokens. Here tokens
+    after a rejection are not judged and not counted: accepted per drafted would fall with the length of the draft. The
+    authors have no prior, but read the counts only every few seconds. Without either, one rejected token gives a = 0.
 
     Global by design: a outlives `start`. Rows have no state but their lengths.
     """
@@ -103,8 +103,8 @@ class GoodputPolicy(RowPolicy):
         return self.probe.length(torch.argmax(goodput)).expand(live.shape)
 
     def goodput(self, rows: Tensor, context: Tensor) -> Tensor:
-        """(k_max + 1,) expected tokens per second with 0, 1, … draft tokens. rows, context: (), live rows and the
-        tokens of all of them."""
+        """(k_max + 1,) expected tokens per second with 0, 1, … draft tokens. rows, context: (), the number of live rows
+        and the sum of their tokens."""
         k = torch.arange(self.max_draft_tokens + 1, device=rows.device)
         seconds = k * self.costs.draft_seconds(rows, context) + self.costs.verify_seconds((k + 1) * rows, context)
         return rows * ((self.accepted / self.judged) ** k).cumsum(0) / seconds

@@ -1,4 +1,4 @@
-"""transformers' confidence threshold, tuned while decoding by the ROC curve of the tokens verified so far."""
+"""transformers' confidence threshold, tuned while decoding with the ROC curve of the tokens verified so far."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOut
     tuning=Tuning(param="threshold", values=(0.2, 0.4, 0.6)),
 )
 class HfConfidencePolicy(RowPolicy):
-    """Stop after Y_k ⇔ q(Y_k) < θ; Y_k is kept. θ starts at `threshold` and is tuned after each round as transformers
-    5.19 does (generation/candidate_generator.py), from (q(Y), accepted) of all judged tokens so far, once there are
-    more than 5 and both kinds:
+    """Stop after Y_k ⇔ q(Y_k) < θ; Y_k is kept.
+
+    θ starts at `threshold` and is tuned after each round as in transformers 5.19 (generation/candidate_generator.py).
+    The samples are (q(Y), accepted) of all judged tokens so far. There must be more than 5, both accepted and rejected:
 
         fpr, tpr, thresholds = roc_curve(accepted, q);  θ = thresholds[argmin(fpr + 3·(1 − tpr))]
 
     k_max is `num_assistant_tokens` with the schedule "constant". θ and its samples are global by design: one threshold
-    from all rows, kept across requests and calls, as transformers documents it (and does not: there θ is lost with the
-    call). window: only the newest so many samples count; transformers, which has those of one request, keeps all.
+    from all rows, kept across requests and calls. transformers documents this, but loses θ at the end of a call.
+    window: how many of the newest samples count; transformers keeps all, but only of one request.
     """
 
     in_chunks = True
     needs = frozenset({Signal.LOGPROB})
-    FEWEST = 5  # samples that are not enough
-    MISSED = 3  # what a token costs that would have been accepted, in tokens that are drafted in vain
+    FEWEST = 5  # more samples than this are needed
+    MISSED = 3  # cost of not drafting a token that would be accepted, relative to drafting one that is rejected
 
     def __init__(self, threshold: float = 0.4, *, k_min: int = 1, k_max: int = 20, window: int = 10_000):
         if not 0 < threshold <= 1:
@@ -60,9 +61,9 @@ class HfConfidencePolicy(RowPolicy):
             return
         q = torch.stack(self.drawn, dim=-1)  # (batch, most drafted)
         slots = torch.arange(q.shape[1], device=q.device)
-        judged = (slots < outcome.judged[:, None]) & outcome.live[:, None]  # after a rejection nobody can tell
+        judged = (slots < outcome.judged[:, None]) & outcome.live[:, None]  # unknown after a rejection
         accepted = slots < outcome.accepted[:, None]
-        # The curve is scikit-learn's, which is on the host: one small transfer a round, after the round's own sync.
+        # scikit-learn computes the curve on the host: one small transfer a round, after the round's own sync.
         host = torch.stack([q.double(), accepted.double(), judged.double()]).cpu().numpy()
         new = host[2] > 0
         self.probabilities = np.concatenate([self.probabilities, host[0][new]])[-self.window :]
@@ -71,7 +72,7 @@ class HfConfidencePolicy(RowPolicy):
             self.threshold = self._best()
 
     def _best(self) -> float:
-        from sklearn.metrics import roc_curve  # heavy, and of this policy alone
+        from sklearn.metrics import roc_curve  # slow to import, and only this policy needs it
 
         false_positives, true_positives, thresholds = roc_curve(self.matches, self.probabilities)
         costs = false_positives + self.MISSED * (1 - true_positives)

@@ -1,4 +1,4 @@
-"""transformers' heuristic schedule: two tokens more after a round that was accepted as a whole, else one less."""
+"""transformers' heuristic schedule: draft two tokens more after a fully accepted round, else one less."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from accept_head.inference.policy import RowPolicy, VerifyOutcome
     tuning=Tuning(param="first", values=(1, 2, 5, 10, 20), by_row=True),
 )
 class HfHeuristicPolicy(RowPolicy):
-    """Draft K tokens; then K ← K + 2 if all drafted tokens were accepted, else max(1, K − 1), per row. transformers'
-    `num_assistant_tokens_schedule="heuristic_transient"` (5.19, generation/candidate_generator.py) with no confidence
-    threshold; k is its `num_assistant_tokens`. A round that drafts nothing, the last of a response, counts as accepted
-    as a whole, as there.
+    """Draft K tokens; then K ← K + 2 if all drafted tokens were accepted, else max(1, K − 1), per row.
 
-    k_max: transformers has none; 40 as in SVIP's port of the schedule, and K itself is held there, so that it comes
-    down with the first rejection. A k above it starts there.
+    This is transformers' `num_assistant_tokens_schedule="heuristic_transient"` (5.19,
+    generation/candidate_generator.py) without a confidence threshold; k is its `num_assistant_tokens`. As there, a
+    round that drafts nothing, the last of a response, counts as fully accepted.
 
-    persist: the schedule "heuristic", which carries K over to later requests and calls. In a batch, a request that
-    begins takes the mean K of the rows of the last round, rounded: with one row, the value that the request before
-    left. That makes K global by design; without it, a row's K begins anew with each request.
+    k_max: transformers has none; the default 40 is that of SVIP's port of the schedule. K itself is clamped to k_max,
+    so that it falls with the first rejection. A larger k starts at k_max.
+
+    persist: the schedule "heuristic", which carries K over to later requests and calls. A new request starts with the
+    rounded mean K of the rows of the last round; with one row, that is the last K of the request before. This makes K
+    global by design. Otherwise a row's K restarts with each request.
     """
 
     capture = Capture(read=("budgets",), unread=("first",))
@@ -42,7 +43,7 @@ class HfHeuristicPolicy(RowPolicy):
         self.forget()
 
     def forget(self) -> None:
-        self.first = torch.tensor(self.k)  # K of a request that begins
+        self.first = torch.tensor(self.k)  # K of a new request
 
     def start(self, batch: int, device: torch.device) -> None:
         self.first = self.first.to(device)

@@ -1,4 +1,4 @@
-"""Leviathan et al.: the draft length that is best if every token were accepted with one and the same probability."""
+"""Leviathan et al.: the draft length that is best if all tokens have the same acceptance probability."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from accept_head.inference.policy import RowPolicy, VerifyOutcome
     tuning=Tuning(param="cost_ratio", values=(0.02, 0.05, 0.1, 0.2, 0.3, 0.5), by_row=True),
 )
 class LeviathanPolicy(RowPolicy):
-    """Draft γ* tokens (arXiv:2211.17192, theorem 3.8; docs/theory.md §8; no drafting is γ = 0):
+    """Draft γ* tokens (arXiv:2211.17192, theorem 3.8; docs/theory.md §8; γ = 0 is no drafting):
 
         γ*(α, c) = argmax over γ = 0..k_max of (1 − α^(γ+1)) / ((1 − α)·(1 + γ·c))
 
-    c, `cost_ratio`: seconds of a draft forward over those of a target forward. The paper measures α, the chance that a
-    token is accepted, beforehand; here each row measures its own: accepted / judged tokens of its request, together
-    with `prior` tokens of which a share `rate` was accepted, so that α starts at `rate`.
+    c, `cost_ratio`: seconds of a draft forward over those of a target forward. α: the probability that a token is
+    accepted. The paper measures α beforehand; here each row measures its own, as accepted / judged tokens of its
+    request. The counts start with `prior` tokens of which a share `rate` was accepted, so α starts at `rate`.
 
-    A row with α ≤ c drafts nothing, and would learn nothing for ever: after `probe` such rounds it drafts one token,
-    unless c ≥ 1, where no α makes drafting worth its time. A row's state begins anew with each request.
+    A row with α ≤ c drafts nothing and so learns nothing. After `probe` such rounds it drafts one token, unless c ≥ 1:
+    then no α makes drafting worth its time. A row's state restarts with each request.
     """
 
     capture = Capture(read=("accepted", "judged", "idle", "costs"))
@@ -49,7 +49,7 @@ class LeviathanPolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         self.accepted = torch.full((batch,), self.rate * self.prior, device=device)
         self.judged = torch.full((batch,), self.prior, device=device)
-        self.idle = torch.zeros(batch, dtype=torch.long, device=device)  # rounds since the row last drafted
+        self.idle = torch.zeros(batch, dtype=torch.long, device=device)  # rounds since the row drafted
         self.costs = 1 + self.cost_ratio * torch.arange(self.max_draft_tokens + 1, device=device)  # of γ = 0..k_max
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
@@ -61,7 +61,7 @@ class LeviathanPolicy(RowPolicy):
     def start_round(self, live: Tensor) -> Tensor:
         alpha = self.accepted / self.judged
         powers = alpha[:, None] ** torch.arange(len(self.costs), device=live.device)
-        tokens = powers.cumsum(-1)  # Σ α^i, i = 0..γ: the quotient of the formula, with no division at α = 1
+        tokens = powers.cumsum(-1)  # Σ α^i, i = 0..γ: avoids the formula's division by 0 at α = 1
         best = (tokens / self.costs).argmax(-1)
         if self.cost_ratio >= 1:
             return best

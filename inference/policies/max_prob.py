@@ -1,4 +1,4 @@
-"""Stop where the draft's best guess is a poor one."""
+"""Stop when the draft's largest probability is low."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from accept_head.inference.policy import DraftStep, RowPolicy, Signal
 
 @named("max-prob", "[THRESHOLD]", "Kangaroo, p-min: stop after a token where max q was less")
 class MaxProbPolicy(ThresholdPolicy):
-    """Stop after Y_k ⇔ max q_k < threshold, row by row; Y_k is kept. Kangaroo (0.6, at most 6 tokens), llama.cpp's
-    p-min (0.75, there over the ten best and dropping Y_k, which greedy drafts allow).
+    """Stop after Y_k ⇔ max q_k < threshold, row by row; Y_k is kept.
+
+    Kangaroo has threshold 0.6 and at most 6 tokens. llama.cpp's p-min has 0.75, over the ten best tokens; it drops Y_k,
+    which greedy drafts allow.
     """
 
     needs = reads = frozenset({Signal.MAX_PROB})
@@ -32,7 +34,7 @@ class MaxProbPolicy(ThresholdPolicy):
 @named("max-prob-mean", "[THRESHOLD]", "vLLM's RFC: stop all rows when their mean max q is less")
 class MeanMaxProbPolicy(RowPolicy):
     """Stop all rows ⇔ the mean of max q over the rows still drafting < threshold (vLLM's Dynamic Speculation Length
-    RFC, there 0.4 to 0.6). Global by design: what a row drafts depends on the rows around it."""
+    RFC, which has 0.4 to 0.6). Global by design: a row's draft length depends on the other rows."""
 
     in_chunks = True
     needs = frozenset({Signal.MAX_PROB})

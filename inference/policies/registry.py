@@ -1,7 +1,7 @@
 """Policies by name: a SPEC is `name`, `name:ARGUMENT` or `name:ARGUMENT,option=value,…`.
 
-The option `costs` is of all policies that draft and do not know costs by themselves: it wraps them (BatchStopPolicy).
-A policy is found by being in a module of this folder.
+Every policy that drafts and has no costs of its own takes the option `costs`, which wraps it in a BatchStopPolicy.
+Importing all modules of this folder finds the policies.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ POLICIES.update(_by_name)
 
 
 def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:
-    """Build a policy for a draft (or its pair) from its SPEC. host: who will ask it, for the option `costs`. Raises
-    InputError naming the part that is wrong."""
+    """Build a policy for a draft (or its pair) from its SPEC. host: the decode loop that will ask the policy, for the
+    option `costs`. Raises InputError naming the wrong part."""
     text, *pairs = spec.split(",")
     name, _, argument = text.partition(":")
     if name not in POLICIES:
@@ -74,7 +74,7 @@ def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
 
 
 def _costs_option(spec: str, value: str, entry: Spec) -> PairCosts:
-    """Of a file, or c = t_draft / t_target for any batch."""
+    """Costs from a file, or from c = t_draft / t_target for any batch."""
     if not entry.takes_costs:
         why = "which drafts nothing" if entry.name == "none" else f"whose argument they are: {entry.form}"
         raise InputError(f"policy {spec!r}: option costs is not for a policy {why}")
@@ -88,7 +88,7 @@ def _costs_option(spec: str, value: str, entry: Spec) -> PairCosts:
 
 
 def parse_option(spec: str, key: str, value: str, kind: type) -> Any:
-    """A value as it stands in a SPEC. Raises InputError when it is of another kind."""
+    """Parse an option's value in a SPEC. Raises InputError when it is not of this kind."""
     if kind is bool and value in ("true", "false"):
         return value == "true"
     if kind is int and is_integer(value):

@@ -1,4 +1,4 @@
-"""How a policy is named on the command line, said by its own class: `@named("max-prob", "[THRESHOLD]", "…")`."""
+"""A policy's name and options on the command line, declared at its class: `@named("max-prob", "[THRESHOLD]", "…")`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Options = dict[str, Any]
 
 
 class DraftShape(NamedTuple):
-    """What a policy has to know of a draft: channels of its last hidden state, where it runs, and its input embedding
-    matrix, (vocab, hidden_size), for heads that read it. For hosts whose model is none of transformers'. checkpoint and
-    dtype, where they are known: to say so when a head was trained on others."""
+    """What a policy must know of a draft, for hosts whose model is not a transformers model. hidden_size: channels of
+    its last hidden state. embeddings: (vocab, hidden_size) input embeddings, for heads that read them. checkpoint,
+    dtype: compared with those that a head was trained on; None if unknown."""
 
     hidden_size: int
     device: torch.device
@@ -41,9 +41,9 @@ class DraftShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How `tune` tries a policy that remembers. param: what is tuned, an option of the SPEC, or else its argument.
-    values: that it may have. argument: the SPEC's, where an option is tuned. by_row: rows do not look at each other, so
-    that all responses can be asked together."""
+    """How `tune` tries a policy that keeps state. param: the tuned option of the SPEC, or else its argument. values: to
+    try. argument: the SPEC's argument when an option is tuned. by_row: a row does not depend on other rows, so that all
+    responses can be replayed together."""
 
     param: str
     values: Sequence[float]
@@ -53,9 +53,10 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Spec:
-    """name:ARGUMENT. argument: how it is shown; in brackets if it may be left out, "" if there is none. line: what the
-    policy does. policy: the class, whose keyword-only parameters are the options. read: from the argument to the
-    policy's first parameter. build: in place of that, from (argument, draft, options)."""
+    """An entry of the registry. argument: its name in the form name:ARGUMENT; in brackets if optional, "" if there is
+    none. line: what the policy does. policy: the class, whose keyword-only parameters are the options. read: turns the
+    argument into the policy's first parameter. build: if given, makes the policy from (argument, draft, options)
+    instead."""
 
     name: str
     argument: str
@@ -67,21 +68,21 @@ class Spec:
 
     @property
     def form(self) -> str:
-        """As a user writes it."""
+        """The SPEC as a user writes it."""
         if self.argument.startswith("["):
             return f"{self.name}[:{self.argument[1:-1]}]"
         return f"{self.name}:{self.argument}" if self.argument else self.name
 
     @property
     def takes_costs(self) -> bool:
-        """Whether the option `costs` can be given: not where the argument says them, nor where nothing is drafted."""
+        """Whether the option `costs` is allowed. It is not if the argument gives costs, or if nothing is drafted."""
         return self.name != "none" and not self.argument.endswith("COSTS")
 
     @property
     def option_types(self) -> dict[str, type]:
-        """The options, each with its kind: int, float, bool, or str for one of some words, which the policy checks."""
+        """The type of each option: int, float, bool, or str for a choice of words, which the policy checks."""
         hints = get_type_hints(self.policy.__init__)
-        # `int | None` is an int that may be left out.
+        # `int | None` counts as int.
         return {name: next((k for k in (bool, int, float) if _allows(hints[name], k)), str) for name in self.defaults}
 
     @property
@@ -91,7 +92,7 @@ class Spec:
         return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
     def make(self, argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
-        """Raises Malformed when the argument is not of the form, InputError when a value makes no sense."""
+        """Build the policy. Raises Malformed when the argument does not fit the form, InputError for a wrong value."""
         if self.build is not None:
             return self.build(argument, draft, options)
         if bool(argument) != bool(self.argument) and not self.argument.startswith("["):
@@ -105,7 +106,7 @@ Class = TypeVar("Class", bound=type[Any])
 
 
 class Malformed(Exception):
-    """The argument is not of the policy's form."""
+    """The argument does not fit the policy's form."""
 
 
 def is_number(text: str) -> bool:
@@ -133,12 +134,12 @@ def integer(text: str) -> int:
 
 
 def costs(text: str) -> Any:
-    """Of a file by `accept-head profile`."""
+    """Costs from a file that `accept-head profile` wrote."""
     return pair_costs(Path(text))
 
 
 def cost_ratio(text: str) -> float:
-    """c = t_draft / t_target, given or of a file."""
+    """c = t_draft / t_target, as a number or from a file."""
     return float(text) if is_number(text) else forward_costs(Path(text)).ratio
 
 
@@ -151,7 +152,7 @@ def named(
     build: Callable[[str, DraftShape, Options], DraftPolicy] | None = None,
     tuning: Tuning | None = None,
 ) -> Callable[[Class], Class]:
-    """Gives a policy's class a name; see `Spec`."""
+    """Registers a policy's class under a name; see `Spec`."""
 
     def name_class(policy: Class) -> Class:
         POLICIES[name] = Spec(name, argument, line, policy, read, build, tuning)

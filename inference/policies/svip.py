@@ -1,4 +1,4 @@
-"""SVIP: stop when the entropy says that the draft's and the target's distributions are far apart."""
+"""SVIP: stop when the draft's entropy suggests that its distribution is far from the target's."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from accept_head.inference.policy import DraftStep, Signal
 
 @named("svip", "[THRESHOLD]", "SVIP: the same on the scale of its authors")
 class SvipPolicy(ThresholdPolicy):
-    """Stop after Y_k ⇔ √(c·H(q_k)) > threshold, H in nats, c = 0.15; Y_k is kept (arXiv:2411.18462, and its release:
-    threshold 0.3, 1 to 40 tokens; that is H > 0.6 nats).
+    """Stop after Y_k ⇔ √(c·H(q_k)) > threshold, H in nats, c = 0.15; Y_k is kept (arXiv:2411.18462). The release has
+    threshold 0.3, which is H > 0.6 nats, and 1 to 40 tokens.
 
-    H is of the distribution that is sampled from; the release takes the plain softmax, as greedy decoding does here.
+    H is the entropy of the distribution that is sampled from. The release takes the plain softmax, as greedy decoding
+    does here.
     """
 
     needs = reads = frozenset({Signal.ENTROPY})
