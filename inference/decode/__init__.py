@@ -1,4 +1,4 @@
-"""The decode loop: draft, verify, accept, for rows that each keep their own pace.
+"""The decode loop: draft, verify and accept, with each row at its own length.
 
 Read first: loop.py.
 """

@@ -1,4 +1,4 @@
-"""Rows are given to requests as they come, and dropped when nobody will want them."""
+"""Gives rows to requests as they arrive, and drops rows that no request will need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accept_head.inference.decode.waiting import Waiting
 
 
 def admit(run: Run, waiting: Waiting) -> None:
-    """Give idle rows to waiting requests and feed both models their prompts, but for the last token."""
+    """Give idle rows to waiting requests and feed both models their prompts without the last token."""
     rows, drafting = run.rows, run.drafting
     requests = waiting.take(rows.requests.count(None))
     if not requests:
@@ -29,7 +29,7 @@ def admit(run: Run, waiting: Waiting) -> None:
 
 
 def compact(run: Run) -> None:
-    """Drop idle rows when they are a quarter of the batch. Compiled shapes stay."""
+    """Drop idle rows when they are a quarter of the batch, unless compiled shapes are static."""
     rows = run.rows
     live = rows.live_rows
     if live and not run.target.static and 4 * len(live) <= 3 * len(rows.requests):

@@ -1,15 +1,15 @@
-"""The captured steps of a decode loop, kept from run to run, for each policy its own.
+"""The captured steps of a decode loop, kept from run to run, with separate graphs for each policy.
 
-A graph has in it whatever its function read of Python. Between two runs all of that can have changed: here it is
-compared, and what does not fit any more is captured anew.
+A graph contains every Python value that its function read. These values can change between two runs. They are compared
+here, and a graph that no longer fits is captured anew.
 
-- Sampling, vocabulary, end tokens and the verifier are in all steps: if one is another, everything goes.
-- Steps that ask no policy are everybody's. The seed is in those that use random numbers: these alone are captured
-  again.
-- A policy's own steps are those of the very object, as long as its attributes are the very objects they were, but for
-  those that its `capture` names, which go in and out. When the policy is gone, so are its graphs.
+- All steps depend on sampling, vocabulary, end tokens and the verifier: if one of them changes, all graphs are freed.
+- Steps that ask no policy are shared by all policies. Those that use random numbers depend on the seed: only they are
+  captured again when it changes.
+- A policy's steps are kept while it is the same object with the same objects as attributes. Attributes that its
+  `capture` names are excepted: they are inputs and outputs. When the policy is deleted, so are its graphs.
 
-One policy runs at a time. Hence what their steps return lies in the same memory, and more policies take no more of it.
+One policy runs at a time. So the outputs of all policies share memory, and more policies take no more of it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.sampling import Sampling
 
-DRAWS: dict[Verifier, tuple[str, ...]] = {"ratio": ("random",), "match": ("random", "test")}  # with random numbers
+DRAWS: dict[Verifier, tuple[str, ...]] = {"ratio": ("random",), "match": ("random", "test")}  # that use random numbers
 
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """What the steps of all policies read. stopping: of the first run with them, whose tensor of end tokens is in the
-    graphs."""
+    """Settings that the steps of all policies read. stopping: of the first run with these settings; its tensor of end
+    tokens is in the graphs."""
 
     sampling: Sampling
     vocab_size: int
@@ -43,14 +43,14 @@ class SharedSettings:
 
 
 class CapturedSteps:
-    """By policy. backend: None where nothing is captured. also: graphs of the forwards."""
+    """Captured steps, by policy. backend: None = capture nothing. also: graphs of the forwards."""
 
     def __init__(self, backend: GraphBackend | None, also: Sequence[Graphs]):
         self.backend, self.also = backend, also
         self.free()
 
     def free(self) -> None:
-        """Give all memory back: the rows have moved, say."""
+        """Drop all graphs and release their memory, for example when new rows are allocated."""
         self.settings: SharedSettings | None = None
         self.seed: int | None = None
         self.policies: dict[int, _OfPolicy] = {}
@@ -59,8 +59,8 @@ class CapturedSteps:
     def shared_by_all(
         self, processing: Processing, stopping: Stopping, verifier: Verifier, seed: int
     ) -> tuple[Graphs, Stopping]:
-        """Graphs of a run for the steps that ask no policy; and what says which tokens end a text, the same ones as
-        `stopping` does. processing: a `plain` one."""
+        """Graphs for the steps of a run that ask no policy, and the Stopping that these steps must use; it has the same
+        end tokens as `stopping`. processing: must be `plain`."""
         ends = tuple(stopping.end_ids.tolist())
         settings = SharedSettings(processing.sampling, processing.vocab_size, ends, verifier, stopping)
         if settings != self.settings:
@@ -73,7 +73,7 @@ class CapturedSteps:
         return self.shared, self.settings.stopping
 
     def of(self, policy: DraftPolicy) -> Graphs:
-        """Graphs of a run for the steps that ask this policy, which `policy.start` has begun; after `shared_by_all`."""
+        """Graphs for the steps of a run that ask this policy. Call it after `policy.start` and `shared_by_all`."""
         assert self.shared is not None and self.backend is not None
         self.policies = {key: each for key, each in self.policies.items() if each.policy() is not None}
         known = self.policies.get(id(policy))
@@ -95,10 +95,10 @@ class _OfPolicy:
 
 
 def read_by_steps(policy: DraftPolicy) -> dict[str, Any]:
-    """The attributes that steps may read as they are: all but those that go in and out, or are not read."""
+    """The attributes whose values are fixed in a captured graph: all that `capture` does not name."""
     capture = capture_of(policy)
     named = () if capture is None else (*capture.carried, *capture.read, *capture.unread)
     read = {name: value for name, value in vars(policy).items() if name not in named}
-    for held in [name for name, value in read.items() if capture_of(value) is not None]:  # a policy in it
+    for held in [name for name, value in read.items() if capture_of(value) is not None]:  # a wrapped policy
         read |= {name: value for each, value in vars(read[held]).items() if (name := f"{held}.{each}") not in named}
     return read

@@ -1,4 +1,4 @@
-"""What one round proposes: the drafted tokens of all rows, slot by slot."""
+"""The proposals of one round: the drafted tokens of all rows, slot by slot."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accept_head.inference.policy import DraftStep
 
 
 class Drawn(NamedTuple):
-    """One slot. ids: (batch,). q, scores: (batch, vocab), what they were drawn from; None if nobody asks. step: what
-    the policy is shown of it, if it is asked."""
+    """The tokens drawn at one slot. ids: (batch,). q, scores: (batch, vocab), the distribution they were drawn from,
+    and its logits; None if not needed. step: what the policy sees; None if it is not asked."""
 
     ids: Tensor
     q: Tensor | None
@@ -26,11 +26,11 @@ class Drawn(NamedTuple):
 @dataclass
 class Drafted:
     """One round's proposals. lengths: (batch,) tokens each row drew. submitted: (batch,) how many of them are verified.
-    slots: the most that any row submits. extra_forwards: as in DraftProgress. wasted: draft forwards of a chunk after
-    all rows had stopped.
+    slots: the most that any row submits. extra_forwards: as in DraftProgress. wasted: draft forwards that ran after all
+    rows had stopped.
 
-    Slot by slot, ids: (batch,) each; probabilities: (batch, vocab) each, q, or empty when greedy; scores: the same
-    shape, what q is made of, or empty if nobody asks.
+    Lists with an entry per slot: ids, (batch,) each; probabilities, (batch, vocab) each, q, empty when greedy; scores,
+    (batch, vocab) each, the logits of q, empty if not needed.
     """
 
     lengths: Tensor
@@ -53,28 +53,28 @@ class Drafted:
         self.slots = len(self.ids)
 
     def cut(self, slots: int, wasted: int) -> None:
-        """Only the first `slots` have a token of some row; so many draft forwards were for nothing."""
+        """Keep the first `slots`, which some row drew. wasted: draft forwards after all rows had stopped."""
         self.slots, self.wasted = slots, wasted
         for part in (self.ids, self.probabilities, self.scores):
             del part[slots:]
 
     def stop(self, progress: DraftProgress) -> None:
-        """Nobody drafts any more."""
+        """End drafting: take over the final counts."""
         self.submitted = self.lengths = progress.lengths
         self.extra_forwards = progress.extra_forwards
 
     def submit(self, kept: Tensor) -> None:
-        """Verify only (batch,) tokens of each row. The host has to know the width of the forward: a sync."""
+        """Verify only `kept`, (batch,), tokens of each row. A sync: the host needs the width of the forward."""
         self.submitted = kept
         self.slots = int(kept.max())
 
     @property
     def counts(self) -> Drafted:
-        """The same without what its tokens were drawn from, and with one of them to say that there are any."""
+        """The counts alone, without distributions. Of `ids` only the first stays, to show that tokens were drawn."""
         return replace(self, wasted=0, ids=self.ids[:1], probabilities=[], scores=[])
 
     def divergence(self, target_scores: Tensor, temperature: float) -> Tensor:
-        """KL(p ‖ q) at each verified slot, of plain softmaxes, (batch, k). target_scores: (batch, k + 1, vocab)."""
+        """KL(p ‖ q) of plain softmaxes at each verified slot, (batch, k). target_scores: (batch, k + 1, vocab)."""
         if not self.slots:
             return target_scores.new_zeros(len(target_scores), 0)
         own = torch.stack(self.scores[: self.slots], dim=1)

@@ -1,7 +1,7 @@
-"""Prompts decoded into a file: a line a response, and a summary of the rates.
+"""Decodes prompts into a file with one response a line, and a summary of the rates.
 
-Random numbers belong to prompts, so that a run that was interrupted and goes on writes the same as one that was not.
-The output itself is written at the end, at once.
+Random numbers depend on the prompt, so a resumed run writes the same file as an uninterrupted one. The output file is
+written at once, at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from accept_head.sampling import Sampling
 
 
 class Shown(Protocol):
-    """What a person sees while responses are made."""
+    """Progress shown to a person while responses are decoded."""
 
     def __enter__(self) -> Self: ...
 
@@ -45,7 +45,8 @@ class Shown(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FileJob:
-    """What is decoded, and all that responses depend on. target, draft: names of the models. spec: the policy's."""
+    """What to decode, and all settings that responses depend on. target, draft: names of the models. spec: of the
+    policy."""
 
     target: str
     draft: str
@@ -62,7 +63,7 @@ class FileJob:
     allow_lossy: bool
 
     def settings(self) -> dict[str, Any]:
-        """As they stand in the summary. A run with the same settings goes on with what an interrupted one has left."""
+        """The settings as written to the summary. A run with equal settings resumes an interrupted one."""
         tenants = [prompt.tenant for prompt in self.prompts]
         return {
             "policy": self.spec,
@@ -83,8 +84,8 @@ class FileJob:
     def decode(
         self, unfinished: Unfinished, show: Callable[[Decoder, int], Shown], *, batch_size: int, **options: Any
     ) -> dict[str, Any]:
-        """Decode what `unfinished` does not hold yet, write the file, and return the rates of all responses. show: what
-        to look at meanwhile, from the decoder and the number of responses. options: for `make_decoder`."""
+        """Decode the prompts that `unfinished` has no record of, write the file, and return the rates of all responses.
+        show: makes the progress display from the decoder and the number of responses. options: for `make_decoder`."""
         begin, memory = time.perf_counter(), None
         processing = Processing(self.sampling, self.pair.vocab_size, repetition_penalty=self.repetition_penalty)
         criteria = stop_strings_criteria(self.stop, self.pair.tokenizer)

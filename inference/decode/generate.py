@@ -1,4 +1,4 @@
-"""`generate`: prompts in, tokens and statistics out. What can be refused is refused here, before anything is run."""
+"""`generate`: prompts in, tokens and statistics out. Checks all inputs before any model runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GREEDY = Sampling(temperature=0)
 
 
 class Generated(NamedTuple):
-    """tokens: new token ids of each prompt, an end token included. stats: what each cost, in the same order."""
+    """tokens: new token ids of each prompt, with the end token. stats: the cost of each response, in the same order."""
 
     tokens: list[list[int]]
     stats: list[DecodeStats]
@@ -69,21 +69,21 @@ def generate(
 
     input_ids: a list of prompts (token ids) of any lengths, or (batch, seq) with an attention_mask that is 0 at
     padding. policy: a DraftPolicy or its SPEC (`fixed:4`, `head:PATH:0.5`, …). batch_size: rows decoded together;
-    further prompts take the place of finished ones; all at once when left out. end_token_ids: the target's own when
-    left out. stop_strings: need `tokenizer`. compile: see CachedModel. attention: `sdpa`, `flash`, `varlen`, or `auto`,
-    the fastest that is there and serves the models (see engine/attention). chunk: tokens that are drafted
-    before the host asks whether any row goes on; `auto`: 1 on a CPU, and on a GPU what costs the least by measured
-    times. watch: called after every round.
+    further prompts take the rows of finished ones; all prompts at once when left out. end_token_ids: the target's own
+    when left out. stop_strings: need `tokenizer`. compile: see CachedModel. attention: `sdpa`, `flash`, `varlen`, or
+    `auto`, the fastest available one that supports the models (see engine/attention). chunk: tokens that are drafted
+    before the host checks whether any row drafts on; `auto` is 1 on a CPU, and the cheapest by measured times on a GPU.
+    watch: called after every round.
 
-    seed, row_ids: a row's random numbers depend on the seed and on its id, and on nothing around it. Without row_ids
-    the id is made of the prompt itself (and of how many equal ones came before), so that a prompt gives the same
-    tokens alone, in a batch and in another order.
+    seed, row_ids: a row's random numbers depend only on the seed and on its id. Without row_ids the id is a hash of the
+    prompt plus the number of equal prompts before it. So a prompt gives the same tokens alone, in a batch and in
+    another order.
 
-    tenants: whose each prompt is, for policies that go by that (`per_tenant`, `tenant_share`); "" = nobody has said.
+    tenants: the tenant of each prompt, for policies that use it (`per_tenant`, `tenant_share`); "" = unnamed.
 
-    verifier: how candidates are tested when sampling, `ratio` (min(1, p/q)) or `match` (equal to a token drawn from p:
-    fewer are accepted, but any policy is lossless, and a prompt's tokens do not depend on the policy). allow_lossy: let
-    a policy run that is not lossless under the verifier.
+    verifier: how candidates are tested when sampling. `ratio` accepts with probability min(1, p/q). `match` accepts a
+    token that equals one drawn from p: fewer are accepted, but any policy is lossless, and a prompt's tokens do not
+    depend on the policy. allow_lossy: allow a policy that is not lossless under the verifier.
 
     Raises InputError when a value makes no sense, when prompt and response do not fit the models' context, when the
     batch does not fit in memory, when the decode loop cannot serve a model, or when a policy would be lossy.
@@ -145,8 +145,8 @@ def make_decoder(
     chunk: Chunk = "auto",
     others: Sequence[DraftPolicy] = (),
 ) -> Decoder:
-    """A decoder that all requests fit into. others: policies that are going to run on it, too; memory is planned for
-    all of them. Raises InputError when the models' context or the memory is too small."""
+    """A decoder that all requests fit into. others: further policies that will run on it; the memory plan covers them
+    too. Raises InputError when the models' context or the memory is too small."""
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
     check_chunk(chunk)
@@ -178,8 +178,8 @@ def make_decoder(
 
 
 def check_tenants(policy: DraftPolicy, tenants: Iterable[str]) -> None:
-    """Raises InputError when the policy goes by tenants and nobody is named: it would take all for one. tenants: whose
-    the prompts are."""
+    """Raises InputError when the policy is `by_tenant` and no prompt names a tenant: all would count as one tenant.
+    tenants: of the prompts."""
     if Drafting(policy).by_tenant and not any(tenants):
         raise InputError(
             "the policy goes by tenants (per_tenant, tenant_share), but nobody says whose a prompt is; expected a "
@@ -188,7 +188,7 @@ def check_tenants(policy: DraftPolicy, tenants: Iterable[str]) -> None:
 
 
 def _score_of(policy: DraftPolicy) -> object:
-    """That of the policy's head, or of the one that it wraps, if any."""
+    """The score function of the policy's head, or of the wrapped policy's head; None if there is no head."""
     while (inner := getattr(policy, "policy", None)) is not None:
         policy = inner
     return getattr(policy, "probability", None)
@@ -205,7 +205,7 @@ def _check_context(model: PreTrainedModel, role: str, requests: Sequence[Request
 
 
 def check_models(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Raises InputError when the two cannot work together."""
+    """Raises InputError when the models differ in device or dtype."""
     if draft.device != target.device:
         raise InputError(f"the draft is on {draft.device} and the target on {target.device}; put both on one device")
     if draft.dtype != target.dtype:
@@ -213,7 +213,7 @@ def check_models(target: PreTrainedModel, draft: PreTrainedModel) -> None:
 
 
 def as_prompts(input_ids: Prompts, attention_mask: Tensor | None = None) -> list[list[int]]:
-    """Token ids of each prompt, padding removed. Raises InputError when there are none or one is empty."""
+    """Token ids of each prompt, without padding. Raises InputError when there is no prompt or one is empty."""
     if isinstance(input_ids, Tensor):
         if input_ids.ndim != 2:
             raise InputError(f"input_ids has shape {tuple(input_ids.shape)}, expected (batch, seq)")
@@ -243,7 +243,8 @@ def make_requests(
     row_ids: Sequence[int] | None = None,
     tenants: Sequence[str] | None = None,
 ) -> list[Request]:
-    """One request a prompt. Raises InputError for a max_new_tokens below 1, or row_ids or tenants of another number."""
+    """One request a prompt. Raises InputError when max_new_tokens is below 1, or when the number of row_ids or tenants
+    differs."""
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
     row_ids = content_ids(prompts) if row_ids is None else row_ids
@@ -258,7 +259,7 @@ def make_requests(
 
 
 def content_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Ids that depend on a prompt's tokens and on how many equal prompts came before it; they fit an int64."""
+    """An id per prompt, from its tokens and the number of equal prompts before it; fits an int64."""
     seen: Counter[bytes] = Counter()
     ids = []
     for prompt in prompts:

@@ -1,8 +1,8 @@
-"""The decode loop: draft → verify → accept → observe, for a batch of rows that each keep their own pace.
+"""The decode loop: draft → verify → accept → observe, for a batch of rows that each have their own length.
 
-Losslessness: each drawn token is verified, whatever a policy decides (one that trims has to say that it is lossless),
-and every random number is used once. Rewinding is forgetting: a row's next token is written where its accepted ones
-end. Rows come and go; what they emit depends on no other row.
+Losslessness: each drawn token is verified, whatever a policy decides; a policy that trims has to declare itself
+lossless. Every random number is used once. Rejected tokens need no rewind: a row's next token overwrites them. Rows
+come and go; the tokens that a row emits depend on no other row.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from accept_head.inference.policy import DraftPolicy, Verifier
 
 
 def draft(run: Run) -> Drafted:
-    """Let each live row draft until its policy, its budget or a drawn end token says stop.
+    """Let each live row draft until its policy, its budget or a drawn end token stops it.
 
-    Host syncs: one for the round's largest budget, if the policy may choose it; and, only if the policy can stop early,
-    one a chunk of drafted tokens. Whether any row goes on decides whether there is another forward, and only the host
-    can launch one.
+    Host syncs: one for the round's largest budget, if the policy may vary it, and one per chunk of drafted tokens, if
+    the policy can stop early. The host must know whether any row drafts on, because only the host can launch a forward.
     """
     drafting, progress = run.drafting, run.begin()
     drafted, most = Drafted.nothing(progress), run.longest_draft(progress)
@@ -51,7 +50,7 @@ def draft(run: Run) -> Drafted:
     for depth in range(1, most + 1):
         drawn, progress = run.draw(depth, fed, progress)
         drafted.append(drawn)
-        # A policy that judges the state at the drawn token itself has it fed before it is asked.
+        # A policy that reads the state at the drawn token is asked after the token is fed.
         ahead = run.feed(drawn.ids, depth) if drafting.looks_ahead and depth < most else None
         if drafting.asks:
             progress = run.judge(depth, drawn, ahead, progress)
@@ -67,20 +66,20 @@ def draft(run: Run) -> Drafted:
 
 
 def verify(run: Run, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
-    """One target forward on the last token and the draft, then the test of each candidate → what became of them, and
-    the target's logits and scores, (batch, k + 1, vocab) each."""
+    """Run the target on the last token and the draft, then test each candidate → the result, and the target's logits
+    and scores, (batch, k + 1, vocab) each."""
     logits, scores, window = run.target_scores(drafted.slots)
     return run.test(scores, window, drafted), logits, scores
 
 
 class Decoder:
-    """Two cached models that decode as many rows, of as many tokens, as the memory was planned for.
+    """Two cached models that decode the number of rows, and of tokens a row, that the memory plan is for.
 
-    With compile="graphs" forwards are CUDA graphs, and so are the steps between them where policy and processing are
-    functions of tensors alone. graphs: what captures, CUDA when left out.
+    With compile="graphs" forwards are CUDA graphs. So are the steps between them, if policy and processing are
+    functions of tensors alone. graphs: what captures; CUDA when left out.
 
-    Caches, rows and graphs stay from run to run, and serve the next one as far as they fit it (see captured.py); one
-    run at a time. Their memory is the decoder's until `free`, or until nobody refers to it any more.
+    Caches, rows and graphs are kept from run to run and reused as far as they fit the next run (see captured.py). Only
+    one run at a time. `free` releases their memory, and so does deleting the decoder.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Decoder:
         self.rows = self._new_rows(memory.max_draft_tokens)
         also = [part.graphs for part in (self.target, self.draft) if part.graphs]
         self.captured = CapturedSteps(self.backend, also)
-        self.seconds: tuple[float, float] | None = None  # of a draft forward and of a sync, once they are measured
+        self.seconds: tuple[float, float] | None = None  # of a draft forward and of a sync, once measured
         self.runs = 0
 
     @torch.no_grad()
@@ -118,9 +117,9 @@ class Decoder:
         allow_lossy: bool = False,
         watch: Callable[[Round], None] | None = None,
     ) -> Iterator[Finished]:
-        """Continue every request; each is handed out as it finishes, and a waiting one takes its place. None says that
-        the next one has not arrived yet. Raises InputError when sampled output would not be the target's, or when
-        another run has begun before this one was over."""
+        """Continue every request. Yields each when it finishes; a waiting request takes its row. None in `requests`
+        means that the next one has not arrived yet. Raises InputError when sampled output would not be the target's, or
+        when another run has begun before this one was over."""
         check_lossless(policy, verifier, greedy=processing.greedy, allow_lossy=allow_lossy)
         check_use(policy, Checkpoint.of(self.target.model), processing.sampling)
         self.runs = number = self.runs + 1
@@ -128,25 +127,25 @@ class Decoder:
         while run.rows.live_rows or not waiting.done:
             admit(run, waiting)
             if not run.rows.live_rows:
-                time.sleep(1e-3)  # before it looks again whether a request has arrived
+                time.sleep(1e-3)  # until the next look for arrived requests
                 continue
             drafted = draft(run)
             verified, logits, scores = verify(run, drafted)
             outcome = run.accept(drafted, verified, scores)
             if watch:
                 watch(Round(run.rows, drafted, verified, logits, scores, outcome))
-            del drafted, verified, logits, scores  # a round's large tensors, before the next one makes its own
+            del drafted, verified, logits, scores  # free a round's large tensors before the next round makes its own
             finished = run.observe(outcome)
             more = run.rows.live_rows or not waiting.done
             yield from finished
-            if self.runs != number:  # the caller has begun another
+            if self.runs != number:  # the caller has begun another run
                 if more:
                     raise InputError("another run of this decoder has begun: rows and caches are its own now")
                 return
 
     def free(self) -> None:
-        """Give back the memory of caches, graphs and what they return, once a run is over. Another run takes it again,
-        and captures anew."""
+        """Release the memory of caches, graphs and their outputs; call it between runs. The next run allocates and
+        captures anew."""
         self.captured.free()
         for model in (self.target, self.draft):
             model.free()
@@ -158,7 +157,7 @@ class Decoder:
         drafting, device = Drafting(policy), self.target.model.device
         drafting.start(self.batch, device)
         if self.seconds is None and needs_seconds(self.chunk, drafting, device):
-            self.seconds = measured_seconds(self.draft, self.batch)  # now, as no row holds anything yet
+            self.seconds = measured_seconds(self.draft, self.batch)  # now, as this overwrites caches
         chunks = Chunks(self.chunk, drafting, self.seconds)
         given = self.rows, self.target, self.draft, self.captured, chunks, policy, processing, stopping
         return Run(*given, seed=seed, verifier=verifier)
@@ -167,8 +166,8 @@ class Decoder:
         return Rows(self.batch, self.max_length, max_draft_tokens + 1, self.target.model.device)
 
     def _make_room(self, policy: DraftPolicy) -> None:
-        """Rows and caches as if nothing had run before: the old ones, unless the last run left too few rows, or its
-        policy drafted less."""
+        """Reset rows and caches. New rows are made only if the last run left too few of them, or too few columns for
+        this policy's drafts."""
         most = max(policy.max_draft_tokens, self.memory.max_draft_tokens)
         if self.rows.fit(self.batch, most + 1):
             self.rows.reset()

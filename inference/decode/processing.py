@@ -1,7 +1,7 @@
-"""From logits to what a token is drawn from: the same processing for both models, at every slot of a ragged batch.
+"""From logits to the distribution of the next token, in the same way for both models, at every slot of a ragged batch.
 
-Losslessness needs no more of a processor than that it is a function of the prefix: target and draft then see the same
-one. Order as in transformers' `generate`: repetition penalty, processors, then temperature, top-k, top-p and min-p.
+For losslessness a processor has to be a function of the prefix, so that it treats target and draft alike. The order is
+that of transformers' `generate`: repetition penalty, processors, then temperature, top-k, top-p and min-p.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from accept_head.inference.kernels.sampling import probabilities
 from accept_head.inference.kernels.signals import PlainSoftmax, plain_softmax
 from accept_head.sampling import Sampling
 
-# Processors of transformers that look at more than the prefix they are given: called again for a rejected token, or for
-# one row at a time, they would give other scores.
+# Processors of transformers that depend on more than the prefix. Their scores would change when they are called again
+# after a rejection, or for one row at a time.
 TIED = {
     "ClassifierFreeGuidanceLogitsProcessor",
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -59,12 +59,12 @@ class Processing:
 
     @property
     def plain(self) -> bool:
-        """Whether scores are the logits themselves: nothing looks at the text before them."""
+        """Whether scores are the logits themselves, independent of the text before them."""
         return self.repetition_penalty == 1 and not self.processors
 
     def scores(self, logits: Tensor, rows: Rows, offset: int = 0) -> Tensor:
-        """Processed logits, but for the sampling settings. logits: (batch, slots, ≥ vocab), in which slot j of a row
-        follows its first lengths + offset + j tokens → (batch, slots, vocab)."""
+        """Logits after penalty and processors, before the sampling settings. logits: (batch, slots, ≥ vocab); slot j of
+        a row follows its first lengths + offset + j tokens → (batch, slots, vocab)."""
         scores = logits[..., : self.vocab_size].to(rows.tokens.device)
         if self.repetition_penalty != 1:
             scores = self._penalise_repetition(scores.float(), rows, offset)
@@ -76,15 +76,16 @@ class Processing:
         return probabilities(scores, self.sampling)
 
     def signal_probabilities(self, scores: Tensor, q: Tensor | None) -> Tensor | PlainSoftmax:
-        """What draft signals are read from: q, or, in greedy decoding, the plain softmax."""
+        """The distribution that draft signals are read from: q, or the plain softmax in greedy decoding."""
         return plain_softmax(scores) if q is None else self.sampling.signal_probabilities(scores, q)
 
     def _penalise_repetition(self, scores: Tensor, rows: Rows, offset: int) -> Tensor:
-        """Divide the positive scores of the tokens before each slot by the penalty, multiply the negative ones."""
+        """Penalise tokens that occur before a slot: divide their positive scores by the penalty, multiply negative
+        ones."""
         used = rows.longest + offset + scores.shape[1] - 1
         tokens = rows.tokens[:, :used].clamp(max=self.vocab_size - 1)
         position = torch.arange(used, device=tokens.device).expand_as(tokens)
-        first = torch.full((len(tokens), self.vocab_size), used, device=tokens.device)  # where each id first stands
+        first = torch.full((len(tokens), self.vocab_size), used, device=tokens.device)  # first position of each id
         first.scatter_reduce_(1, tokens, position, "amin")
         slot = torch.arange(scores.shape[1], device=tokens.device)
         seen = first[:, None] < (rows.lengths[:, None] + offset + slot)[..., None]  # (batch, slots, vocab)
@@ -92,8 +93,8 @@ class Processing:
         return torch.where(seen, penalised, scores)
 
     def _process(self, scores: Tensor, rows: Rows, offset: int) -> Tensor:
-        # A processor may look at the whole prefix, and takes a batch of one length: with prefixes of different lengths
-        # there is no way around one call a row and slot. Nobody pays for it who gives no processors.
+        # A processor takes a batch of prefixes of one length. The rows' lengths differ, so each row and slot needs a
+        # call of its own.
         scores = scores.clone()
         for row in rows.live_rows:
             for slot in range(scores.shape[1]):

@@ -1,4 +1,4 @@
-"""What one round of the decode loop made: proposals, and what became of them."""
+"""The result of one round of the decode loop: the proposals and their verification."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from accept_head.inference.policy import VerifyOutcome
 
 @dataclass(frozen=True)
 class Round:
-    """What a watcher of the loop sees after each round. What it wants to keep it copies: with graphs, the next round is
-    written over it."""
+    """What `watch` receives after each round. Copy what you keep: with graphs, the next round overwrites tensors."""
 
     rows: Rows
     drafted: Drafted

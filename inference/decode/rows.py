@@ -1,7 +1,7 @@
-"""The batch: rows that each hold one request at its own length, come and go, and are told apart by nothing but data.
+"""The batch: rows that each hold one request at its own length, and come and go.
 
-Device tensors say where each row is; the host keeps a copy of the few numbers that decide shapes, refreshed by the one
-transfer that ends a round.
+Device tensors hold the state of each row. The host keeps a copy of the few numbers that determine shapes; the one
+transfer at the end of a round refreshes it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from accept_head.inference.kernels.verify import Verified
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue. index: its place in the caller's list. key: names its random numbers. left: (n,) ids that
-    logits processors and stopping criteria see before the prompt, but the models do not: transformers' left padding.
-    tenant: whose it is, for policies that go by that; "" = nobody has said."""
+    """One prompt to continue. index: its place in the caller's list. key: selects its random numbers. left: (n,) ids of
+    transformers' left padding, which logits processors and stopping criteria see before the prompt, but the models do
+    not. tenant: for policies that are `by_tenant`; "" = unnamed."""
 
     index: int
     prompt: Sequence[int]
@@ -39,11 +39,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeStats:
-    """What one response cost. drafted, submitted, accepted, discarded: tokens; submitted are those that were verified,
-    all of the drafted unless the policy trims. rounds: target forwards. draft_forwards: those that this row took part
-    in, one a drafted token (more with a head read at lag 0), which do not depend on how often the host asks. wasted:
-    those that the device ran besides, in this row's rounds, after all rows had stopped in the middle of a chunk.
-    seconds: from admission to the end, so they overlap with those of the rows around."""
+    """The cost of one response. drafted, submitted, accepted, discarded: tokens. submitted: the verified ones, which
+    are all drafted tokens unless the policy trims. rounds: target forwards. draft_forwards: those that this row took
+    part in, one per drafted token (more with a head at lag 0), independent of the chunk size. wasted: further draft
+    forwards in this row's rounds, after all rows had stopped in the middle of a chunk. seconds: from admission to the
+    end; they overlap with those of other rows."""
 
     generated: int
     drafted: int
@@ -60,7 +60,7 @@ class DecodeStats:
 
     @property
     def forwards(self) -> int:
-        """Of both models; the prefill is not counted."""
+        """Forwards of both models, without the prefill."""
         return self.draft_forwards + self.rounds
 
     @property
@@ -83,14 +83,14 @@ COUNTS = ("drafted", "submitted", "accepted", "rounds", "draft_forwards", "waste
 
 
 class Rows:
-    """Tokens so far, each row's length, and how much of a row the draft has been fed. Rounds and `reset` change its
-    tensors in place: where they lie is part of captured graphs.
+    """Each row's tokens so far, its length, and how many tokens the draft has been fed. Rounds and `reset` change the
+    tensors in place, because captured graphs contain their addresses.
 
-    Between rounds the target has been fed all tokens of a row but the last, the draft the first `fed` of them.
+    Between rounds the target has been fed all tokens of a row but the last, and the draft the first `fed` tokens.
     """
 
     def __init__(self, batch: int, max_length: int, spare: int, device: torch.device):
-        """max_length: longest row. spare: columns beyond it, for drafts that outrun a row's end."""
+        """max_length: longest row. spare: columns beyond it, for drafts that go past a row's end."""
         self.max_length, self.spare = max_length, spare
         self.tokens = torch.zeros(batch, max_length + spare, dtype=torch.long, device=device)
         self.lengths = torch.ones(batch, dtype=torch.long, device=device)
@@ -99,13 +99,13 @@ class Rows:
         self.rounds, self.drafted, self.submitted = (zero.clone() for _ in range(3))
         self.accepted, self.draft_forwards, self.wasted = (zero.clone() for _ in range(3))
         self.round_accepted = zero
-        # Of this round, by purpose and slot: a row's next token is drawn with one, even if there is no draft.
+        # This round's random numbers by purpose and slot; at least one slot, as a row's next token needs one too.
         self.uniforms = torch.zeros(batch, 3, max(1, spare - 1), dtype=torch.float64, device=device)
         self.live = torch.zeros_like(self.lengths, dtype=torch.bool)
         self._forget_requests()
 
     def reset(self) -> None:
-        """As new: whatever a run that ended, or that was given up in the middle, has left."""
+        """Back to the initial state, also after a run that was abandoned in the middle."""
         for tensor in self.tensors:
             tensor.zero_()
         self.lengths.fill_(1)
@@ -118,12 +118,12 @@ class Rows:
         self.host_lengths, self.host_fed = [1] * batch, [0] * batch
 
     def fit(self, batch: int, spare: int) -> bool:
-        """Whether there are so many rows, and so many columns beyond the longest or more."""
+        """Whether there are exactly `batch` rows and at least `spare` spare columns."""
         return len(self.requests) == batch and self.spare >= spare
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a round changes, and what it reads."""
+        """All tensors that a round changes or reads."""
         return [value for value in vars(self).values() if isinstance(value, Tensor)]
 
     @property
@@ -132,17 +132,17 @@ class Rows:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest live row."""
+        """Number of tokens of the longest live row."""
         return max(self.host_lengths[row] for row in self.live_rows)
 
     @property
     def unfed(self) -> int:
-        """Most tokens of a live row that the draft has not been fed."""
+        """The largest number of tokens of a live row that the draft has not been fed."""
         return max(self.host_lengths[row] - self.host_fed[row] for row in self.live_rows)
 
     def room(self, most: int) -> int:
-        """Of up to `most` tokens, so many can some live row draft: a round emits one more than it accepts, so that the
-        last token of a response needs no draft."""
+        """The most tokens, up to `most`, that any live row can draft. A round emits one token more than it accepts, so
+        the last token of a response needs no draft."""
         left = 0
         for length, request in zip(self.host_lengths, self.requests, strict=True):
             if request is not None:
@@ -150,13 +150,13 @@ class Rows:
         return min(most, left)
 
     def context(self, row: int, length: int) -> Tensor:
-        """The first `length` tokens of a row as transformers would see them, left padding included."""
+        """The first `length` tokens of a row, with the left padding that transformers has."""
         request = self.requests[row]
         own = self.tokens[row, :length]
         return own if request is None or request.left is None else torch.cat([request.left, own])
 
     def admit(self, requests: Sequence[Request]) -> list[int]:
-        """Give idle rows to new requests; returns the rows. Raises InputError when one is longer than a row."""
+        """Give idle rows to new requests → these rows. Raises InputError when a request is longer than a row."""
         for request in requests:
             if (needed := len(request.prompt) + request.max_new_tokens) > self.max_length:
                 raise InputError(
@@ -180,7 +180,7 @@ class Rows:
         return taken
 
     def mark_fed(self, rows: Sequence[int]) -> None:
-        """The draft has been fed all tokens of these rows but the last."""
+        """Record that the draft has been fed all tokens of these rows but the last."""
         index = torch.tensor(rows, device=self.fed.device)
         self.fed[index] = self.lengths[index] - 1
         for row in rows:
@@ -191,18 +191,18 @@ class Rows:
         return RowState(*(getattr(self, name) for name in RowState._fields))
 
     def set_uniforms(self, seed: int, slots: int) -> None:
-        """This round's random numbers, `slots` for each purpose of each row."""
+        """Set this round's random numbers, `slots` for each purpose of each row."""
         on_device.write_uniforms(self.uniforms, self.keys, self.rounds, seed, slots)
 
     def last(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
-        """(batch,) where the last so many tokens of each row begin, and what stands from there on, (batch, width)."""
+        """(batch,) where the last `tokens` tokens of each row begin, and the `width` ids from there, (batch, width)."""
         return on_device.last_tokens(self.tokens, self.lengths, tokens, width)
 
     def place_drawn(self, depth: int, token_ids: Tensor, progress: DraftProgress, stopping: Stopping) -> DraftProgress:
-        """Put (batch,) drafted tokens behind the accepted ones, where nobody counts them until they are accepted → how
-        far the rows are, and which of them go on.
+        """Write (batch,) drafted tokens after the accepted ones → the new progress. The row's length does not count
+        them until they are accepted.
 
-        What is drawn is kept, so not drafting beyond an end token changes no distribution."""
+        A row stops after a drafted end token. The token is kept, so this changes no distribution."""
         active, drawn = on_device.write_drawn(
             self.tokens,
             self.lengths,
@@ -216,13 +216,13 @@ class Rows:
         return progress._replace(active=active, lengths=drawn)
 
     def accept(self, drafted: Drafted, verified: Verified, stopping: Stopping) -> Accepted:
-        """Keep the accepted tokens and the next one, cut after an end token."""
+        """Append the accepted tokens and the next one, cut after an end token."""
         accepted, next_ids, _ = verified
         counts = RoundCounts(accepted, next_ids, drafted.lengths, drafted.extra_forwards, drafted.submitted)
         return on_device.accept(self.state, counts, stopping.end_ids, drafted.slots, any_drawn=bool(drafted.ids))
 
     def sync(self, stopping: Stopping) -> list[Finished]:
-        """Tell the host where the rows are, the sync that ends a round, and hand out those that are finished."""
+        """Copy the rows' state to the host, the sync that ends a round → the finished requests."""
         before = list(self.host_lengths)
         state = torch.stack([self.lengths, self.fed, self.live.long()]).tolist()
         self.host_lengths, self.host_fed = state[0], state[1]
@@ -232,9 +232,9 @@ class Rows:
         return self._take(done) if done else []
 
     def _apply_criteria(self, stopping: Stopping, before: list[int], done: list[int]) -> list[int]:
-        """Cut each row after the first new token at which a criterion holds; returns the rows that are done now."""
+        """Cut each row after the first new token at which a criterion holds → the rows that are done now."""
         done = list(done)
-        for row in self.live_rows:  # criteria are Python on one sequence; only those who give any pay for it
+        for row in self.live_rows:  # criteria are Python functions of one sequence
             for length in range(before[row] + 1, self.host_lengths[row] + 1):
                 if stopping.holds(self.context(row, length)):
                     self.host_lengths[row] = length
@@ -263,7 +263,7 @@ class Rows:
         return finished
 
     def select(self, rows: Tensor, host_rows: Sequence[int]) -> None:
-        """Row i becomes what row rows[i] was; host_rows are the same numbers."""
+        """Row i becomes what row rows[i] was. host_rows: the same numbers on the host."""
         for name in ("tokens", "lengths", "max_lengths", "fed", "keys", "live", "uniforms", "round_accepted", *COUNTS):
             setattr(self, name, getattr(self, name)[rows])
         self.requests = [self.requests[row] for row in host_rows]

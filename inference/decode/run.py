@@ -1,4 +1,4 @@
-"""One run of the decode loop: what stays the same from its first round to its last."""
+"""One run of the decode loop: the objects that stay the same in all its rounds."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from accept_head.pair import Forward
 
 
 class Run:
-    """Rows, models and a policy, with the steps between forwards as plain calls: where they can be captured as CUDA
-    graphs, a call is a replay.
+    """Rows, models and a policy. The steps between forwards are plain calls; if they can be captured as CUDA graphs, a
+    call is a replay.
 
-    chunks: when the host asks whether any row goes on. stopping: as the caller gave it.
+    chunks: decides when the host checks whether a round ends. stopping: the caller's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Run:
     # --- drafting ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> DraftProgress:
-        """A round begins: what each row may draft."""
+        """Begin a round → what each row may draft."""
         self._began = time.perf_counter()
         if not self.processing.greedy:
             self._call("random", self._steps.set_uniforms, max(1, self.drafting.max_draft_tokens))
@@ -77,14 +77,14 @@ class Run:
         return progress
 
     def longest_draft(self, progress: DraftProgress) -> int:
-        """Tokens that any row may draft. A sync, unless the policy's budget is always the same."""
+        """The most tokens that any row may draft. A sync, unless the policy's budget is constant."""
         return self.rows.room(self.drafting.max_draft_tokens) if self.drafting.constant else int(progress.budget.max())
 
     def feed_unfed(self) -> Forward:
-        """Feed the draft what it has not seen: the last token, and an accepted one that it drew but was not fed →
+        """Feed the draft the tokens it has not been fed: the last token, and possibly the accepted one before it →
         logits and hidden state at the last token, (batch, 1, …) each."""
         rows = self.rows
-        if rows.unfed > 2:  # rounds without drafting leave more
+        if rows.unfed > 2:  # after rounds without drafting
             live = rows.live_rows
             ends = [rows.host_lengths[row] - 1 for row in live]
             self.draft.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
@@ -98,20 +98,21 @@ class Run:
         return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
 
     def feed(self, token_ids: Tensor, depth: int) -> Forward:
-        """Feed (batch,) tokens drawn at `depth` → the same at them."""
+        """Feed (batch,) tokens drawn at `depth` → logits and hidden state at them, (batch, 1, …) each."""
         starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
         return self.draft.forward(token_ids[:, None], starts, longest, copy=self.copies)
 
     def draw(self, depth: int, fed: Forward, progress: DraftProgress) -> tuple[Drawn, DraftProgress]:
-        """The token at `depth` of every row, and who drafts on."""
-        # A policy that does not peek is not asked when tokens are drawn: the step is that of all who need the same.
+        """Draw the token at `depth` of every row → it, and the new progress."""
+        # Without a peek the step does not ask the policy, so policies with equal `needs` share it.
         call, state = (self._ask, self.policy) if self.drafting.peeks else (self._call, None)
         given = depth, fed, progress, self.drafting.needs, self.drafting.asks
         drawn: tuple[Drawn, DraftProgress] = call(f"draw {depth}", self._steps.draw, *given, state=state)
         return drawn
 
     def judge(self, depth: int, drawn: Drawn, ahead: Forward | None, progress: DraftProgress) -> DraftProgress:
-        """Who drafts on after the policy was asked. ahead: the draft forward on the drawn token, if it took place."""
+        """Ask the policy which rows draft on → the new progress. ahead: the draft forward on the drawn token, if it was
+        fed."""
         hidden = ahead.hidden[:, 0] if ahead else None
         given = drawn.step, hidden, progress
         judged: DraftProgress = self._ask(f"judge {depth}", self._steps.judge, *given, state=self.policy)
@@ -120,21 +121,21 @@ class Run:
     # --- verification ------------------------------------------------------------------------------------------------
 
     def target_scores(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """One target forward on each row's last token and `slots` drafted ones → (logits, the same after processors,
-        (batch, slots + 1, vocab) each; the fed tokens)."""
+        """Run the target on each row's last token and `slots` drafted ones → logits, scores (the logits after
+        processors), (batch, slots + 1, vocab) each, and the fed tokens."""
         rows = self.rows
         starts, window = self._call("target window", rows.last, 1, self.target.padded(slots + 1))
         logits = self.target.forward(window, starts, rows.longest - 1, copy=self.copies).logits[:, : slots + 1]
         return logits, self.processing.scores(logits, rows), window
 
     def test(self, scores: Tensor, window: Tensor, drafted: Drafted) -> Verified:
-        """Which candidates are accepted, and the token that follows them."""
+        """Test the candidates → which are accepted, and the token that follows them."""
         q = drafted.probabilities[: drafted.slots]
         verified: Verified = self._call("test", self._steps.test, scores, window, drafted.submitted, q)
         return verified
 
     def accept(self, drafted: Drafted, verified: Verified, scores: Tensor) -> VerifyOutcome:
-        """Keep the accepted tokens, and the next one. scores: (batch, k + 1, vocab), the target's."""
+        """Append the accepted tokens and the next one to the rows. scores: (batch, k + 1, vocab), the target's."""
         needs, sampling = self.drafting.needs, self.processing.sampling
         alternatives = self._steps.alternatives(drafted, scores) if Signal.ALTERNATIVES in needs else None
         steps, rows = self._steps, self.rows
@@ -154,7 +155,7 @@ class Run:
         )
 
     def observe(self, outcome: VerifyOutcome) -> list[Finished]:
-        """The policy learns from the round → responses that are over."""
+        """Let the policy learn from the round → the finished responses."""
         finished = self.rows.sync(self.stopping)
         if self._learnt is None:
             self.policy.observe(outcome)
@@ -163,7 +164,7 @@ class Run:
         return finished
 
     def _seconds(self) -> float:
-        """Since the round began, with all that the device was asked to do."""
+        """Seconds since the round began; waits for the device."""
         if self.rows.tokens.is_cuda:
             torch.cuda.synchronize(self.rows.tokens.device)
         return time.perf_counter() - self._began

@@ -1,5 +1,4 @@
-"""The steps of a round between its forwards. They are functions of tensors and wait for nothing, so that graphs can
-hold them."""
+"""The steps of a round between its forwards: functions of tensors without a sync, so that graphs can capture them."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from accept_head.randomness import DecodeStream, uniforms
 
 
 class Steps:
-    """Those of one run."""
+    """The steps of one run."""
 
     def __init__(
         self,
@@ -39,11 +38,11 @@ class Steps:
         self.seed, self.verifier = seed, verifier
 
     def set_uniforms(self, slots: int) -> None:
-        """This round's random numbers, `slots` for each purpose of each row."""
+        """Set this round's random numbers, `slots` for each purpose of each row."""
         self.rows.set_uniforms(self.seed, slots)
 
     def begin(self) -> DraftProgress:
-        """What each row may draft. A round emits one token more than it accepts, so that the last token of a response
+        """Ask what each row may draft. A round emits one token more than it accepts, so the last token of a response
         needs no draft."""
         rows = self.rows
         return self.drafting.begin(rows.live.clone(), rows.max_lengths - rows.lengths - 1)
@@ -51,8 +50,8 @@ class Steps:
     def draw(
         self, depth: int, fed: Forward, progress: DraftProgress, needs: frozenset[Signal], asks: bool
     ) -> tuple[Drawn, DraftProgress]:
-        """Draw the token at `depth` of every row; rows that have stopped draw one that nobody counts. needs, asks: what
-        the policy reads of it, and whether it is asked afterwards."""
+        """Draw the token at `depth` of every row; tokens of rows that have stopped do not count. needs: the signals
+        that the policy reads. asks: whether the policy is asked afterwards."""
         rows, processing = self.rows, self.processing
         scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
         q = None if processing.greedy else processing.probabilities(scores)
@@ -65,19 +64,19 @@ class Steps:
         return Drawn(ids, q, scores if Signal.DIVERGENCE in needs else None, step), progress
 
     def judge(self, step: DraftStep, drawn_hidden: Tensor | None, progress: DraftProgress) -> DraftProgress:
-        """Ask the policy which rows go on. drawn_hidden: (batch, hidden), if it was fed the drawn token."""
+        """Ask the policy which rows draft on. drawn_hidden: (batch, hidden), if the drawn token was fed."""
         return self.drafting.judge(replace(step, drawn_hidden=drawn_hidden), progress)
 
     def test(self, scores: Tensor, window: Tensor, submitted: Tensor, drawn_from: list[Tensor]) -> Verified:
-        """What becomes of the candidates, which stand in the window behind its first token. drawn_from: q of each slot,
-        when sampling."""
+        """Test the candidates. window: the fed tokens; the candidates follow its first token. drawn_from: q of each
+        slot, when sampling."""
         rows, k = self.rows, scores.shape[1] - 1
         candidates = window[:, 1 : k + 1]
         if self.processing.greedy:
             return by_match(scores.argmax(-1), candidates, submitted)
         p = self.processing.probabilities(scores)
         if self.verifier == "match":
-            # Numbers belong to the token's place in its text: whatever the policy, the row emits the same tokens.
+            # Random numbers depend on the token's place in the text, so the row emits the same tokens under any policy.
             places = rows.lengths[:, None] + torch.arange(k + 1, device=p.device)
             random = uniforms(self.seed, rows.keys[:, None], places, 0, DecodeStream.MATCH)
             return sampler_match(p, candidates, submitted, random)
@@ -86,7 +85,8 @@ class Steps:
         return by_ratio(p, q, candidates, submitted, accept, redraw)
 
     def alternatives(self, drafted: Drafted, scores: Tensor) -> Alternatives | None:
-        """What the ratio test would say of other draws at each slot. scores: (batch, k + 1, vocab), the target's."""
+        """Further draws at each slot with their acceptance in the ratio test; None without a ratio test. scores:
+        (batch, k + 1, vocab), the target's."""
         if not drafted.slots or self.processing.greedy or self.verifier != "ratio":
             return None
         rows, q = self.rows, torch.stack(drafted.probabilities[: drafted.slots], dim=1)
@@ -97,9 +97,10 @@ class Steps:
 
 
 def sampler_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:
-    """Draw X_i ∼ p at each position and accept Y_i if it is X_i; the first X that is not follows them. Acceptance is
-    Σ p·q, lower than the ratio test's, but emitted tokens are the target's own draws whatever was drafted or dropped:
-    every policy is lossless. p: (batch, k + 1, vocab). uniform: (batch, k + 1), one number a position."""
+    """Draw X_i ∼ p at each position and accept Y_i if it equals X_i. The first X_i that differs follows the accepted
+    tokens. Acceptance is Σ p·q, lower than in the ratio test. But emitted tokens are the target's own draws, whatever
+    was drafted or dropped: every policy is lossless. p: (batch, k + 1, vocab). uniform: (batch, k + 1), one number a
+    position."""
     return by_match(draw(p, uniform), draft_ids, drafted)
 
 
@@ -111,8 +112,8 @@ def step_of(
     q: Tensor | PlainSoftmax,
     fed: Forward,
 ) -> DraftStep:
-    """What `needs` asks for, and no more. q: (batch, vocab), looked at only if a signal of it is needed. fed: the draft
-    forward on the token before Y, (batch, 1, …)."""
+    """The DraftStep with the signals in `needs`. q: (batch, vocab), read only if a signal of q is needed. fed: the
+    draft forward on the token before Y, (batch, 1, …)."""
     hidden = fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None
     if not needs & OF_Q:
         return DraftStep(depth, token_ids, active, fed_hidden=hidden)

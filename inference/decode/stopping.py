@@ -1,7 +1,7 @@
-"""When a response is over: an end token, a stop string, or any of transformers' stopping criteria.
+"""What ends a response: an end token, a stop string, or any of transformers' stopping criteria.
 
-Several tokens can arrive in one round; each is looked at as if it had come alone, so a response ends where
-autoregressive decoding would have ended it.
+A round can add several tokens. The criteria are checked after each of them, so a response ends where it would end in
+autoregressive decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCr
 
 from accept_head.errors import InputError
 
-# The criterion's preparation takes time in proportion to the vocabulary and to both of these.
+# The time to prepare the criterion grows with the vocabulary and with both of these.
 MOST_STRINGS, LONGEST_STRING = 16, 256
 
 
@@ -27,12 +27,13 @@ class Stopping:
         self.criteria: list[Any] = list(criteria)
 
     def holds(self, context: Tensor) -> bool:
-        """Does any criterion stop after these tokens, (length,)?"""
+        """Whether any criterion stops after these tokens, (length,)."""
         return any(bool(criterion(context[None], None).all()) for criterion in self.criteria)
 
 
 def stop_strings_criteria(strings: Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> list[StoppingCriteria]:
-    """transformers' criterion for stop strings. Raises InputError when one is empty or there is no tokenizer."""
+    """transformers' criterion for stop strings; empty without strings. Raises InputError when a string is empty, when
+    there are too many or too long ones, or when there is no tokenizer."""
     if not strings:
         return []
     if tokenizer is None:

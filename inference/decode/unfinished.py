@@ -1,4 +1,4 @@
-"""Records of a run that is not finished, in a hidden file beside its output, so that an interrupted run can go on."""
+"""Records of an unfinished run, in a hidden file beside its output, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from accept_head.files import atomic_path, sha256
 
 
 class Unfinished:
-    """Records by their `index`. settings: all that they depend on; what a run with other settings left is passed over.
-
-    Add records inside `with`.
-    """
+    """Records by their `index`. settings: all settings that records depend on; records of a run with other settings are
+    ignored. Add records inside `with`."""
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path, self.hidden = path, path.with_name(f".{path.name}.unfinished")
@@ -49,5 +47,5 @@ class Unfinished:
         self.file.flush()
 
     def forget(self) -> None:
-        """The output is written: the hidden file goes."""
+        """Delete the hidden file, once the output is written."""
         self.hidden.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Requests that wait for a row: all there from the start, or arriving while others are decoded."""
+"""Requests that wait for a row: known from the start, or arriving while others are decoded."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from accept_head.inference.decode.rows import Request
 
 
 class Waiting:
-    """An iterator of requests, in which None says that the next one has not arrived yet. done: no more will come, as
-    far as can be known."""
+    """An iterator of requests; None in it means that the next one has not arrived yet. done: True once the iterator is
+    known to be exhausted."""
 
     def __init__(self, requests: Iterable[Request | None]):
         self.requests, self.done = iter(requests), False
         self.left = len(requests) if isinstance(requests, Sized) else None
 
     def take(self, most: int) -> list[Request]:
-        """Up to so many requests, as far as they are there."""
+        """Up to `most` requests that have arrived."""
         taken: list[Request] = []
         while len(taken) < most and not self.done:
             try:
