@@ -240,7 +240,7 @@ def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None =
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device of a model's inputs and logits.
 
-    Offloaded parts are on the `meta` device and do not count: accelerate computes them elsewhere and moves their inputs.
+    Offloaded parts (device `meta`) do not count: accelerate computes them elsewhere and moves their inputs.
     """
     return next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
 

@@ -1,7 +1,7 @@
 """Collecting as a Lightning predict run: one step makes all records of one shard.
 
-Shard s belongs to rank s mod world size; what a shard holds depends on the settings alone, so any number of processes,
-and any number of kills and reruns, leaves the same records.
+Shard s belongs to rank s mod world size. The content of a shard depends only on the settings, so any number of
+processes, kills and reruns gives the same records.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from accept_head.training.halving import Halving
 from accept_head.training.respond.request import check_said_by_target
 from accept_head.training.respond.responder import Batch, Responder
 
-DEFAULTS = {"backend": "transformers"}  # of fields that a config leaves out
+DEFAULTS = {"backend": "transformers"}  # values of fields that a config leaves out
 
 
 def write_shards(
@@ -41,8 +41,9 @@ def write_shards(
     *,
     repair: bool = False,
 ) -> None:
-    """Make the records of all shards that are not in the folder yet, this process its share of them. options: for the
-    Trainer; repair: make damaged shards again, too.
+    """Make this process's share of the shards that the folder lacks.
+
+    options: for the Trainer. repair: whether to make damaged shards again.
 
     Raises InputError when the folder holds other traces.
     """
@@ -64,7 +65,7 @@ def write_shards(
 
 
 def prepare_folder(folder: Path, config: TraceConfig) -> Path:
-    """Make the folder and record its config, or check that it holds an unfinished run with the same one."""
+    """Make the folder and record its config, or check that it already has the same config."""
     writable_folder(folder)
     if (folder / CONFIG_NAME).exists():
         before, now = TraceConfig.load(folder).content(), config.content()
@@ -103,7 +104,7 @@ class Collector(L.LightningModule):
 
     def predict_dataloader(self) -> DataLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
-        # By shard number, not by place in the list of missing ones: another rank may be writing while we look.
+        # By shard number, not by place in the list of missing shards: other ranks may be writing already.
         ours = range(rank, self.trace_config.num_shards, world)
         missing = set(missing_shards(self.folder, self.trace_config))
         mine = [shard for shard in ours if shard in missing or (self.repair and self._is_damaged(shard))]
@@ -113,7 +114,7 @@ class Collector(L.LightningModule):
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
     def _is_damaged(self, shard: int) -> bool:
-        """Says so, too. The shard stays until its successor replaces it, so that no kill hides what was wrong."""
+        """Whether a shard is damaged; then prints why. The file stays until a new one replaces it."""
         try:
             check_shard(self.folder, self.trace_config, shard)
         except InputError as error:
@@ -150,7 +151,7 @@ def score_responses(
     drawn_with: Sampling,
     halving: Halving | None = None,
 ) -> list[dict[str, Any]]:
-    """Trace records of these responses under `config.sampling`. drawn_with: what the target drew them with."""
+    """Trace records of these responses under `config.sampling`. drawn_with: the settings that they were drawn with."""
     scored = score(
         pair,
         [prompt.ids for prompt in batch.prompts],

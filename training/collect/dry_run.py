@@ -1,7 +1,7 @@
 """`collect --dry_run true`: resolve every name, load no weights, print what the run would cost.
 
-It is a flag of the verb, so what is checked is the very command, with its YAML, that will run. What cannot be reached
-from here is an error. With --model_shapes stand-ins will do, and a line says so.
+It is a flag of the verb, so it checks the exact command and YAML that will run. A name that cannot be reached from here
+is an error. With --model_shapes, stand-ins are allowed and reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accept_head.training.plan.model_shape import ModelShape
 from accept_head.training.respond.vllm import is_installed
 
 NUMBER_BYTES = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4}
-VLLM_SEQUENCES = 256  # that grow together in it, unless it is told otherwise
+VLLM_SEQUENCES = 256  # vLLM's default number of sequences that are generated together
 
 
 def collect_plan(
@@ -91,7 +91,7 @@ def collect_plan(
 
 
 def _tokenizer(target: str, draft: str, shapes: list[ModelShape], trust_remote_code: bool) -> tuple[Any, str]:
-    """(target's tokenizer, or None when a model could not be reached; what to say of it)"""
+    """(the target's tokenizer, or None when a model could not be reached; a line about it)."""
     if any(shape.unreached for shape in shapes):
         return None, "NOT CHECKED: of a model that could not be reached; both must have the same vocabulary"
     tokenizers = [
@@ -104,7 +104,7 @@ def _tokenizer(target: str, draft: str, shapes: list[ModelShape], trust_remote_c
 def _prompts(
     source: str, tokenizer: Any, room: int, *, stand_ins: bool, field: str, split: str, max_prompts: int | None
 ) -> tuple[int, int, str]:
-    """(prompts, their tokens, what to say of them)"""
+    """(number of prompts, number of their tokens, a line about them)."""
     if tokenizer is not None:
         try:
             loaded = load_prompts(
@@ -127,7 +127,7 @@ def _prompts(
 
 
 def _count_lines(source: str, field: str) -> int | None:
-    """Prompts in a JSONL file, checked for the field; None when there is no such file."""
+    """Number of prompts in a JSONL file whose records all have the field. None when there is no such file."""
     if not Path(source).is_file():
         return None
     count = 0

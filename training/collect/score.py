@@ -17,9 +17,8 @@ from accept_head.signals import SIGNALS, draft_signals
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.training.halving import Halving
 
-# Logits turned into probabilities at a time: bounds memory at about 0.5 GB whatever the vocabulary.
+# Logits turned into probabilities at a time. Bounds memory at about 0.5 GB for any vocabulary.
 CHUNK_ELEMENTS = 1 << 24
-# Counters of `uniforms`: data.py has 2 and 3, rollouts 4, the replay of alternatives 5.
 
 
 def scoring_halving() -> Halving:
@@ -39,14 +38,14 @@ def score(
     target_logits: Sequence[Tensor] | None = None,
     halving: Halving | None = None,
 ) -> list[dict[str, list]]:
-    """The per-position columns of each trace (see trace.POSITION_COLUMNS, and ALTERNATIVE_COLUMNS where there are any).
+    """The columns of each trace (see POSITION_COLUMNS and ALTERNATIVE_COLUMNS in trace/columns.py).
 
-    indices: each prompt's index; with `seed` and the position it decides the coupling's random numbers, so a trace does
-    not depend on the batch it was scored in.
-    drawn_with: the settings that the target drew the responses with, `sampling` when left out. Y ∼ q needs the
-    distribution of X, whatever that was; the labels are those of `sampling`.
-    alternatives: further draws at each position; the other columns are the same with and without.
-    target_logits: (response, vocab) of each, where the target's are at hand from drawing it; it runs otherwise.
+    indices: each prompt's index. With `seed` and the position it decides the coupling's random numbers, so a trace does
+    not depend on the batch it is scored in.
+    drawn_with: the settings that the target drew the responses with; `sampling` when left out. The coupling needs the
+    distribution of X to get Y ∼ q. The labels are those of `sampling`.
+    alternatives: further draws at each position. The other columns do not depend on it.
+    target_logits: (response, vocab) of each response, if known from drawing it. Otherwise the target runs.
 
     Raises InputError when not even one sequence fits in memory.
     """
@@ -75,7 +74,7 @@ def _score_batch(
 ) -> list[dict[str, list]]:
     sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(response) for response in responses]
-    # The distribution of response token i is read one position before it: (rows, columns) of every valid position.
+    # (rows, columns) of the positions to read: the distribution of response token i is one position before it.
     rows = torch.cat([torch.full((n,), row) for row, n in enumerate(lengths)])
     steps = torch.cat([torch.arange(n) for n in lengths])
     starts = torch.tensor([len(prompt) for prompt in prompts])
@@ -118,8 +117,10 @@ def _score_positions(
     counters: Tensor,
     alternatives: int,
 ) -> dict[str, Tensor]:
-    """(positions,) each, those of alternatives (positions, alternatives). Logits: (positions, vocab); x: (positions,);
-    counters: (positions, 2) of prompt index and step."""
+    """The columns of some positions: (positions,) each, and (positions, alternatives) for alternatives.
+
+    Logits: (positions, vocab). x: (positions,). counters: (positions, 2), prompt index and step.
+    """
     p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
     p_of_x = p if drawn_with == sampling else drawn_with.probabilities(target_logits)
     index, step = counters.unbind(-1)
@@ -148,8 +149,10 @@ def _score_positions(
 
 
 def _logits(model: PreTrainedModel, sequences: list[list[int]], first: int) -> Tensor:
-    """Those of positions from `first` on → (batch, seq − first, vocab). Padded on the right, where a causal model
-    cannot see it."""
+    """The logits of positions from `first` on, (batch, seq − first, vocab).
+
+    Sequences are padded on the right, where a causal model does not see the padding.
+    """
     width = max(map(len, sequences))
     device = input_device(model)
     ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences], device=device)

@@ -1,4 +1,4 @@
-"""The options of `accept-head collect`, checked before anything is loaded, and the config of the traces they make."""
+"""Checks of the options of `accept-head collect` before anything is loaded, and the config of its traces."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def check_positive(**numbers: int | None) -> None:
 
 
 def checked_alternatives(alternatives: int | None, out: Path, sampling: Sampling) -> int:
-    """The number asked for. When left out, that of the traces that are there already: older ones have none, and the
-    same command goes on with them."""
+    """The number of alternatives. When left out: the number in the traces that `out` already has, else DRAWS.
+
+    Older traces have none, and the same command continues them without any.
+    """
     if alternatives is None:
         if sampling.greedy:
             return 0
@@ -53,7 +55,7 @@ def check_source(prompts: str | None, responses: str | None, backend: Backend, *
 
 
 def room_for_prompts(pair: Pair, max_new_tokens: int) -> int:
-    """Tokens of the longest prompt that can be answered."""
+    """Length in tokens of the longest prompt that leaves room for a response."""
     context = min(context_tokens(pair.target), context_tokens(pair.draft))
     if context <= max_new_tokens:
         raise InputError(f"max_new_tokens is {max_new_tokens}, but the models' context has {context} tokens")
@@ -75,8 +77,11 @@ def trace_config(
     source: str | None,
     stored: StoredResponses | None,
 ) -> TraceConfig:
-    """names: of target and draft. source: where the prompts were read from. stored: the responses, if they are not to
-    be generated."""
+    """The config of the traces that these settings make.
+
+    names: of target and draft. source: where the prompts were read from. stored: the responses, unless they are
+    generated.
+    """
     target, draft = names
     return TraceConfig(
         target=str(target),

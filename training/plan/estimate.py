@@ -1,6 +1,6 @@
-"""What a run will cost, from shapes and counts alone. docs/scale.md derives each formula and says what it leaves out.
+"""The cost of a run, estimated from shapes and counts alone. docs/scale.md derives each formula and lists omissions.
 
-Units: seconds, bytes, floating-point operations. Times are device-seconds: of all devices together.
+Units: seconds, bytes, floating-point operations. Times are device-seconds, summed over all devices.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from accept_head.training.plan.model_shape import ModelShape
 UTILIZATION = 0.4  # share of peak operations that prefill, scoring and training reach
 STREAMING = 0.6  # share of memory bandwidth that decoding reaches
 USABLE = 0.9  # share of a device's memory
-# A response position in a shard: two ids, seven float32 and a bit are 36.1 bytes; parquet's dictionaries add a quarter.
+# Per response position in a shard: two ids, seven float32 and a bit, 36.1 bytes. Parquet's dictionaries add a quarter.
 POSITION_BYTES = 46
-ALTERNATIVE_BYTES = 11  # of each at a position: an id and two float32, of which some compress
-PROMPT_BYTES = 4  # a prompt token in a shard
-ADAM_BYTES = 16  # a parameter in training: weight, gradient and two moments, float32
+ALTERNATIVE_BYTES = 11  # per alternative at a position: an id and two float32, some of which compress
+PROMPT_BYTES = 4  # per prompt token in a shard
+ADAM_BYTES = 16  # per parameter in training: weight, gradient and two moments, float32
 
 
 @dataclass(frozen=True)
 class Device:
-    """peak: operations a second of dense matrix products. bandwidth: bytes a second. memory: bytes."""
+    """One device. peak: operations per second of dense matrix products. bandwidth: bytes per second. memory: bytes."""
 
     name: str
-    peak: dict[int, float]  # by bytes a number
+    peak: dict[int, float]  # by bytes per number
     bandwidth: float
     memory: float
 
 
-# Data sheets of the SXM modules; 4-byte products without TF32, as torch does them unless told otherwise.
+# From the data sheets of the SXM modules. 4-byte products are without TF32, torch's default.
 DEVICES = (
     Device("A100 80 GB", {2: 312e12, 4: 19.5e12}, 2.039e12, 80e9),
     Device("H100 80 GB", {2: 989e12, 4: 67e12}, 3.35e12, 80e9),
@@ -40,9 +40,12 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class CollectCost:
-    """Of `collect`. number: bytes a weight. prompt_tokens: of all prompts. new_tokens: most of a response. batch_size:
-    prompts scored together; generating: responses that grow together. backend: what generates, as in `collect`.
-    alternatives: further draws at each position."""
+    """The cost of `collect`.
+
+    number: bytes per weight. prompt_tokens: sum over all prompts. new_tokens: most tokens of a response. batch_size:
+    prompts scored together. generating: responses generated together. backend: as in `collect`. alternatives: further
+    draws at each position.
+    """
 
     target: ModelShape
     draft: ModelShape
@@ -57,7 +60,7 @@ class CollectCost:
 
     @property
     def positions(self) -> int:
-        """At most: a response that ends by itself is shorter."""
+        """An upper bound: a response with an end token is shorter."""
         return self.prompts * self.new_tokens
 
     @property
@@ -66,26 +69,26 @@ class CollectCost:
 
     @property
     def weight_bytes(self) -> int:
-        """Of this process: vLLM has a copy of the target beside ours, a server has its own elsewhere."""
+        """Bytes of weights in this process. vLLM has a second copy of the target; a server's copy is elsewhere."""
         copies = 2 if self.backend == "vllm" else 1
         return self.number * (copies * self.target.parameters + self.draft.parameters)
 
     @property
     def cache_bytes(self) -> float:
-        """Of the responses that grow together, wherever they do."""
+        """Bytes of the KV cache for the responses that are generated together, in this process or elsewhere."""
         length = self.prompt_tokens / self.prompts + self.new_tokens
         return self.generating * length * self.target.cache_values * self.number
 
     @property
     def logit_bytes(self) -> float:
-        """Of both models while one batch is scored, and the copies of the positions that count."""
+        """Bytes of both models' logits while one batch is scored, with the copies of the response positions."""
         length = self.prompt_tokens / self.prompts + self.new_tokens
         vocabulary = self.target.vocab_size + self.draft.vocab_size
         return self.batch_size * (length + self.new_tokens) * vocabulary * self.number
 
     @property
     def memory(self) -> float:
-        """Generating and scoring take turns, but vLLM keeps its cache."""
+        """Bytes in this process. Generating and scoring take turns, but vLLM keeps its cache."""
         here = {"transformers": max(self.cache_bytes, self.logit_bytes), "vllm": self.cache_bytes + self.logit_bytes}
         return self.weight_bytes + here.get(self.backend, self.logit_bytes)
 
@@ -98,8 +101,11 @@ class CollectCost:
         return math.ceil(self.memory / (USABLE * device.memory))
 
     def generate_seconds(self, device: Device) -> float:
-        """Prefill by operations; each decode step by the slower of operations and of reading weights and cache. Spread
-        with device_map, one device works while the others wait."""
+        """Time of generation. Prefill is bound by operations.
+
+        A decode step is bound by operations or by reading weights and cache, whichever is slower. With device_map, one
+        device works while the others wait.
+        """
         operations = 2 * self.target.parameters / (UTILIZATION * device.peak[self.number])
         context = self.prompt_tokens / self.prompts + self.new_tokens / 2
         read = self.number * (self.target.parameters + self.generating * context * self.target.cache_values)
@@ -114,8 +120,11 @@ class CollectCost:
 
 @dataclass(frozen=True)
 class TrainCost:
-    """Of `train`. number: bytes a number of the draft. forwards: draft tokens a trace token, 2 with exact packing.
-    head_parameters: of all heads of a sweep. alternatives: that heads learn of, to each position's token."""
+    """The cost of `train`.
+
+    number: bytes per number of the draft. forwards: draft tokens per trace token, 2 with exact packing.
+    head_parameters: sum over all heads of a sweep. alternatives: number that heads learn from at each position.
+    """
 
     draft: ModelShape
     head_parameters: int
@@ -136,7 +145,7 @@ class TrainCost:
 
     @property
     def disk(self) -> float:
-        """Each head, and a checkpoint of all with Adam's moments."""
+        """Bytes of the heads, and of a checkpoint of all heads with Adam's moments."""
         return 4 * self.head_parameters * 4
 
     def devices(self, device: Device) -> int:
@@ -145,5 +154,5 @@ class TrainCost:
     def seconds(self, device: Device) -> float:
         draft = 2 * self.draft.parameters * self.forwards * (self.prompt_tokens + self.positions)
         peak = UTILIZATION * device.peak[self.number]
-        judged = self.positions * (1 + self.alternatives)  # at most: the same token drawn again is one
+        judged = self.positions * (1 + self.alternatives)  # an upper bound: equal draws count once
         return self.epochs * (draft / peak + 6 * self.head_parameters * judged / (UTILIZATION * device.peak[4]))

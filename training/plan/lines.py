@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from accept_head.training.plan.model_shape import ModelShape
 
-ASSUMED_PROMPT_TOKENS = 64  # where there are no prompts to count them in
+ASSUMED_PROMPT_TOKENS = 64  # when the prompts cannot be read
 
 
 def shape_lines(shapes: Iterable[tuple[str, ModelShape]]) -> list[str]:
-    """One line a model, and one more where its shape is a stand-in. shapes: (role, shape)."""
+    """One line per model, and one more when its shape is a stand-in. shapes: (role, shape)."""
     lines = []
     for role, shape in shapes:
         lines.append(f"  {role:10} {shape}")

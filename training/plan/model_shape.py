@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json alone tells: parameters, cache size, context. No weights are read or made."""
+"""A model's parameters, cache size and context from its config.json alone. No weights are read or made."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from accept_head.errors import InputError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """name: as given. parameters: exact, tied weights once. cache_values: numbers that the KV cache holds a token.
-    vocab_size: outputs. context: tokens. unreached: why the name itself could not be resolved, when a stand-in was
-    read."""
+    """The shape of a model.
+
+    name: as given. parameters: exact number, tied weights counted once. cache_values: numbers in the KV cache per
+    token. vocab_size: outputs. context: tokens. unreached: when a stand-in was read, why the name could not be
+    resolved.
+    """
 
     name: str
     parameters: int
@@ -30,9 +33,9 @@ class ModelShape:
     def of(
         cls, name: str, option: str, *, model_shapes: str | None = None, trust_remote_code: bool = False
     ) -> ModelShape:
-        """From the folder or Hub name's config.json, else from that of `model_shapes`/NAME.
+        """Read config.json of the folder or Hub name, else of `model_shapes`/NAME.
 
-        Raises InputError naming the option when there is neither.
+        Raises InputError naming the option when neither can be read.
         """
         from transformers import AutoConfig
 
@@ -59,7 +62,7 @@ class ModelShape:
             text = config.get_text_config()
             heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
             size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        except Exception as error:  # a config of something else than a causal language model
+        except Exception as error:  # for example, a config of a model that is no causal language model
             raise InputError(f"{name}: its config is of no causal language model ({error})") from None
         return cls(
             name=name,

@@ -1,4 +1,4 @@
-"""What says the responses: transformers, vLLM, a server, or traces that are there already.
+"""Sources of the target's responses: transformers, vLLM, a server, or existing traces.
 
-Read `responder.py` first (what each of them gives), then `backends.py` (which one the settings ask for).
+Read `responder.py` first (the interface), then `backends.py` (the choice by the settings).
 """

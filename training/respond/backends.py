@@ -1,4 +1,4 @@
-"""The backends that `collect` can be given, their options, and the responder that the settings ask for."""
+"""The backends of `collect`, their options, and the choice of a responder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accept_head.training.respond.vllm import MISSING, VllmResponder, check_opti
 
 Backend = Literal["transformers", "vllm", "openai"]
 
-# Options that belong to one backend; given with another they would be ignored, so they are refused.
+# Options that belong to one backend. With another backend they are refused, because they would have no effect.
 OPTIONS: dict[str, Backend] = {
     "tensor_parallel_size": "vllm",
     "gpu_memory_utilization": "vllm",
@@ -29,10 +29,9 @@ OPTIONS: dict[str, Backend] = {
 
 
 def check_backend(backend: Backend, given: dict[str, Any], *, dry_run: bool = False) -> None:
-    """Refuse what cannot work, before anything is loaded. given: the options in OPTIONS, None where left out. dry_run:
-    the engine need not be installed.
+    """Check a backend's options before anything is loaded. Raises InputError naming the option.
 
-    Raises InputError naming the option.
+    given: the options in OPTIONS, None where left out. dry_run: the engine need not be installed.
     """
     for name, value in given.items():
         if value is not None and OPTIONS[name] != backend:
@@ -55,7 +54,7 @@ def make_responder(
     stored: StoredResponses | None = None,
     trust_remote_code: bool = False,
 ) -> Responder:
-    """The one that these settings ask for; it starts nothing before its first shard. options: as in check_backend."""
+    """The responder for these settings. It starts nothing before its first shard. options: `given` of check_backend."""
     if stored is not None:
         return StoredResponder(stored, config)
     mine = {name: options[name] for name, owner in OPTIONS.items() if owner == backend and options[name] is not None}

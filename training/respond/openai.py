@@ -1,7 +1,7 @@
 """Target responses by any OpenAI-compatible completions endpoint that takes and returns token ids, such as vLLM's.
 
-Requests go out many at a time. One that meets a busy or broken server is tried again, later and later; the limit and
-every refusal end the run with one sentence, and the finished shards stay.
+Many requests are in flight at a time. When the server is busy or fails, a request is tried again after growing delays.
+The last failure, or a refusal, ends the run with a one-line error. Finished shards are kept.
 """
 
 from __future__ import annotations
@@ -48,8 +48,11 @@ def check_endpoint(endpoint: str | None, concurrency: int | None, retries: int |
 
 
 class ServerResponder:
-    """endpoint: with or without /completions at its end. served_name: the model's name there. concurrency: requests in
-    flight. retries: of one request, after its first attempt."""
+    """Gets responses from a server.
+
+    endpoint: with or without /completions at its end. served_name: the model's name there. concurrency: requests in
+    flight. retries: attempts of one request after the first.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class ServerResponder:
         self.concurrency, self.retries = concurrency, retries
         self.failed = threading.Event()  # set by the first request that gives up; the others stop waiting
         self.lock = threading.Lock()
-        self.error: BaseException | None = None  # the first one
+        self.error: BaseException | None = None  # the first error
         key = os.environ.get(KEY)
         self.client = httpx2.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -92,7 +95,7 @@ class ServerResponder:
         yield from answered(prompts, said, self.batch_size)
 
     def _respond_or_stop(self, prompt: Prompt) -> list[int]:
-        """As respond, but not once another request has failed."""
+        """Call `respond`, unless another request has failed."""
         if self.failed.is_set():
             raise CancelledError
         try:
@@ -131,7 +134,7 @@ class ServerResponder:
         raise InputError(f"--endpoint {self.url}: its answer is no completion with one choice")
 
     def _post(self, body: dict[str, Any]) -> Any:
-        """The answer's JSON, after as many attempts as it takes."""
+        """The JSON of the server's answer, with retries."""
         for attempt in range(self.retries + 1):
             wanted = None  # seconds that the server asks us to wait
             try:
@@ -158,15 +161,18 @@ class ServerResponder:
 
 
 def delay(attempt: int, wanted: float | None) -> float:
-    """Seconds before the next attempt: what the server asks for, or a random share of a doubling span, and never less
-    than half of it (so that many clients do not come back together, nor at once)."""
+    """Seconds before the next attempt: a random share, at least half, of a span that doubles with each attempt.
+
+    When the server asks for `wanted` seconds: these and a random share, at most half, of the span. So many clients do
+    not come back at the same time.
+    """
     span = min(LONGEST_DELAY, FIRST_DELAY * 2**attempt)
     jittered = span * random.uniform(0.5, 1.0)
     return jittered if wanted is None else wanted + jittered - span / 2
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that a Retry-After header asks for, as a number or a date; None when there is none that can be read."""
+    """Seconds that a Retry-After header asks for, given as a number or a date. None when missing or unreadable."""
     if value is None:
         return None
     try:
@@ -180,7 +186,7 @@ def retry_after(value: str | None) -> float | None:
 
 
 def _message(response: Any) -> str:
-    """What the server says of its refusal, on one line."""
+    """The server's error message on one line."""
     try:
         answer = response.json()
         error = answer.get("error", answer)

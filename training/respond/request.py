@@ -1,7 +1,7 @@
-"""What an engine other than transformers is told, and what its answers are held to, so that records mean the same.
+"""Requests to engines other than transformers, and checks of their answers, so that all backends draw alike.
 
-vLLM's SamplingParams and the completions endpoint of its server have these fields under the same names. An engine's own
-defaults, such as a repetition penalty from the model's generation_config.json, must not leak in: each field is sent.
+vLLM's SamplingParams and the completions endpoint of its server have these fields under the same names. Every field is
+sent, so that no default of the engine applies, such as a repetition penalty from the model's generation_config.json.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.responder import until_end
 
 SUPPRESSED = -100.0  # the lowest logit bias that an OpenAI-compatible endpoint takes
-MOST_EXCLUDED = 0.1  # share of a shard's tokens that the target may exclude: rounding near a tie or at top-k's edge
+MOST_EXCLUDED = 0.1  # largest share of a shard's tokens that our forward may exclude by rounding (ties, edge of top-k)
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """end_ids: ids that end a response. vocab_size: ids that may be said; outputs: ids that the target scores."""
+    """Settings of all requests.
+
+    end_ids: ids that end a response. vocab_size: number of ids that may be generated. outputs: number of ids that the
+    target scores.
+    """
 
     sampling: Sampling
     max_new_tokens: int
@@ -45,7 +49,7 @@ class EngineRequest:
         )
 
     def fields(self, index: int) -> dict[str, Any]:
-        """Of the request for the prompt with this index."""
+        """The fields of the request for the prompt with this index."""
         sampling = self.sampling
         fields: dict[str, Any] = {
             "max_tokens": self.max_new_tokens,
@@ -57,7 +61,7 @@ class EngineRequest:
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "seed": request_seed(self.seed, index),
-            "ignore_eos": True,  # only the ids that the records name end a response
+            "ignore_eos": True,  # only end_ids end a response
             "stop_token_ids": list(self.end_ids),
         }
         if self.outputs > self.vocab_size:
@@ -65,7 +69,7 @@ class EngineRequest:
         return fields
 
     def checked(self, ids: Sequence[int], index: int, engine: str) -> list[int]:
-        """The response, up to its first end token. Raises InputError when it cannot be one of this pair's."""
+        """The response up to its first end token. Raises InputError when this pair cannot have generated it."""
         response = until_end(list(ids), self.end_ids)
         if not response or len(response) > self.max_new_tokens:
             raise InputError(
@@ -80,8 +84,10 @@ class EngineRequest:
 
 
 def request_seed(seed: int, index: int) -> int:
-    """Each request has its own, so that a response depends on no other, whatever is in flight together. 53 bits: any
-    JSON reader keeps them."""
+    """The seed of one request, so that a response does not depend on the other requests in flight.
+
+    It has 53 bits, which any JSON reader keeps.
+    """
     return int(sha256(f"response {seed} {index}")[:16], 16) >> 11
 
 
@@ -95,10 +101,10 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def check_said_by_target(records: Sequence[dict[str, Any]], engine: str) -> None:
-    """Raises InputError when the target would not have said what the engine said.
+    """Raises InputError when the target would not have generated the engine's responses.
 
-    A token that `sampling` excludes according to our own forward has a log-probability at the bottom. Where no token is
-    excluded (top_k 0, top_p 1, temperature above 0) this sees nothing.
+    A token that our forward excludes under the sampling settings has the lowest log-probability. The check sees nothing
+    when the settings exclude no token (top_k 0, top_p 1, temperature above 0).
     """
     logprobs = [value for record in records for value in record["target_logprob"]]
     excluded = sum(value < -80 for value in logprobs)

@@ -1,6 +1,6 @@
-"""What says the responses of a shard, and the form in which they come.
+"""The interface of a responder, which gives the target's responses to the prompts of a shard.
 
-A responder gives them in batches of the config's `batch_size`, in the order of the prompts. It does not score them.
+Responses come in batches of the config's `batch_size`, in the order of the prompts. A responder does not score them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from accept_head.sampling import Sampling
 class Batch(NamedTuple):
     """Prompts and their responses, as ids.
 
-    logits: (ids, vocab) each, that the response was drawn from; None when they are not known. With them the target
-    need not run again to score the responses.
+    logits: (ids, vocab) each, that the response was drawn from; None when not known. If they are known, the target need
+    not run again to score the responses.
     """
 
     prompts: Sequence[Prompt]
@@ -35,7 +35,7 @@ class Responder(Protocol):
         """The shard's prompts with their responses."""
 
     def close(self) -> None:
-        """Free what answering needed."""
+        """Free the resources of the responder."""
 
 
 def in_batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
@@ -44,13 +44,13 @@ def in_batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 
 def answered(prompts: Sequence[Prompt], responses: Sequence[list[int]], size: int) -> Iterator[Batch]:
-    """A shard whose responses are all there, in batches."""
+    """Split a shard's prompts and responses into batches."""
     for some, said in zip(in_batches(prompts, size), in_batches(responses, size), strict=True):
         yield Batch(some, said)
 
 
 def until_end(row: list[int], ends: Sequence[int]) -> list[int]:
-    """The row up to and with its first end token; all of it when it has none."""
+    """The row up to and including its first end token; the whole row when it has none."""
     for position, token in enumerate(row):
         if token in ends:
             return row[: position + 1]

@@ -1,7 +1,7 @@
-"""Responses that are there already: those of another trace folder, to be scored under other sampling settings.
+"""Responses from another trace folder, to be scored under other sampling settings.
 
-Greedy text is scarce: one response a prompt, whatever the seed. A head for greedy decoding learns from sampled text as
-well, because its labels say what greedy decoding would do after any prefix.
+Greedy text is scarce: a prompt has one response, whatever the seed. A head for greedy decoding can also learn from
+sampled text, because its labels say what greedy decoding would do after any prefix.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from accept_head.training.respond.responder import Batch, answered
 
 @dataclass(frozen=True)
 class StoredResponses:
-    """A finished folder of ordinary traces, of which one shard at a time is in memory."""
+    """The responses of a finished folder of ordinary traces. One shard at a time is in memory."""
 
     folder: Path
     config: TraceConfig
 
     @classmethod
     def of(cls, folder: Path, target_fingerprint: str, draft_fingerprint: str) -> StoredResponses:
-        """Raises InputError naming the folder when it is not finished, of another pair, or holds scored text itself."""
+        """Open a folder. Raises InputError naming it when it is unfinished, of another pair, or itself scored text."""
         config = finished_config(folder)
         check_made_by(config, folder, draft_fingerprint=draft_fingerprint)
         if config.target_fingerprint != target_fingerprint:
@@ -41,7 +41,7 @@ class StoredResponses:
         return cls(folder, config)
 
     def setting(self, name: str, given: int | None) -> int:
-        """A setting that these responses have already. Raises InputError when another value is given for it."""
+        """The value of a setting that the responses were made with. Raises InputError when another value is given."""
         made_with: int = getattr(self.config, name)
         if given not in (None, made_with):
             raise InputError(
@@ -50,7 +50,7 @@ class StoredResponses:
         return made_with
 
     def prompts(self, max_prompts: int | None = None) -> list[Prompt]:
-        """The first so many. All of their shards are read, so that damage is found before any work is done."""
+        """The first `max_prompts` prompts. All their shards are read, so damage is found before any work is done."""
         if max_prompts is not None and max_prompts < 1:
             raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
         count = min(max_prompts or self.config.num_prompts, self.config.num_prompts)
@@ -66,12 +66,12 @@ class StoredResponses:
         return found[:count]
 
     def responses(self, shard: int) -> list[list[int]]:
-        """Those of one shard, as ids."""
+        """The responses of one shard, as ids."""
         return list(read_shard(self.folder, self.config, shard)["response_ids"])
 
 
 class StoredResponder:
-    """Reads those of another trace folder (`collect --responses`)."""
+    """Reads the responses of another trace folder (`collect --responses`)."""
 
     def __init__(self, stored: StoredResponses, config: TraceConfig):
         self.stored, self.size, self.drawn_with = stored, config.batch_size, stored.config.sampling

@@ -24,7 +24,7 @@ def generation_halving() -> Halving:
 
 
 class Said(NamedTuple):
-    """One response: ids, and logits (ids, vocab) that they were drawn from, in the target's dtype."""
+    """One response: ids, and the logits (ids, vocab) that they were drawn from, in the target's dtype."""
 
     ids: list[int]
     logits: Tensor
@@ -47,12 +47,13 @@ def respond_with_logits(
     vocab_size: int | None = None,
     halving: Halving | None = None,
 ) -> list[Said]:
-    """One response a prompt, without the prompt and with the end-of-sequence token if one was produced.
+    """One response per prompt, without the prompt and with the end-of-sequence token if there is one.
 
-    vocab_size: ids from here on are never generated: outputs that only pad the target's embedding matrix. The batch is
-    seeded as a whole: the same prompts in the same batch with the same seed give the same responses, also where memory
-    runs out and it is generated in parts (halving). In another batch, logits may round differently: a token changes
-    then only if two candidates tie to within that rounding.
+    vocab_size: ids from here on are never generated; these outputs only pad the target's embedding matrix.
+
+    The batch has one seed: the same prompts in the same batch with the same seed give the same responses, also when
+    memory runs out and the batch is generated in parts (halving). In another batch, logits may round differently. A
+    token then changes only if two tokens tie to within that rounding.
 
     Raises InputError when not even one prompt fits in memory.
     """
@@ -82,10 +83,10 @@ def respond_with_logits(
                     input_ids[start:stop], attention_mask=attention_mask[start:stop], generation_config=config
                 )
         ids = [until_end(row, ends) for row in output.sequences[:, width:].tolist()]
-        steps = [step.to(target.dtype) for step in output.logits]  # as they were: generate makes them float32
+        steps = [step.to(target.dtype) for step in output.logits]  # generate has converted them to float32
         return [Said(each, torch.stack([step[row] for step in steps[: len(each)]])) for row, each in enumerate(ids)]
 
-    # The model's own generation config may bring top_p, penalties and more: only the recorded settings may apply.
+    # The model's own generation config may have top_p, penalties and more. Only the recorded settings may apply.
     saved, target.generation_config = target.generation_config, GenerationConfig()
     try:
         return (halving or generation_halving())(len(prompts), generate)
@@ -98,10 +99,10 @@ def _draws_of(start: int, stop: int, rows: int) -> AbstractContextManager[Any]:
 
 
 class _PartOfBatch(TorchFunctionMode):
-    """Rows start to stop draw what they would have drawn in a batch of `rows`: multinomial draws for all of it.
+    """Makes rows start to stop draw the same tokens as in a batch of `rows`: multinomial draws for the whole batch.
 
-    One multinomial sample a row is the argmax of its probabilities over one exponential number an element, so a row
-    depends on no other row's probabilities, but on its place in the batch.
+    A multinomial sample is the argmax of the row's probabilities divided by one exponential number per element. So it
+    depends on the row's place in the batch, but not on other rows' probabilities.
     """
 
     def __init__(self, start: int, stop: int, rows: int):
@@ -132,7 +133,7 @@ class TransformersResponder:
             yield Batch(batch, [each.ids for each in said], [each.logits for each in said])
 
     def respond(self, batch: Sequence[Prompt]) -> list[Said]:
-        # One seed a batch: mixed with the first prompt's index, so that no two batches share their random numbers.
+        # The seed includes the first prompt's index, so that no two batches share random numbers.
         seed = (self.config.seed * 1_000_003 + batch[0].index) % (1 << 63)
         return respond_with_logits(
             self.pair.target,

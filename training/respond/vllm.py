@@ -1,8 +1,7 @@
 """Target responses by vLLM in this process: whole shards at once, token ids in and out.
 
-Every request has a seed of its own, so a response depends neither on the requests beside it nor on the number of
-workers, as far as the engine's arithmetic does not: kernels that round differently in another batch can flip a token
-that two candidates tie for.
+Every request has its own seed, so a response depends neither on other requests nor on the number of workers. The
+engine's arithmetic is an exception: kernels may round differently in another batch, and that can decide a tie.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from accept_head.training.launch import use_cpu_only
 from accept_head.training.respond.request import EngineRequest
 from accept_head.training.respond.responder import Batch, answered
 
-# What a launcher tells its processes. The engine has processes of its own, which must not take it for theirs.
+# Variables that a launcher sets for its processes. The engine's own processes must not see them.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 MISSING = (
@@ -40,13 +39,16 @@ def check_options(tensor_parallel_size: int | None, gpu_memory_utilization: floa
 
 def is_installed() -> bool:
     found = importlib.util.find_spec("vllm")
-    return found is not None and found.origin is not None  # a mere folder of that name has no origin
+    return found is not None and found.origin is not None  # a folder of that name, without the package, has no origin
 
 
 class VllmResponder:
-    """tensor_parallel_size: GPUs that share the target; of several processes on a host, each takes so many of its own.
-    gpu_memory_utilization: share of each GPU that the engine may take beside our own copy of the target, which
-    scores."""
+    """Generates with an engine in this process.
+
+    tensor_parallel_size: GPUs that share the target. Each of several processes on a host uses this number of its own.
+    gpu_memory_utilization: share of each GPU that the engine may take. Our own copy of the target, which scores, is
+    there too.
+    """
 
     def __init__(
         self,
@@ -63,12 +65,12 @@ class VllmResponder:
         self.tensor_parallel_size = tensor_parallel_size
         self.options: dict[str, Any] = {
             "model": config.target,
-            "dtype": str(pair.target.dtype).removeprefix("torch."),  # what scores must be what draws
+            "dtype": str(pair.target.dtype).removeprefix("torch."),  # scoring and drawing need the same dtype
             "tensor_parallel_size": tensor_parallel_size,
             "max_model_len": longest + config.max_new_tokens,
             "generation_config": "vllm",
             "trust_remote_code": trust_remote_code,
-            "seed": 0,  # of requests without one
+            "seed": 0,  # for requests without one
         }
         if not use_cpu_only():
             self.options["gpu_memory_utilization"] = gpu_memory_utilization
@@ -108,14 +110,14 @@ class VllmResponder:
 
 @contextmanager
 def engine_environment(devices: int) -> Iterator[None]:
-    """While the engine starts its processes: no launcher's variables, and of several ranks' GPUs only this one's."""
+    """The environment in which the engine starts its processes: no launcher variables, only this rank's GPUs."""
     saved = dict(os.environ)
     rank, world = int(saved.get("LOCAL_RANK", 0)), int(saved.get("WORLD_SIZE", 1))
     try:
         if world > 1:
             for name in LAUNCHER:
                 os.environ.pop(name, None)
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # this process belongs to a process group already
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # this process already belongs to a process group
             if not use_cpu_only():
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_own_devices(rank, devices))
         yield

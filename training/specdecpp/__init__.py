@@ -1,4 +1,4 @@
-"""What the SpecDec++ research code (Kaffaljidhmah2/SpecDec_pp) leaves, as a head or as traces of ours.
+"""Import of the files of the SpecDec++ research code (Kaffaljidhmah2/SpecDec_pp), as a head or as traces.
 
-Read `verb.py` first (`accept-head import-specdecpp`); `checkpoint.py` and `records.py` read their two kinds of files.
+Read `verb.py` first (`accept-head import-specdecpp`). `checkpoint.py` and `records.py` read the two kinds of files.
 """

@@ -1,12 +1,12 @@
-"""An acceptance head of the SpecDec++ research code, as one of ours.
+"""Import of an acceptance head of the SpecDec++ research code.
 
 A checkpoint is a folder, or a repository on the Hub, with `config.json` (hidden_size, num_layers) and
 `model.safetensors`. Their head is
 
     z(e) = V·B(B(…B(e)…)) + c,   B(e) = e + SiLU(W e + b),   P̂(accepted) = softmax(z)₁
 
-with one and the same block B `num_layers` times: it is stored once. Class 1 is "accepted", so P̂ = sigmoid(z₁ − z₀), and
-z₁ − z₀ is again linear in the last B's output: one logit of ours, and the same probability.
+with the same block B applied `num_layers` times and stored once. Class 1 is "accepted", so P̂ = sigmoid(z₁ − z₀). The
+difference z₁ − z₀ is linear in the last B's output. It becomes the one logit of our head, with the same probability.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ CONVERT = (
 
 
 def read_checkpoint(name: str | Path) -> AcceptanceHead:
-    """Their head, a local folder or a Hub name, as one of ours with the same probabilities.
+    """Read their head from a local folder or the Hub. Returns an AcceptanceHead with the same probabilities.
 
-    Raises InputError naming the file, field or tensor; also when the weights are a pickle, which is not opened.
+    Raises InputError naming the file, field or tensor. Weights in a pickle are an error too; it is not opened.
     """
     folder = _local(name)
     config = _head_config(folder / "config.json")
@@ -46,10 +46,10 @@ def read_checkpoint(name: str | Path) -> AcceptanceHead:
 
 
 def save_imported(head: AcceptanceHead, folder: Path, checkpoint: str | Path) -> None:
-    """Write a head folder, atomically: model.safetensors, config.json, training_config.json, README.md.
+    """Write a head folder atomically: model.safetensors, config.json, training_config.json, README.md.
 
-    The checkpoint does not say which target and sampling settings it was trained for, nor how good it is, so there is
-    neither a trace_config.json nor a metrics.json. Raises InputError when something else than a head is there already.
+    The checkpoint records neither target and sampling settings nor quality. So there is no trace_config.json and no
+    metrics.json. Raises InputError when the folder already holds something other than a head.
     """
     if folder.exists() and not (folder / WEIGHTS_NAME).is_file():
         raise InputError(f"--out {folder}: exists and is not a head; choose another folder")
@@ -64,7 +64,7 @@ def save_imported(head: AcceptanceHead, folder: Path, checkpoint: str | Path) ->
 
 
 def _local(name: str | Path) -> Path:
-    """Its folder, fetched from the Hub if need be."""
+    """The checkpoint's folder, fetched from the Hub if necessary."""
     folder = head_folder(name)
     if not (folder / WEIGHTS_NAME).is_file():
         if (folder / PICKLE_NAME).exists():
@@ -87,7 +87,7 @@ def _head_config(path: Path) -> HeadConfig:
 
 
 def _tensors(path: Path, config: HeadConfig) -> dict[str, Tensor]:
-    """Their tensors by their names, which must be just those of such a head. Shapes are checked before any is read."""
+    """Their tensors by name. Names and shapes must be exactly those of such a head; they are checked before reading."""
     size, depth = config.hidden_size, config.depth
     block = {"linear.weight": (size, size), "linear.bias": (size,)}
     expected = {f"model.{i}.{part}": shape for i in range(depth) for part, shape in block.items()}
@@ -110,7 +110,7 @@ def _tensors(path: Path, config: HeadConfig) -> dict[str, Tensor]:
         if not tensor.is_floating_point() or not tensor.double().isfinite().all():
             raise InputError(f"{path}: tensor {name!r} holds something else than finite floating-point numbers")
     blocks = sorted({int(name.split(".")[1]) for name in stored if ".linear." in name})
-    if len(blocks) == 1:  # the shared block, under the name of one of its places
+    if len(blocks) == 1:  # the shared block, stored under the name of one layer
         for part in (part for part in block if f"model.{blocks[0]}.{part}" in stored):
             stored |= {f"model.{i}.{part}": stored[f"model.{blocks[0]}.{part}"] for i in range(depth)}
     if missing := sorted(set(expected) - set(stored)):
@@ -119,7 +119,7 @@ def _tensors(path: Path, config: HeadConfig) -> dict[str, Tensor]:
 
 
 def _ours(theirs: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """State of an AcceptanceHead. The difference of the two classes is taken in float64 and rounded once."""
+    """The state dict of an AcceptanceHead. The difference of the two classes is in float64 and rounded once."""
     state = {
         f"blocks.{i}.linear.{part}": theirs[f"model.{i}.linear.{part}"].float()
         for i in range(depth)

@@ -1,6 +1,6 @@
 """Training data of the SpecDec++ research code: one JSON file, a list of records.
 
-Their lists are mostly texts, like "[1, 2]", which their code evaluates. Here they are parsed as JSON. Nothing is
+Most of their lists are strings, like "[1, 2]", which their code evaluates. Here they are parsed as JSON. Nothing is
 evaluated or unpickled.
 """
 
@@ -17,11 +17,11 @@ from accept_head.files import parse_json
 
 @dataclass(frozen=True)
 class Record:
-    """One record of their data; positions are those of the target's response.
+    """One record of their data. Positions are those of the target's response.
 
-    prompt_ids: their `prefix`. response_ids: `tokens`, X, said by the target. draft_ids: `draft`, Y_i ∼ q given the
-    prompt and X_<i, drawn without regard to X_i. acceptance: `p_acc`, a(Y_i). logprobs: each `log_p_NAME`, log Q(Y_i)
-    of one model Q.
+    prompt_ids: their `prefix`. response_ids: `tokens`, the target's X. draft_ids: `draft`, Y_i ∼ q given the prompt and
+    X_<i, drawn independently of X_i. acceptance: `p_acc`, a(Y_i). logprobs: each `log_p_NAME`, log Q(Y_i) of one model
+    Q.
     """
 
     id: str
@@ -35,7 +35,7 @@ class Record:
 def read_records(path: Path, vocab_size: int) -> list[Record]:
     """Read their JSON file. Raises InputError naming the record and the field.
 
-    Holds the whole file in memory, and its records. vocab_size: ids are below it.
+    The whole file and its records are in memory. vocab_size: all ids must be below it.
     """
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
@@ -66,7 +66,7 @@ def _record(where: str, value: Any, place: int, vocab_size: int) -> Record:
 
 
 def _numbers(where: str, record: dict[str, Any], name: str) -> list[Any]:
-    """A list of numbers, or the text of one."""
+    """A field with a list of numbers, which may be stored as a string."""
     if name not in record:
         raise InputError(f"{where}: field {name!r} is missing")
     value = record[name]

@@ -1,8 +1,8 @@
-"""Their data as traces: what a trace holds beyond the data is worked out by the models that made them.
+"""Their data as traces. The columns that the data lack are computed by the models that made the data.
 
 The data hold the target's responses, the tokens that the draft drew along them, and the acceptance probability of each.
-The draft signals take a forward of the draft. The overlap, the target's log-probability and the divergence take one of
-both models.
+The draft signals need a forward of the draft. The overlap, the target's log-probability and the divergence need a
+forward of both models.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from accept_head.training.collect.collector import prepare_folder
 from accept_head.training.specdecpp.records import Record, read_records
 
 OF_TARGET = ("overlap", "target_logprob", "divergence")
-CHUNK = 256  # positions whose probabilities are worked out at once
-CHECKED_RECORDS = 8  # held against the models before anything is written
-# How far the file may be from these models, on average over positions: half-precision forwards differ by about a tenth
-# of either, other models by several times as much.
+CHUNK = 256  # positions whose probabilities are computed at once
+CHECKED_RECORDS = 8  # compared with the models before anything is written
+# Largest mean difference between the file and these models, over positions. Half-precision forwards differ by about a
+# tenth of either, other models by several times as much.
 FAR_PROBABILITY, FAR_LOGPROB = 0.1, 0.5
 
 
 def import_records(data: Path, pair: DataPair, sampling: Sampling, out: Path, *, shard_size: int) -> TraceConfig:
-    """Write the traces of a data file to a folder, or those that an interrupted import has left to write.
+    """Write the traces of a data file to a folder, or continue an interrupted import.
 
-    Raises InputError when the data are not those of this pair and sampling, or when the folder holds other traces.
+    Raises InputError when the data come from another pair or sampling, or when the folder holds other traces.
     """
     records = read_records(data, pair.vocab_size)
     pair.check_lengths(records, str(data))
@@ -73,7 +73,7 @@ def import_records(data: Path, pair: DataPair, sampling: Sampling, out: Path, *,
 
 @dataclass(frozen=True)
 class DataPair:
-    """The pair of the data. target: None where it is not asked. vocab_size: ids that are scored."""
+    """The pair that made the data. target: None when it is not used. vocab_size: number of ids that are scored."""
 
     names: tuple[str, str]  # target, draft
     target: PreTrainedModel | None
@@ -102,7 +102,7 @@ class DataPair:
                 raise InputError(f"{source}, record {place}: has {length} tokens, but the models' context has {room}")
 
     def trace_config(self, records: Sequence[Record], sampling: Sampling, shard_size: int, digest: str) -> TraceConfig:
-        """digest: SHA-256 of the data."""
+        """The config of the imported traces. digest: SHA-256 of the data."""
         target, draft = self.names
         prompts = [Prompt(place, record.id, "", tuple(record.prompt_ids)) for place, record in enumerate(records)]
         return TraceConfig(
@@ -127,7 +127,7 @@ class DataPair:
         )
 
     def check_made_by(self, records: Sequence[Record], sampling: Sampling, source: str) -> None:
-        """Raises InputError when the data's probabilities are not those of these models."""
+        """Raises InputError when the data's probabilities differ from those of these models."""
         logprobs: dict[str, list[Tensor]] = {}
         apart: list[Tensor] = []
         for record in records:
@@ -153,7 +153,7 @@ class DataPair:
             )
 
     def columns(self, record: Record, sampling: Sampling) -> dict[str, list[float]]:
-        """What the data do not say, at each position: by the draft, and by the target or unknown (NaN)."""
+        """The columns that the data lack. Those that need the target are NaN without it."""
         parts = []
         draft_logits = self._logits(self.draft, record)
         target_logits = self._logits(self.target, record) if self.target is not None else draft_logits
@@ -171,14 +171,14 @@ class DataPair:
 
     @torch.no_grad()
     def _logits(self, model: PreTrainedModel, record: Record) -> Tensor:
-        """(positions, vocab) of the distribution of each response token."""
+        """(positions, vocab): the logits that predict each response token."""
         ids = torch.tensor([[*record.prompt_ids, *record.response_ids]], device=model.device)
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
         return logits[0, len(record.prompt_ids) - 1 : -1, : self.vocab_size].float()
 
 
 def _of_target(p_logits: Tensor, q_logits: Tensor, q: Tensor, said: Tensor, sampling: Sampling) -> dict[str, Tensor]:
-    """OF_TARGET at each position. Logits, q: (positions, vocab); said: (positions,) X."""
+    """The columns OF_TARGET at each position. Logits, q: (positions, vocab). said: (positions,), X."""
     p = sampling.probabilities(p_logits)
     temperature = sampling.temperature or 1.0
     return {
@@ -197,7 +197,7 @@ def _trace(record: Record, index: int, columns: dict[str, list[float]], config: 
         "prompt_ids": record.prompt_ids,
         "response_ids": record.response_ids,
         "draft_ids": record.draft_ids,
-        # Y was drawn without regard to X: no coin was tossed. Where they are the same the text goes on as if accepted.
+        # Y was drawn independently of X, without an acceptance test. Where Y = X, the text continues as if accepted.
         "accepted": [x == y for x, y in zip(record.response_ids, record.draft_ids, strict=True)],
         "acceptance": record.acceptance,
         **columns,

@@ -1,4 +1,4 @@
-"""`accept-head import-specdecpp`: what the SpecDec++ research code leaves → a head, or traces that train one."""
+"""`accept-head import-specdecpp`: files of the SpecDec++ research code → a head, or traces that train one."""
 
 from __future__ import annotations
 
