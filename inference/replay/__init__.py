@@ -1,4 +1,4 @@
-"""What a policy would have cost on coupled traces, without a model in the loop.
+"""Replay: what a policy would have cost on coupled traces, without a model in the loop.
 
-Read first: coupled.py, then walk.py and thresholds.py. asking.py replays policies that are no threshold rules.
+Read first: coupled.py, then walk.py and thresholds.py. asking.py replays policies that are not threshold rules.
 """

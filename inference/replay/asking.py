@@ -1,8 +1,8 @@
-"""Replay of any policy: the object that decodes is asked the same questions, in the same order, with no model around.
+"""Replay of any policy: asks the policy object the questions of the decode loop, in the same order, without a model.
 
-Slower than replay's fast paths (a call a drafted token), but for every policy, whatever it remembers, and for rules
-that look at the batch: responses go through so many rows as when they are decoded, and one that is done makes room.
-The traces are coupled for the ratio test, and it is that test which is replayed.
+It makes a call per drafted token, so it is slower than thresholds.py. But it works for every policy, also for one that
+keeps state or looks at the batch: responses pass through a batch of rows as in decoding, and a finished one frees its
+row. The traces are coupled for the ratio test, so the replay uses that test.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def replay(
     costs: ForwardCosts | PairCosts | None = None,
     alternatives: Alternatives | None = None,
 ) -> Replayed:
-    """What `policy` would have cost. batch: rows decoded together; all responses when left out. costs: what a round
-    takes, for policies that learn from its seconds: draft steps as many as the row that drafts longest, and one
-    verification; for PairCosts of as many tokens as the decode loop gives the models. alternatives: by
-    `alternatives_of`, for policies that learn from them; without, they are told none.
+    """Replay `policy`. batch: rows decoded together; all responses when left out. costs: give the seconds of a round,
+    for policies that learn from them: the draft steps of the longest draft and one verification. PairCosts count the
+    tokens that the decode loop gives the models. alternatives: from `alternatives_of`, for policies that learn from
+    them; None = no alternatives.
 
-    Raises InputError when the policy drafts more than the rollouts hold, asks for seconds and there are no costs, or is
-    not lossless under the ratio test: its text would be another one than the traces'.
+    Raises InputError when the policy drafts more than the rollouts hold, when it needs seconds and there are no costs,
+    or when it is not lossless under the ratio test: its text would differ from the traces'.
     """
     check_k_max(name, policy.max_draft_tokens, traces)
     check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
@@ -55,7 +55,7 @@ def replay(
 
 
 class _Host:
-    """Rows that each go through one response after the other, on the CPU."""
+    """The batch: rows that each replay one response after the other, on the CPU."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class _Host:
         self.admit()
 
     def known(self, column: str) -> Tensor:
-        """(P,) what the traces say of each position."""
+        """(P,) a column of the traces, at each position."""
         return torch.from_numpy(np.concatenate(self.traces.traces.with_format("numpy")[column][:]))
 
     @property
@@ -90,7 +90,7 @@ class _Host:
         return self.place < self.end
 
     def admit(self) -> None:
-        """Give rows that are done to waiting responses."""
+        """Give finished rows to waiting responses."""
         rows = []
         for row in torch.where(~self.live)[0].tolist():
             response = next(self.waiting, None)
@@ -121,7 +121,7 @@ class _Host:
         self.admit()
 
     def draft(self, here: Tensor, progress: DraftProgress) -> DraftProgress:
-        """One round of every row, as in the decode loop."""
+        """Draft one round in every row, as in the decode loop. here: (batch,) position of each row."""
         drafting, most = self.drafting, int(progress.budget.max())
         if not drafting.stops_early:
             return progress._replace(lengths=progress.budget)
@@ -139,8 +139,8 @@ class _Host:
     def step(
         self, depth: int, tokens: Tensor, progress: DraftProgress, *, peek: bool = False, last: bool = False
     ) -> DraftStep:
-        """What the decode loop would show: what the policy asked for, and before a token is drawn nothing of the token;
-        at the last token that the round can have, no state at it."""
+        """The DraftStep that the decode loop would give: the signals in `needs`. Before a draw it has nothing of the
+        token; at the last possible token of the round it has no drawn_hidden."""
         needs = self.policy.needs
         fed, drawn = self.table.states(tokens)
         full = draft_step(self.traces, tokens, torch.device("cpu"))
@@ -175,7 +175,7 @@ class _Host:
         )
 
     def seconds(self, forwards: int, verified: int, context_tokens: int, rows: int) -> float | None:
-        """Of a round with so many draft forwards, and so many tokens of each row to verify besides its last."""
+        """Seconds of a round with so many draft forwards. verified: tokens of each row to verify besides its last."""
         if isinstance(self.costs, PairCosts):
             drafting = forwards * self.costs.draft_seconds(rows, context_tokens)
             return float(drafting + self.costs.verify_seconds(rows * (verified + 1), context_tokens))
@@ -186,7 +186,7 @@ class _Host:
 
 
 class HiddenTable:
-    """Hidden states of all tokens, for policies that ask for them: all of them are in memory."""
+    """Hidden states of all tokens, in memory, for policies that need them."""
 
     def __init__(self, traces: CoupledTraces, needs: frozenset[Signal]):
         self.needs = needs
@@ -196,11 +196,12 @@ class HiddenTable:
         fed, hidden = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         steps = traces.k_max - 1
         self.fed = torch.cat([fed, hidden.reshape(-1, fed.shape[-1])])
-        # The state at a token stands with the next token of its response or rollout, or with its own rollout's first.
+        # The state at a token is the `fed` state of the next token of its response or rollout. For a rejected token
+        # that is the first token of its rollout.
         self.next = torch.arange(1, len(self.fed) + 1).clamp(max=len(self.fed) - 1)
         self.next[traces.rejected] = traces.positions + torch.arange(len(traces.rejected)) * steps
 
     def states(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(fed, drawn) of (rows,) tokens, (rows, hidden) each, as far as they are asked for."""
+        """(fed, drawn) of (rows,) tokens, (rows, hidden) each; None if not in `needs`."""
         fed = self.fed[tokens] if Signal.FED_HIDDEN in self.needs else None
         return fed, self.fed[self.next[tokens]] if Signal.DRAWN_HIDDEN in self.needs else None

@@ -1,4 +1,4 @@
-"""A head's calibration by depth: the rounds of coupled traces that it is fitted on, and how well it then holds."""
+"""A head's calibration by depth: the rounds of coupled traces to fit it on, and the quality of the result."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FITS: dict[Method, Callable[..., DepthCalibration]] = {
 
 
 def rounds_of(traces: CoupledTraces, policy: HeadPolicy, depths: int | None = None) -> Rounds:
-    """Rounds that are as long as can be, one after the other through all responses, with what the head says of their
-    tokens: at any shorter ones the head itself would have chosen which tokens it is judged by. depths: the first so
-    many of each; as many as the traces were rolled out for, but for the last, when left out.
+    """Rounds of the largest possible length, one after the other through all responses, with the head's predictions for
+    their tokens. With shorter rounds the head itself would select the tokens that it is judged on. depths: use only the
+    first so many of each round; traces.k_max - 1 when left out.
     """
     depths = depths or traces.k_max - 1
     starts = round_starts(traces, traces.drafts)
@@ -47,7 +47,7 @@ def rounds_of(traces: CoupledTraces, policy: HeadPolicy, depths: int | None = No
 
 
 def calibrated(rounds: Rounds, calibration: DepthCalibration) -> Rounds:
-    """The same rounds, with the probabilities that the calibration makes of them."""
+    """The same rounds with calibrated probabilities."""
     predicted = torch.from_numpy(rounds.predicted).float()
     columns = [calibration(depth + 1, predicted[:, depth]) for depth in range(predicted.shape[1])]
     return Rounds(
@@ -59,7 +59,7 @@ def calibrated(rounds: Rounds, calibration: DepthCalibration) -> Rounds:
 
 
 def survival_quality(rounds: Rounds) -> list[dict[str, float]]:
-    """Of each depth: how well Π P̂ says whether a round's tokens up to there are all accepted (calibration.Quality)."""
+    """Per depth: how well Π P̂ predicts that all tokens of a round up to there are accepted (see quality.quality)."""
     survival = torch.from_numpy(rounds.predicted).cumprod(1)
     truth, drafted = torch.from_numpy(rounds.survived), torch.from_numpy(rounds.drafted)
     rows = []

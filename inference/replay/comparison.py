@@ -1,5 +1,5 @@
-"""Policies side by side: rates, throughput by eq. 3.1, gain over the best fixed K, shares of the oracle's
-gain and of the informed bound's."""
+"""Compares policies: rates, throughput by eq. 3.1, gain over the best fixed K, and that gain as a share of the oracle's
+and of the informed bound's."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, tota
 from accept_head.errors import InputError
 from accept_head.inference.replay.bootstrap import RESAMPLES, draws, interval
 
-BOUNDS = ("informed", "oracle")  # rows that no policy decodes with
+BOUNDS = ("informed", "oracle")  # rows that are bounds, not policies
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one policy did: its counts per prompt, on the same prompts in the same order as every other policy."""
+    """One policy's counts per prompt. All compared policies have the same prompts in the same order."""
 
     name: str
     params: dict[str, Any]
@@ -30,13 +30,13 @@ def compare(
 ) -> list[dict[str, Any]]:
     """One row a policy, in the form of `summary.json` (architecture page, "The public surface").
 
-    `measured` must hold `fixed:K` policies and `oracle`. throughput: tokens/s. gain_over_best_fixed and
-    oracle_gap_closed are fractions, and so is informed_gap_closed, which is there where `informed` is among them: the
-    policy's gain over the best fixed K as a share of the informed bound's. ci95 holds the 95 % bootstrap interval, over
-    prompts, of all but block_efficiency; prompts are resampled jointly for all policies, and the best fixed K is chosen
-    anew in every resample, as a user would on that data.
+    measured: must contain `fixed:K` policies and `oracle`. throughput: tokens/s. gain_over_best_fixed,
+    oracle_gap_closed and informed_gap_closed are fractions. A gap closed is the policy's gain over the best fixed K as
+    a share of the bound's gain; informed_gap_closed is present if `informed` is among the policies. ci95: the 95 %
+    bootstrap interval over prompts of all figures but block_efficiency. Prompts are resampled jointly for all policies.
+    The best fixed K is chosen anew in every resample, as a user would on that data.
 
-    Raises InputError when no fixed policy or no oracle is among them.
+    Raises InputError when there is no fixed policy or no oracle.
     """
     names = [policy.name for policy in measured]
     fixed = [i for i, name in enumerate(names) if name.startswith("fixed:")]
@@ -63,8 +63,8 @@ def compare(
 def _figures(
     totals: np.ndarray, costs: ForwardCosts, fixed: list[int], bounds: dict[str, int]
 ) -> dict[str, np.ndarray]:
-    """totals: (..., policy, 4), sums over prompts → each figure of `compare`, (..., policy). bounds: the policies whose
-    gain others' gains are shares of, by the name of the share."""
+    """totals: (..., policy, 4), sums over prompts → each figure of `compare`, (..., policy). bounds: the index of the
+    bound for each gap-closed figure."""
     generated, discarded, verified, _ = np.moveaxis(totals, -1, 0)
     speeds = throughputs(totals, costs)
     best = speeds[..., fixed].max(-1, keepdims=True)
@@ -74,7 +74,7 @@ def _figures(
         "throughput": speeds,
         "speedup": speeds * costs.t_autoregressive,
         "gain_over_best_fixed": speeds / best - 1,
-        # A bound below the best fixed K, which the informed one can be where there is nothing to gain, has no gap.
+        # If there is nothing to gain, the informed bound can be below the best fixed K. The gap is then 0.
         **{
             name: oracle_gap_closed(speeds, best, np.maximum(speeds[..., [bound]], best))
             for name, bound in bounds.items()
@@ -83,7 +83,7 @@ def _figures(
 
 
 def throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
-    """Tokens/s by eq. 3.1; t_autoregressive a token where nothing is drafted. totals: (..., 4), sums of generated and
+    """Tokens/s by eq. 3.1; 1 / t_autoregressive if nothing is drafted. totals: (..., 4), sums of generated tokens,
     discarded tokens, target forwards and draft forwards → (...)."""
     generated, _, verified, drafts = np.moveaxis(totals, -1, 0)
     speculative = total_time(costs, draft_forwards=drafts, target_forwards=verified) / generated

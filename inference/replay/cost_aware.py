@@ -1,8 +1,8 @@
 """Cost-aware stopping: the threshold at which one more token just pays for itself, without a grid (docs/theory.md §5).
 
-Draft one more iff the tokens expected from it exceed λ·t_draft, λ the throughput of the policy itself: Dinkelbach's
-iteration finds both together. What a head predicts is not quite that: its product leaves out the next token, is one
-token behind with a lag, and leans to one side where rejections were weighted. The replay says by how much.
+Draft one more iff the expected tokens from it exceed λ·t_draft, where λ is the throughput of the policy itself.
+Dinkelbach's iteration finds both together. A head's product differs from that expectation: it leaves out the next
+token, is one token behind with a lag, and is biased if rejections were weighted. The replay measures the difference.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from accept_head.inference.replay.thresholds import Setting, replay_thresholds, 
 from accept_head.inference.replay.walk import Replayed, round_starts
 
 DIGITS = 4  # of a threshold
-CLEARLY = 0.005  # relative: faster by more than what a threshold gains by chance on the traces it was chosen on
+CLEARLY = 0.005  # relative: more than a threshold gains by chance on the traces that it was chosen on
 
 
 def cost_aware(
     traces: CoupledTraces, policy: ThresholdPolicy, costs: ForwardCosts, *, name: str = "head", k_max: int | None = None
 ) -> tuple[float, Replayed]:
-    """The threshold of a head's rule at which one more token just pays for itself, and its replay; k_min is 1. k_max:
-    as long as the rollouts are, when left out. The rule's own threshold and bounds are not looked at.
+    """The threshold of a head's rule at which one more token just pays for itself, and its replay with k_min 1. k_max:
+    that of the rollouts when left out. The rule's own threshold and bounds are ignored.
 
-    It is h = 1 − λ·t_draft/ρ, with ρ the ratio of tokens that were accepted to what the statistic said where the round
-    went on. Only where one number cannot mend the statistic, so that another threshold is clearly faster on these
-    traces (`CLEARLY`), it is that one: it follows the data closely, and less of what it gains here is gained elsewhere.
+    The threshold is h = 1 − λ·t_draft/ρ. ρ is the ratio of accepted tokens to the sum of the statistic, over the
+    decisions to draft on. If another threshold is clearly faster on these traces (`CLEARLY`), the factor ρ cannot
+    correct the statistic, and that threshold is taken. It is only the second choice, because it follows the data
+    closely and keeps less of its gain on other data.
 
-    Raises InputError for a rule whose scores are no predictions of acceptance, or when k_max exceeds the rollouts.
+    Raises InputError for a rule whose scores do not predict acceptance, or when k_max exceeds the rollouts.
     """
     if not policy.predicts or policy.level_of(0.25) != 0.75:
         raise InputError(
@@ -50,7 +51,7 @@ def cost_aware(
         level, lengths = 0.0, decisions.most
 
         def at(speed: float) -> Replayed:
-            """Choose on the rounds of the step before."""
+            """Replay the threshold chosen on the rounds of the previous step."""
             nonlocal level, lengths
             chosen = choose(round_starts(traces, lengths), speed * costs.t_draft, level)
             setting = Setting(threshold=round(1 - chosen, DIGITS), k_max=longest)
@@ -67,10 +68,10 @@ def cost_aware(
 
 
 class _Decisions:
-    """What there is to decide in a round from each position: (P, k_max − 1), column k of it whether Y_{k+2} is drafted.
+    """The decisions in a round from each position, (P, k_max − 1). Column k decides whether Y_{k+2} is drafted.
 
-    statistic: as it is when that is decided; infinite where the rule cannot stop yet. accepted: whether all tokens up
-    to that one are. possible: whether the round can go so far. free: whether it costs no draft forward.
+    statistic: its value at the decision; infinite if the rule cannot stop yet. accepted: whether all tokens up to
+    Y_{k+2} are. possible: whether the round can have Y_{k+2}. free: whether Y_{k+2} costs no draft forward.
     """
 
     def __init__(self, traces: CoupledTraces, policy: ThresholdPolicy, k_max: int):
@@ -79,28 +80,28 @@ class _Decisions:
         unjudged = torch.full((traces.positions, policy.lag), torch.inf)
         self.statistic = torch.cat([unjudged, judged], dim=-1)[:, : k_max - 1]
         self.most = traces.drafts.clamp(max=k_max)
-        length = torch.arange(2, k_max + 1)  # of the round that drafts it
+        length = torch.arange(2, k_max + 1)  # of a round that ends with the token
         self.accepted = traces.leading[:, None] >= length
         self.possible = length <= self.most[:, None]
-        # Who feeds a token just to judge it has paid for the last one when it comes to that.
+        # A rule that feeds each token to judge it has already run the forward that the last token is drawn from.
         extra_forwards = policy.lag == 0 and Signal.DRAWN_HIDDEN in policy.reads
         self.free = (length == self.most[:, None]) & extra_forwards
 
     def closed_form(self, starts: Tensor, price: float, level: float) -> float:
-        """price/ρ, ρ of the rounds from `starts` at the present level. price: tokens that a draft forward is worth."""
+        """price/ρ, with ρ of the rounds from `starts` at this level. price: tokens that a draft forward is worth."""
         statistic, accepted, _ = self._asked(starts)
         went_on = statistic >= level
         ratio = float(accepted[went_on].sum() / statistic[went_on].sum()) if went_on.any() else 1.0
         return min(1.0, price / ratio) if ratio > 0 else 1.0
 
     def best_level(self, starts: Tensor, price: float, _: float) -> float:
-        """The level at which rounds from `starts` gain most: Σ (accepted − price) over all decisions to draft a token
-        whose statistic is not below it."""
+        """The level at which rounds from `starts` gain most. The gain is Σ (accepted − price) over all decisions whose
+        statistic is not below the level."""
         statistic, accepted, free = self._asked(starts)
         statistic, order = statistic.sort(descending=True)
         worth = (accepted - price * ~free)[order]
         sums = torch.cat([worth.new_zeros(1), worth.cumsum(0)])
-        # Half-way between the last one drafted and the first one not; equal ones cannot be told apart.
+        # Half-way between the last statistic that drafts and the first that stops; no level separates equal ones.
         edges = torch.cat([statistic.new_ones(1), statistic, statistic.new_zeros(1)])
         apart = edges[:-1] > edges[1:]
         apart[0] = True
@@ -108,7 +109,7 @@ class _Decisions:
         return float((edges[best] + edges[best + 1]) / 2)
 
     def _asked(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(statistic, accepted, free) of all decisions that there could be in rounds from `starts`, in one row."""
+        """(statistic, accepted, free) of all possible decisions in rounds from `starts`, flattened."""
         asked = self.possible[starts] & self.statistic[starts].isfinite()
         tables = (self.statistic.double(), self.accepted.double(), self.free)
         statistic, accepted, free = (table[starts][asked] for table in tables)

@@ -1,8 +1,8 @@
-"""Coupled traces with their rollouts, as flat tables: every token that any round could draft, and every round's path.
+"""Coupled traces with their rollouts, as flat tables of every token that any round could draft, and every round's path.
 
-A round that starts at position s drafts Y_s, Y_{s+1}, … as far as they are accepted, the first rejected one, and then
-the rollout from there. So the tokens of all rounds are the P positions of all responses and the tokens of the R
-rollouts, and a round is a path through them.
+A round that starts at position s drafts the accepted tokens Y_s, Y_{s+1}, …, then the first rejected one, then the
+rollout from there. So the tokens of all rounds are the P positions of all responses and the tokens of the R rollouts,
+and a round is a path through them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from accept_head.trace.config import TraceConfig, check_coupled, check_made_by
 from accept_head.trace.shards import read_traces
 from accept_head.trace.values import check_context
 
-LONGEST = 20  # tokens of the longest round that rollouts are made for, unless more are asked for
-SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # what is kept in memory of a rollout shard
+LONGEST = 20  # default k_max of the rollouts
+SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # tensors of a rollout shard kept in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledTraces:
     """n responses with P positions in all, R rollouts, rounds of at most k_max, M = P + R·(k_max − 1) tokens.
 
-    Token i < P is Y at position i; the rest are the rollouts', one after the other. All tensors are on the CPU.
+    Token i < P is Y at position i; the others belong to the rollouts, one rollout after the other. All tensors are on
+    the CPU.
 
-    lengths, starts: (n,) tokens of each response, and its first position.
+    lengths, starts: (n,) number of tokens of each response, and its first position.
     path: (P, k_max) the token that a round from this position drafts at each depth; M where there is none.
-    drafts: (P,) tokens that it can draft at most: as far as the response's budget, or to an end token.
-    leading: (P,) how many of them are accepted before the first that is not.
+    drafts: (P,) the most tokens that a round from here can draft: up to the response's budget or an end token.
+    leading: (P,) how many of them are accepted before the first rejection.
     ids, logprob, entropy, max_prob: (M,) of each token. rejected: (R,) the position that each rollout follows.
-    rollout_lengths: (R,) tokens of each.
-    shards: files of hidden states, with the positions and rollouts of each that are in use.
+    rollout_lengths: (R,) number of tokens of each rollout.
+    shards: files of hidden states, with the number of positions and of rollouts used from each.
     """
 
     config: TraceConfig
@@ -66,12 +67,12 @@ class CoupledTraces:
 
     @property
     def domains(self) -> list[str]:
-        """Each response's."""
+        """The domain of each response."""
         return list(self.traces["domain"])
 
     def hidden(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Shard by shard: (positions, rollouts, fed, hidden), fed (positions, hidden) the state that each position's
-        token was drawn from, hidden (rollouts, k_max − 1, hidden) the same of each rollout's tokens."""
+        """Yields (positions, rollouts, fed, hidden) of each shard. fed: (positions, hidden) the state that each
+        position's token was drawn from. hidden: (rollouts, k_max − 1, hidden) the same for each rollout's tokens."""
         position = rollout = 0
         for path, positions, rollouts in self.shards:
             tensors = read_rollouts(path, ("fed_hidden", "hidden"))
@@ -92,10 +93,10 @@ def load_coupled(
     k_max: int = LONGEST,
     max_prompts: int | None = None,
 ) -> CoupledTraces:
-    """Read traces and their rollouts, making those that are missing. max_prompts: the first so many.
+    """Read traces and their rollouts; missing rollouts are made. max_prompts: use only the first so many.
 
-    Raises InputError when the traces are damaged, of another draft, of scored text (`collect --responses`), or have no
-    response.
+    Raises InputError when the traces are damaged, made with another draft, made of scored text (`collect --responses`),
+    or have no response.
     """
     if k_max < 2:
         raise InputError(f"k_max is {k_max}, expected at least 2")
@@ -109,8 +110,8 @@ def load_coupled(
 
 
 def couple(config: TraceConfig, traces: Any, paths: list[Path], k_max: int) -> CoupledTraces:
-    """Tables of `traces`, the first records of a folder, from the rollouts of its first shards."""
-    read = [name for name in traces.column_names if name not in ALTERNATIVE_COLUMNS]  # which only training reads
+    """The tables of `traces`, the first records of a folder. paths: the rollouts of its first shards."""
+    read = [name for name in traces.column_names if name not in ALTERNATIVE_COLUMNS]  # only training reads those
     records = traces.select_columns(read).with_format("numpy")[:]
     lengths = np.array([len(ids) for ids in records["response_ids"]])
     starts = np.cumsum([0, *lengths[:-1]])
@@ -141,7 +142,7 @@ def couple(config: TraceConfig, traces: Any, paths: list[Path], k_max: int) -> C
 def _read_shards(
     paths: list[Path], config: TraceConfig, lengths: np.ndarray, k_max: int
 ) -> tuple[dict[str, Tensor], tuple[tuple[Path, int, int], ...]]:
-    """The small tables of all rollouts, `position` counted over all shards, and what of each shard is in use."""
+    """The small tables of all rollouts, with `position` counted over all shards, and the used part of each shard."""
     parts, shards, first = [], [], 0
     for number, path in enumerate(paths):
         mine = lengths[number * config.shard_size : (number + 1) * config.shard_size]
@@ -169,10 +170,10 @@ def _paths(
     """(path, drafts, leading) as CoupledTraces has them."""
     count = len(accepted)
     here = np.arange(count)
-    # The last position a round can draft: the response's last, unless that is the budget's, which the target emits.
+    # The last position that a round can draft is the response's last. But the last token of the budget is the target's.
     last = np.repeat(starts + np.minimum(lengths, max_new_tokens - 1) - 1, lengths)
     rejected = np.where(accepted, count, here)
-    stop = np.minimum.accumulate(rejected[::-1])[::-1]  # the first rejected position from here on, of any response
+    stop = np.minimum.accumulate(rejected[::-1])[::-1]  # the next rejected position, maybe of a later response
     rejects = stop <= last
     leading = np.where(rejects, stop, last + 1) - here
     rollout = np.zeros(count, dtype=np.int64)  # of each rejected position

@@ -1,4 +1,4 @@
-"""The policy that is fastest, found from the throughput that it reaches itself: Dinkelbach's iteration."""
+"""Dinkelbach's iteration: finds the fastest policy of a family indexed by the policy's own throughput."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from accept_head.cost import ForwardCosts
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.walk import Replayed
 
-STEPS = 20  # replays at most; about 5 are enough
-CLOSE = 1e-4  # relative: as near as throughputs have to come to each other
+STEPS = 20  # at most; about 5 are enough
+CLOSE = 1e-4  # relative change of the throughput at which the iteration ends
 
 
 def dinkelbach(at: Callable[[float], Replayed], costs: ForwardCosts) -> Replayed:
-    """The fastest of the policies at(λ), λ the throughput of the one before; from the target's own on.
+    """The fastest of the policies at(λ), where λ is the throughput of the previous one; the first λ is the target's.
 
-    Where at(λ) maximises E[tokens] − λ·E[seconds] of a round, λ rises to the largest throughput there is (Dinkelbach
-    1967). A rule that only comes near that maximum can go round in a circle at the end: then the best one counts.
+    If at(λ) maximises E[tokens] − λ·E[seconds] of a round, λ rises to the largest throughput (Dinkelbach 1967). A rule
+    that only comes close to that maximum can end in a cycle: then the best policy of the cycle counts.
     """
     speed = 1 / costs.t_target
     found: dict[float, Replayed] = {}

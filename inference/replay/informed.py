@@ -1,7 +1,7 @@
-"""The informed bound: what a policy would cost that knows the true a(Y_i) and β_{i+1}, but not verification's coins.
+"""The informed bound: the cost of a policy that knows the true a(Y_i) and β_{i+1}, but not the coins of verification.
 
-The oracle (theorem 4.1) also knows the coins, which no head can. docs/theory.md says what this bound is the best of,
-and of what it is not.
+The oracle (theorem 4.1) also knows the coins, which no head can. docs/theory.md says among which policies this bound is
+the best.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from accept_head.inference.replay.walk import Replayed, replayed_of, walk_rounds
 def replay_informed(
     traces: CoupledTraces, tables: InformedTables, costs: ForwardCosts, least: int = 1, *, foresight: bool = False
 ) -> Replayed:
-    """After Y_k draft one more iff C_k·β_{k+1} > λ·t_draft, where C_k = Π_{i≤k} a(Y_i) and λ is this policy's own
-    throughput; never fewer than `least` tokens, where the budget leaves room for them.
+    """Replay the bound: after Y_k draft one more iff C_k·β_{k+1} > λ·t_draft, where C_k = Π_{i≤k} a(Y_i) and λ is this
+    policy's own throughput. A round has at least `least` tokens, if the budget allows.
 
-    foresight: a looser bound, which also knows all that the draft is going to draw: a round is as long as makes
-    Σ_{i≤n} (C_i − λ·t_draft) largest.
+    foresight: a looser bound, which also knows all later tokens of the draft. The length n of a round maximises
+    Σ_{i≤n} (C_i − λ·t_draft).
     """
     paths = _Paths(traces, tables, least)
     lengths = paths.best_lengths if foresight else paths.myopic_lengths
@@ -36,8 +36,8 @@ def replay_informed(
 
 
 class _Paths:
-    """C and β along the path of a round from each position, (P, k_max). Where the path has ended both are 0, so that to
-    draft on never pays."""
+    """C and β along the path of a round from each position, (P, k_max). Both are 0 after the path's end, so that
+    drafting on never pays there."""
 
     def __init__(self, traces: CoupledTraces, tables: InformedTables, least: int):
         self.shortest, self.drafts = traces.drafts.clamp(max=least), traces.drafts
@@ -47,18 +47,18 @@ class _Paths:
         )
         self.survival = acceptance.cumprod(-1)  # C_1, C_2, …
         before = torch.cat([torch.ones_like(self.survival[:, :1]), self.survival[:, :-1]], dim=-1)
-        self.gain = before * overlaps  # C_{k-1}·β_k: tokens that are expected from drafting Y_k
+        self.gain = before * overlaps  # C_{k-1}·β_k: expected tokens from drafting Y_k
 
     def myopic_lengths(self, price: float) -> Tensor:
-        """(P,) tokens before the first that is not worth `price`. The gain can rise again later: that is not seen."""
+        """(P,) tokens before the first that is not worth `price`. A later rise of the gain is ignored."""
         pays = self.gain > price
         pays |= torch.arange(pays.shape[1]) < self.shortest[:, None]
         return torch.minimum(pays.long().cumprod(-1).sum(-1), self.drafts)
 
     def best_lengths(self, price: float) -> Tensor:
-        """(P,) tokens at which the sum of C_k − price, of all of them, is largest."""
+        """(P,) number of tokens n at which Σ_{k≤n} (C_k − price) is largest."""
         inside = torch.arange(self.gain.shape[1]) < self.drafts[:, None]
         sums = torch.where(inside, self.survival - price, -torch.inf).cumsum(-1)
-        sums = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)  # of 0, 1, 2, … tokens
+        sums = torch.cat([torch.zeros_like(sums[:, :1]), sums], dim=-1)  # for 0, 1, 2, … tokens
         sums = torch.where(torch.arange(sums.shape[1]) < self.shortest[:, None], -torch.inf, sums)
         return sums.argmax(-1)

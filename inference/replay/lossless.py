@@ -1,13 +1,13 @@
-"""Is a policy lossless? Every outcome of a round, on pairs of random tables, under each verifier.
+"""Checks that a policy is lossless, by enumerating all outcomes of a round on random toy pairs, under each verifier.
 
-A toy pair is a table: p and q after each of the few prefixes that a round can have. All sequences that one row can
-draft are enumerated; the policy, the object that decodes, says how many tokens of each are drafted and how many of them
-verified; the verifiers' probabilities are formulas. So what the row emits is known exactly, and is compared with the
-target's own distribution: no sampling, no false alarms.
+A toy pair is a table of p and q after each of the few prefixes that a round can have. All sequences that one row can
+draft are enumerated. The policy, the same object that decodes, decides how many tokens of each are drafted and
+verified. The verifiers' probabilities are formulas. So the distribution of the emitted tokens is known exactly, and is
+compared with the target's: no sampling, no false alarms.
 
-The rows around it draft one sequence each, the same throughout. Exact given them is more than exact on average: biases
-of opposite sign cannot cancel. A round is enough: what was learnt in earlier ones is history, and the policy comes into
-the round with a history of rounds that were played at random.
+The other rows draft one fixed sequence each. Being exact given the other rows is stronger than being exact on average:
+biases of opposite sign cannot cancel. One round is enough: the policy enters it with a history of rounds that were
+played at random.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
 
-PROVED = 1e-6  # largest total variation of an unbiased policy: rounding
-HIDDEN = 16  # size of the hidden states that a policy is shown
+PROVED = 1e-6  # largest total variation that counts as unbiased: rounding
+HIDDEN = 16  # size of the toy draft's hidden states
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """vocab: tokens. depth: of a round at most. rows: of the batch, the first of which is enumerated. history: rounds
-    that come before. q is Dirichlet(concentration); p is a mixture of it, to a share of `agreement`, and another draw.
-    As they stand, the two agree as often as real pairs do."""
+    """Size of the toy problem. vocab: number of tokens. depth: longest round. rows: of the batch; the first one is
+    enumerated. history: number of rounds before. q is Dirichlet(concentration); p is a mixture of q, with the weight
+    `agreement`, and another draw. With the defaults p and q agree as often as in real pairs."""
 
     vocab: int = 3
     depth: int = 2
@@ -44,9 +44,9 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Enumerated:
-    """ratio, match: (pairs,) total variation between what a row emits in a round, completed by the target to depth + 1
-    tokens, and the target's own distribution. drafted, submitted: (depth + 1,) sequences by how many of their tokens
-    were drafted, and verified."""
+    """The result. ratio, match: (pairs,) total variation between the target's distribution and that of a round's
+    emitted tokens, completed by the target to depth + 1 tokens. drafted, submitted: (depth + 1,) number of sequences by
+    their drafted and verified tokens."""
 
     ratio: np.ndarray
     match: np.ndarray
@@ -56,7 +56,7 @@ class Enumerated:
 
 @torch.no_grad()
 def enumerate_rounds(make: Callable[[], DraftPolicy], *, pairs: int = 200, shape: Shape, seed: int = 0) -> Enumerated:
-    """All rounds of the first row, on so many random pairs. make: builds the policy, anew for each pair."""
+    """Enumerate all rounds of the first row on `pairs` random pairs. make: builds a new policy for each pair."""
     random = np.random.default_rng(seed)
     found = [_enumerate_pair(make(), shape, random) for _ in range(pairs)]
     lengths = [
@@ -68,8 +68,8 @@ def enumerate_rounds(make: Callable[[], DraftPolicy], *, pairs: int = 200, shape
 
 
 class Tables:
-    """p and q of each row after each prefix of up to `depth` drafted tokens: (rows, prefixes, vocab) each. hidden:
-    (rows, prefixes, HIDDEN), the draft's state there."""
+    """p and q of each row after each prefix of up to `depth` drafted tokens, (rows, prefixes, vocab) each. hidden:
+    (rows, prefixes, HIDDEN), the draft's state after the prefix."""
 
     def __init__(self, shape: Shape, random: np.random.Generator):
         self.shape = shape
@@ -81,7 +81,7 @@ class Tables:
         self.draft = torch.from_numpy(self.q).float()
 
     def after(self, sequence: Sequence[int]) -> int:
-        """The number of the prefix that holds these tokens."""
+        """The index of the prefix with these tokens."""
         number = 0
         for token in sequence:
             number = number * self.shape.vocab + 1 + token
@@ -101,7 +101,7 @@ class Tables:
 def _enumerate_pair(
     policy: DraftPolicy, shape: Shape, random: np.random.Generator
 ) -> tuple[float, float, list[int], list[int]]:
-    """One random pair: the bias under (ratio, match), and how many tokens each sequence drafted and submitted."""
+    """The bias under ratio and match on one random pair, and the drafted and submitted tokens of each sequence."""
     lengths = torch.full((shape.rows,), 8)
     drafting = Drafting(policy)
     drafting.start(shape.rows, torch.device("cpu"))
@@ -126,7 +126,7 @@ def _enumerate_pair(
 
 
 def _play_at_random(policy: DraftPolicy, tables: Tables, lengths: Tensor, random: np.random.Generator) -> Tensor:
-    """A round of the policy's history: drawn from q, accepted as the tables have it → the rows' lengths after it."""
+    """Play a round of the policy's history: draw from q, accept by p and q → the rows' lengths after it."""
     drawn = tables.draw(random)
     drafted, submitted = play(policy, tables, drawn)
     accepted = torch.zeros_like(drafted)
@@ -153,8 +153,8 @@ def _play_at_random(policy: DraftPolicy, tables: Tables, lengths: Tensor, random
 
 
 def play(policy: DraftPolicy, tables: Tables, drawn: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Ask the policy as the decode loop does, in a round in which the rows draw these tokens → drafted and submitted
-    tokens, (rows,) each."""
+    """Ask the policy as the decode loop does, in a round whose rows draw these tokens → drafted and submitted tokens,
+    (rows,) each."""
     drafting = Drafting(policy)
     progress = drafting.begin(torch.ones(len(drawn), dtype=torch.bool), tables.shape.depth)
     for depth in range(1, int(progress.budget.max()) + 1):
@@ -196,25 +196,26 @@ def _step(
     )
 
 
-# One verification. p, q: (vocab,), y: the candidate → its chance to be accepted, and the distribution of what is
-# emitted in its place.
+# One verification of a candidate y, with p, q: (vocab,) → its acceptance probability, and the distribution of the token
+# that replaces it after a rejection.
 Test = Callable[[np.ndarray, np.ndarray, int], tuple[float, np.ndarray]]
 
 
 def ratio_test(p: np.ndarray, q: np.ndarray, y: int) -> tuple[float, np.ndarray]:
-    """min(1, p(y)/q(y)), and the residual [p − q]₊."""
+    """min(1, p(y)/q(y)), and the normalised residual [p − q]₊."""
     left = np.maximum(p - q, 0)
     return min(1.0, p[y] / q[y]), left / left.sum() if left.sum() > 0 else p
 
 
 def sampler_match(p: np.ndarray, q: np.ndarray, y: int) -> tuple[float, np.ndarray]:
-    """p(y), and the draws from p that are not y."""
+    """p(y), and p without y, normalised."""
     others = np.where(np.arange(len(p)) == y, 0.0, p)
     return float(p[y]), others / others.sum()
 
 
 def emit(out: np.ndarray, tables: Tables, sequence: Sequence[int], submitted: int, weight: float, test: Test) -> None:
-    """Add to out, (vocab,) · (depth + 1), what row 0 emits when it submits the first so many tokens of `sequence`."""
+    """Add to `out` the distribution of what row 0 emits when it submits the first `submitted` tokens of `sequence`.
+    out: depth + 1 dimensions of size vocab."""
     for slot in range(submitted):
         number = tables.after(sequence[:slot])
         accepted, instead = test(tables.p[0, number], tables.q[0, number], sequence[slot])
@@ -225,7 +226,7 @@ def emit(out: np.ndarray, tables: Tables, sequence: Sequence[int], submitted: in
 
 
 def complete(out: np.ndarray, tables: Tables, prefix: tuple[int, ...], weight: float) -> None:
-    """Add the target's own continuations of row 0's prefix."""
+    """Add to `out` the target's own continuations of row 0's prefix."""
     if len(prefix) == out.ndim:
         out[prefix] += weight
         return

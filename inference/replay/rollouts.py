@@ -1,8 +1,8 @@
-"""Rollouts: what the draft would have gone on to draw after each rejection, computed once and stored beside the traces.
+"""Rollouts: the tokens that the draft would draw after each rejection, computed once and stored beside the traces.
 
-A coupled trace says what a round drafts up to its first rejection. What it drafts after that is thrown away, but it
-takes time, and the policy's decision to stop depends on it; only the draft can say. From every rejected position it is
-rolled out to the longest round there may be. The hidden states of both parts are kept, so that any head can be priced.
+A coupled trace has the tokens that a round drafts up to its first rejection. The tokens after it are discarded, but
+they take time, and the policy's decision to stop depends on them. So the draft is rolled out from every rejected
+position to the longest possible round. The hidden states of both parts are kept, so that any head can be replayed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from accept_head.trace.config import TraceConfig
 
 ROLLOUT_VERSION = 1
 FOLDER_NAME, CONFIG_NAME = "rollouts", "rollout_config.json"
-RESPONSES, ROLLOUTS = 16, 128  # fed together; as in collect, a rollout does not depend on what is fed beside it
+RESPONSES, ROLLOUTS = 16, 128  # batch sizes; as in collect, a rollout does not depend on the others in its batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class RolloutConfig:
 
     @classmethod
     def load(cls, path: Path) -> RolloutConfig | None:
-        """None if it is not there or of another version: the rollouts are then made anew."""
+        """None if the file is missing or of another version: the rollouts are then made anew."""
         if not path.is_file():
             return None
         values = read_json(path)
@@ -57,10 +57,10 @@ class RolloutConfig:
 def roll_out(
     draft: PreTrainedModel, folder: Path, config: TraceConfig, traces: Any, *, k_max: int, shards: int
 ) -> list[Path]:
-    """Make what is missing of the rollouts of the first `shards` trace shards; returns their files, in order.
+    """Make the missing rollouts of the first `shards` trace shards → their files, in order.
 
-    traces: what `read_traces` gave for `folder`. Rollouts that are there with at least this k_max are taken as they
-    are. Raises InputError when the folder cannot be written to, or when the decode loop cannot serve the draft.
+    traces: from `read_traces` of `folder`. Existing rollouts with at least this k_max are reused. Raises InputError
+    when the folder cannot be written to, or when the decode loop does not support the draft.
     """
     check_served(draft)
     place = folder / FOLDER_NAME
@@ -90,7 +90,7 @@ def roll_out(
 
 
 def read_rollouts(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Some of one shard's tensors, as `roll_out_records` names them. Raises InputError naming a damaged file."""
+    """Tensors of one shard, by their names in `roll_out_records`. Raises InputError naming a damaged file."""
     return read_tensors(path, names)
 
 
@@ -98,11 +98,11 @@ def read_rollouts(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
 def roll_out_records(
     draft: PreTrainedModel, records: dict[str, Any], config: TraceConfig, k_max: int
 ) -> dict[str, Tensor]:
-    """Rollouts of a table of traces, columns as in trace.py, on the CPU. With P positions in all and R rejected ones:
+    """Rollouts of a table of traces with the columns of accept_head.trace, on the CPU. With P positions, R rejected:
 
     fed_hidden: (P, hidden), the state that Y_i was drawn from.
-    position: (R,), which of the P positions a rollout follows. length: (R,), its tokens, at most k_max - 1: fewer
-        where the response's budget ends, or after an end token.
+    position: (R,), which of the P positions a rollout follows. length: (R,), its number of tokens, at most k_max - 1;
+        fewer at the end of the response's budget or after an end token.
     ids, logprob, entropy, max_prob: (R, k_max - 1), its tokens and their signals.
     hidden: (R, k_max - 1, hidden), the state that each of its tokens was drawn from.
     """
@@ -122,8 +122,8 @@ def _groups(records: dict[str, Any], starts: range) -> Iterator[dict[str, Any]]:
 def _roll_out_group(
     draft: PreTrainedModel, group: dict[str, Any], config: TraceConfig, k_max: int
 ) -> dict[str, Tensor]:
-    """The prefixes are fed once, one row a response; each rollout then continues a copy of its row from where it was
-    rejected, which with a ragged cache is a matter of saying so."""
+    """Feed the prefixes once, one row a response. Each rollout then continues a copy of its row from the rejected
+    position; a ragged cache needs no rewind for that."""
     device = draft.device
     ids = [
         torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
@@ -131,14 +131,14 @@ def _roll_out_group(
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(device)
     prompts = torch.tensor([len(prompt) for prompt in group["prompt_ids"]])
     lengths = torch.tensor([len(response) for response in group["response_ids"]])
-    # Rows whose budget is spent are fed on beside the others: not beyond the last position that the draft knows.
+    # Rows with a spent budget are still fed beside the others, but not beyond the draft's context.
     trunk = CachedModel(draft, len(ids), min(padded.shape[1] + k_max, context_tokens(draft)))
     states = trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=device), 0)
     row = torch.repeat_interleave(torch.arange(len(ids)), lengths)
     step = torch.cat([torch.arange(n) for n in lengths.tolist()])
     fed = states[row, prompts[row] - 1 + step]
 
-    # The target emits a response's last token itself: its budget leaves no draft for the position max_new_tokens - 1.
+    # The target emits a response's last token itself, so position max_new_tokens - 1 is never drafted.
     accepted = torch.from_numpy(np.concatenate(group["accepted"]))
     position = torch.where(~accepted & (step < config.max_new_tokens - 1))[0]
     row, step = row[position], step[position]
@@ -165,8 +165,8 @@ def _continue(
     config: TraceConfig,
     k_max: int,
 ) -> dict[str, Tensor]:
-    """Feed each row's rejected token (rows,) at its place and go on for `budget` tokens. index, step: prompt and
-    position of each, which name its random numbers."""
+    """Feed each row's rejected token, (rows,), at its place and draw up to `budget` tokens. index, step: prompt and
+    position of each row, which select its random numbers."""
     ends = torch.tensor(config.end_token_ids, dtype=torch.long, device=token_ids.device)
     rows, slots = len(token_ids), k_max - 1
     random = uniforms(config.seed, index[:, None], step[:, None], TraceStream.ROLLOUT, torch.arange(slots)).to(

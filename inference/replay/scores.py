@@ -1,4 +1,4 @@
-"""What a rule says of every token that any round could draft: its scores, of all tokens of coupled traces."""
+"""A threshold rule's scores of every token that any round could draft, in coupled traces."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HIDDEN = frozenset({Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN})
 
 @torch.no_grad()
 def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = -float("inf")) -> Tensor:
-    """The policy's score of every token, (M,) float32; (M, 2), P̂ and β̂, where it `predicts_next`.
+    """The policy's score of every token, (M,) float32; P̂ and β̂, (M, 2), if it `predicts_next`.
 
-    floor: the lowest level of interest. A rollout's token that no round can reach with a statistic of at least that
-    gets the score 0: whoever draws it (k_min may force it) is below all levels already, and cannot rise again.
+    floor: the lowest level of interest. A rollout token gets the score 0 if every round that reaches it has a statistic
+    below the floor. A round that drafts it, forced by k_min, is below all levels already and cannot rise again.
     """
     if not policy.reads & HIDDEN:
         step = draft_step(traces, slice(None), torch.device("cpu"))
@@ -42,8 +42,9 @@ def _score_rollouts(
     out: Tensor,
     floor: float,
 ) -> None:
-    """Fill out (rollouts, k_max − 1), token by token, as far as the running statistic allows. rejected: (rollouts,) the
-    scores of the tokens that they follow. A round may have begun before these: its statistic is lower still."""
+    """Fill `out`, (rollouts, k_max − 1), token by token, while the running statistic is at least `floor`. rejected:
+    (rollouts,) the score of the rejected token before each rollout. The statistic starts there; it is lower still in
+    rounds that began earlier."""
     lengths, steps = traces.rollout_lengths[rollouts], traces.k_max - 1
     survival, running = policy.follow(*policy.begin(lengths.shape, rejected.device), rejected)
     numbers = torch.arange(rollouts.start, rollouts.stop)
@@ -52,7 +53,7 @@ def _score_rollouts(
         if not len(alive):
             return
         if Signal.DRAWN_HIDDEN in policy.reads and slot == steps - 1:
-            out[alive, slot] = 1.0  # the last token of the longest round: nothing depends on it
+            out[alive, slot] = 1.0  # last token of the longest round: nothing depends on it
             return
         tokens = traces.positions + numbers[alive] * steps + slot
         rows = alive.to(hidden.device)
@@ -63,8 +64,8 @@ def _score_rollouts(
 
 
 def _on_path(traces: CoupledTraces, positions: slice, fed: Tensor, hidden: Tensor, rejected: Tensor) -> DraftStep:
-    """The tokens of a shard's positions. An accepted token is the response's own: the state at it is the one that the
-    next position's is drawn from (at a response's end, where nobody asks, it is any other)."""
+    """The tokens of a shard's positions, as one draft step. The state at an accepted token is the state that the next
+    position's token is drawn from. At a response's end the state is arbitrary, as nothing reads it."""
     drawn = fed.roll(-1, 0)
     drawn[rejected] = hidden[:, 0]
     return draft_step(traces, positions, fed.device, fed, drawn)

@@ -1,7 +1,7 @@
-"""The truth of every token that a round could draft, as the target says it, for the informed bound.
+"""The true acceptance and overlap of every token that a round could draft, for the informed bound.
 
-On the responses the traces hold it. What the draft drew after a rejection the target has never been asked about: one
-teacher-forced pass of both models over the rollouts tells it. It is done once, and kept beside the rollouts.
+The traces have them for the responses. For the tokens of the rollouts they come from one teacher-forced pass of both
+models over the rollouts. The result is stored beside the rollouts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ CHUNK_ELEMENTS = 1 << 24  # logits of one forward: bounds memory, whatever the v
 
 @dataclass(frozen=True, kw_only=True)
 class InformedTables:
-    """The truth of every token that a round could draft, in the order of `CoupledTraces.ids`: M tokens.
+    """The truth for every token that a round could draft, in the order of `CoupledTraces.ids`: M tokens.
 
     acceptance: (M,) a(Y) = min(1, p(Y)/q(Y)). overlap: (M,) β = Σ min(p, q) of the distributions at Y. Both are 0
-    beyond a rollout's length, and in rollouts from a token with a(Y) = 0: nobody who knows that would draft them.
+    beyond a rollout's length, and in rollouts from a token with a(Y) = 0, which an informed policy never drafts.
     """
 
     acceptance: Tensor
@@ -50,10 +50,11 @@ class InformedTables:
 def informed_tables(
     traces: CoupledTraces, draft: PreTrainedModel, load_target: Callable[[], PreTrainedModel] | None = None
 ) -> InformedTables | None:
-    """The tables of these traces. What is missing of them is made if there is a target, which is loaded only then;
-    without one, None.
+    """The tables of these traces. Missing ones are made with the target, which is loaded only then; None if some are
+    missing and there is no target.
 
-    Raises InputError when the folder cannot be written to, a file is damaged, or the decode loop cannot serve a model.
+    Raises InputError when the folder cannot be written to, a file is damaged, or the decode loop does not support a
+    model.
     """
     place = traces.shards[0][0].parents[1] / FOLDER_NAME
     rollouts = [read_rollouts(path, ("position", "ids")) for path, *_ in traces.shards]
@@ -91,7 +92,7 @@ def informed_tables(
 def target_loader(
     traces: Path, target: str | None, dtype: str = "auto", trust_remote_code: bool = False
 ) -> Callable[[], PreTrainedModel] | None:
-    """Loads the target when it is needed; None without one. Raises InputError when the traces were made with another
+    """A function that loads the target; None without a target. Raises InputError when the traces were made with another
     target."""
     if target is None:
         return None
@@ -99,7 +100,7 @@ def target_loader(
     load: Callable[[], PreTrainedModel] = partial(
         load_model, target, "--target", dtype=dtype, trust_remote_code=trust_remote_code
     )
-    if not Path(target).is_dir():  # the Hub's name for it: only once it is loaded are its files here
+    if not Path(target).is_dir():  # a name on the Hub: its files are local only after loading
         model = load()
         load = lambda: model  # noqa: E731
     check_target(config, traces, checkpoint_fingerprint(target))
@@ -126,7 +127,7 @@ class InformedConfig:
 
     @classmethod
     def load(cls, path: Path) -> InformedConfig | None:
-        """None if it is not there or of another version: the tables are then made anew."""
+        """None if the file is missing or of another version: the tables are then made anew."""
         if not path.is_file():
             return None
         values = read_json(path)
@@ -136,12 +137,12 @@ class InformedConfig:
 
 
 def _is_of(path: Path, ids: Tensor) -> bool:
-    """Whether there is a table of these very tokens: rollouts that were made anew, on another machine, can differ."""
+    """Whether the file is a table of exactly these tokens. Rollouts made again on another machine can differ."""
     return path.is_file() and torch.equal(read_rollouts(path, ("ids",))["ids"], ids)
 
 
 def _records(traces: CoupledTraces, shard: int) -> dict[str, Any]:
-    """All of a shard's records, also those that are not in use: its rollouts are of all."""
+    """All records of a shard, also unused ones, because its rollouts cover all of them."""
     config = traces.config
     return read_shard(traces.shards[shard][0].parents[1], config, shard).with_format("numpy")[:]
 
@@ -167,9 +168,9 @@ def ask_records(
     rollouts: dict[str, Tensor],
     config: TraceConfig,
 ) -> dict[str, Tensor]:
-    """a and β of rollouts' tokens, {"acceptance", "overlap"}: (R, k_max − 1) each, on the CPU; arbitrary beyond a
-    rollout's length, 0 in rollouts from a token with a(Y) = 0. records: columns as in trace.py; rollouts: position and
-    ids as in rollouts.py, of these records."""
+    """a and β of the rollouts' tokens, {"acceptance", "overlap"}: (R, k_max − 1) each, on the CPU. Values beyond a
+    rollout's length are arbitrary; those of rollouts from a token with a(Y) = 0 are 0. records: with the columns of
+    accept_head.trace. rollouts: position and ids of these records, as in rollouts.py."""
     lengths = np.array([len(response) for response in records["response_ids"]])
     starts = np.cumsum([0, *lengths])
     parts = []
@@ -190,8 +191,8 @@ def _ask_group(
     ids: Tensor,
     config: TraceConfig,
 ) -> Tensor:
-    """(2, rollouts, k_max − 1), a and β. Each model is fed the responses once; each rollout continues a copy of its
-    row, the rejected token first. What its last token would lead to is of no interest."""
+    """(2, rollouts, k_max − 1), a and β. Each model is fed the responses once. Each rollout continues a copy of its
+    row, with the rejected token first; its last token is not fed."""
     lengths = torch.tensor([len(response) for response in group["response_ids"]])
     row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[position]
     step = torch.cat([torch.arange(n) for n in lengths.tolist()])[position]
@@ -211,15 +212,15 @@ def _ask_group(
 
 
 def _distributions(trunk: CachedModel, row: Tensor, fed: Tensor, places: Tensor, config: TraceConfig) -> Tensor:
-    """What follows each fed token, (rollouts, k_max − 1, vocab). row: (rollouts,) of the trunk that each continues;
-    places: (rollouts,) where its first token stands."""
+    """The distributions after each fed token, (rollouts, k_max − 1, vocab). row: (rollouts,) the trunk row that each
+    continues. places: (rollouts,) the place of its first token."""
     device = trunk.model.device
     logits = trunk.copy(row.to(device)).forward(fed.to(device), places.to(device), int(places.max())).logits
     return config.sampling.probabilities(logits[..., : config.vocab_size])
 
 
 def _trunk(model: PreTrainedModel, group: dict[str, Any], k_max: int) -> CachedModel:
-    """A cache with one row a response, prompt included, and room for a round beyond it."""
+    """A cache with one row a response, with its prompt, and room for a round after it."""
     ids = [
         torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
     ]

@@ -1,7 +1,7 @@
-"""The walk from round to round through all responses, where each position says how many tokens a round drafts there.
+"""The walk from round to round through all responses, given the draft length of a round from each position.
 
-For fixed draft lengths and for the oracle that is known at once. Rules that stop at a threshold work it out first
-(thresholds.py). In distribution the walk is what the decode loop does (docs/theory.md, post-hoc coupling).
+For fixed draft lengths and the oracle these lengths are known; thresholds.py computes them for threshold rules. The
+walk has the same distribution as the decode loop (docs/theory.md, post-hoc coupling).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from accept_head.inference.replay.coupled import CoupledTraces
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What one policy did on n responses.
+    """The replay of one policy on n responses.
 
-    counts: (n, 4) generated tokens, discarded tokens, target forwards, draft forwards of each.
-    draft_lengths: (k_max + 1,) rounds that drafted so many tokens.
-    at_risk: (k_max,) rounds that drafted to this depth with all earlier tokens accepted; accepted: (k_max,) those of
-        them whose token at this depth was accepted too.
+    counts: (n, 4) generated tokens, discarded tokens, target forwards and draft forwards of each response.
+    draft_lengths: (k_max + 1,) number of rounds by their draft length.
+    at_risk: (k_max,) rounds that drafted to this depth with all earlier tokens accepted.
+    accepted: (k_max,) those of them whose token at this depth was accepted too.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Replayed:
         return _counts(self.counts.sum(0))
 
     def measured(self, responses: Sequence[int] | None = None) -> Measured:
-        """For `compare`; of these responses only, if given."""
+        """The input for `compare`. responses: only these; None = all."""
         rows = self.counts if responses is None else self.counts[list(responses)]
         return Measured(name=self.name, params=self.params, counts=[_counts(row) for row in rows])
 
 
 def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed]:
-    """fixed:K for each K; `none` for 0."""
+    """Replay fixed:K for each K; K = 0 is `none`."""
     check_k_max("fixed", max(lengths), traces)
     lanes = torch.minimum(traces.drafts[:, None], torch.tensor(lengths))  # (P, lengths)
     walked = walk_rounds(traces, lanes)
@@ -59,7 +59,7 @@ def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed
 
 
 def replay_oracle(traces: CoupledTraces) -> Replayed:
-    """Stops just before each rejection (theorem 4.1): no policy does better."""
+    """Replay the oracle, which stops just before each rejection (theorem 4.1). No policy does better."""
     walked = walk_rounds(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
     walked.counts[:, 0] = [
         [count.generated, count.discarded, count.target_forwards, count.draft_forwards]
@@ -71,8 +71,8 @@ def replay_oracle(traces: CoupledTraces) -> Replayed:
 
 @dataclass(frozen=True)
 class Walked:
-    """counts: (n, lanes, 4). lengths: (lanes, k_max + 1) rounds by tokens drafted; judged, accepted: (lanes, k_max + 1)
-    rounds by depths at risk and by tokens accepted."""
+    """The result of a walk. counts: (n, lanes, 4), as in Replayed. lengths, judged, accepted: (lanes, k_max + 1) number
+    of rounds by drafted, judged and accepted tokens."""
 
     counts: np.ndarray
     lengths: np.ndarray
@@ -81,8 +81,8 @@ class Walked:
 
 
 def walk_rounds(traces: CoupledTraces, lanes: Tensor, extra_forwards: Tensor | None = None) -> Walked:
-    """From round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from each
-    position drafts; extra_forwards: (P, lanes) bool, whether it feeds the last of them for nothing."""
+    """Walk from round to round through all responses, in many lanes at once. lanes: (P, lanes) tokens that a round from
+    each position drafts. extra_forwards: (P, lanes) bool, whether the round has a draft forward that draws no token."""
     responses, width, sizes = len(traces.lengths), lanes.shape[1], traces.k_max + 1
     lane = torch.arange(width).expand(responses, width)
     place = traces.starts[:, None].expand(responses, width).clone()
@@ -98,7 +98,7 @@ def walk_rounds(traces: CoupledTraces, lanes: Tensor, extra_forwards: Tensor | N
         forwards += drafted if extra_forwards is None else drafted + (extra_forwards[here, lane] & live)
         for histogram, value in zip(histograms, (drafted, torch.minimum(drafted, accepted + 1), accepted), strict=True):
             histogram += torch.bincount((lane * sizes + value)[live], minlength=width * sizes)
-        # Beyond the end only after a drawn end token, which nothing follows.
+        # Only a drawn end token, which nothing follows, can lead past the end.
         place = torch.where(live, torch.minimum(place + accepted + 1, end), place)
     generated = traces.lengths[:, None].expand(responses, width)
     counts = torch.stack([generated, discarded, rounds, forwards], dim=-1).double().numpy()
@@ -106,7 +106,7 @@ def walk_rounds(traces: CoupledTraces, lanes: Tensor, extra_forwards: Tensor | N
 
 
 def round_starts(traces: CoupledTraces, lengths: Tensor) -> Tensor:
-    """The positions at which rounds start, in order, when a round from each position drafts lengths, (P,)."""
+    """The positions at which rounds start, in order. lengths: (P,) tokens that a round from each position drafts."""
     following = torch.arange(traces.positions) + torch.minimum(lengths, traces.leading) + 1
     starts = []
     for start, length in zip(traces.starts.tolist(), traces.lengths.tolist(), strict=True):
@@ -129,7 +129,7 @@ def replayed_of(walked: Walked, lane: int, name: str, params: dict[str, Any]) ->
 
 
 def _at_least(histogram: np.ndarray) -> np.ndarray:
-    """How many rounds reached depth 1, 2, …: (k_max + 1,) → (k_max,)."""
+    """Number of rounds that reached depth 1, 2, …: (k_max + 1,) → (k_max,)."""
     return histogram[::-1].cumsum()[::-1][1:]
 
 
