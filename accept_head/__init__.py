@@ -21,7 +21,7 @@ __version__ = VERSION
 
 __all__ = ["AcceptanceHead", "HeadConfig", "InputError", "Pair", "Sampling", "__version__", "load_pair"]
 
-# Looked up when they are asked for: the command line need not wait for torch to say what is wrong with a word.
+# Imported on first use, so that the command line can reject a wrong option without waiting for torch.
 _HOMES = {
     "AcceptanceHead": "head.network",
     "HeadConfig": "head_config",

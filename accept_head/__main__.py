@@ -1,4 +1,4 @@
-"""`python -m accept_head` is `accept-head`; `accelerate launch -m accept_head …` starts here."""
+"""Entry point of `python -m accept_head`, which equals `accept-head`, and of `accelerate launch -m accept_head …`."""
 
 from accept_head.cli import run
 

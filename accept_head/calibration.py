@@ -1,8 +1,8 @@
-"""Calibration by depth: what a head's P̂ of the first, second, … token of a round should have been.
+"""Calibration by depth: corrects a head's P̂ of the first, second, … token of a round.
 
-A round's survival is a product, Π P̂_i: small errors of the same sign at each depth add up, so each depth has a map of
-its own. `temperature` is DSpark's sequential temperature scaling (arXiv:2607.05147), `isotonic` any monotone map,
-`affine` a slope and an intercept, such as online recalibration learns.
+A round's survival is a product, Π P̂_i. Small errors of the same sign at each depth add up, so each depth has its own
+map. `temperature` is DSpark's sequential temperature scaling (arXiv:2607.05147), `isotonic` any monotone map, `affine`
+a slope and an intercept, as in online recalibration.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ CALIBRATION_NAME = "calibration.json"
 Method = Literal["temperature", "isotonic", "affine"]
 
 MOST_LOG_ODDS = 16.0
-FEWEST = 200  # rounds that a depth needs for a map of its own; deeper ones have that of the last that had them
+FEWEST = 200  # rounds that a depth needs for its own map; deeper depths use the last map
 HOTTEST, COLDEST = 8.0, 0.25  # temperatures
 
 
 @dataclass(frozen=True, kw_only=True)
 class DepthCalibration:
-    """One map a depth, 1, 2, …; deeper ones have the last. Stored as `calibration.json` beside the head.
+    """One map for each depth 1, 2, …; deeper depths use the last map. Stored as `calibration.json` beside the head.
 
-    temperature, affine: logit P̂' = slope·logit P̂ + intercept; slope is 1 / temperature, and its intercepts are 0.
-    isotonic: P̂' by linear interpolation between the points (predicted, observed), constant beyond them.
-    fitted_on: which traces.
+    temperature, affine: logit P̂' = slope·logit P̂ + intercept. For temperature, slope is 1 / temperature and intercepts
+    are 0. isotonic: P̂' by linear interpolation between the points (predicted, observed), constant beyond them.
+    fitted_on: the traces that the maps were fitted on.
     """
 
     method: Method
@@ -63,14 +63,14 @@ class DepthCalibration:
             raise InputError(f"calibration: slopes is {self.slopes}, expected positive numbers")
         for depth, (xs, ys) in enumerate(zip(self.predicted, self.observed, strict=True), start=1):
             for name, points in (("predicted", xs), ("observed", ys)):
-                # Strictly: two points at one place would have two values there.
+                # Predicted points rise strictly: two points at one place would give two values there.
                 if not _rises(points, strictly=name == "predicted"):
                     raise InputError(f"calibration: {name} of depth {depth} is not a rising list of probabilities")
             if len(xs) != len(ys):
                 raise InputError(f"calibration: predicted and observed of depth {depth} differ in length")
 
     def __call__(self, depth: int, probability: Tensor) -> Tensor:
-        """P̂ → P̂' of tokens at `depth` of their rounds, 1 for the first. Any shape, float32."""
+        """P̂ → P̂' for tokens at this depth of their rounds, 1 for the first. Any shape, float32."""
         place = min(depth, self.depths) - 1
         if self.method == "isotonic":
             return _interpolated(probability.float(), self.predicted[place], self.observed[place])
@@ -89,7 +89,7 @@ class DepthCalibration:
 
     @classmethod
     def load(cls, folder: Path) -> DepthCalibration:
-        """Raises InputError, naming file and field, when there is none or it is not one."""
+        """Read calibration.json. Raises InputError, naming file and field, when it is missing or invalid."""
         path = folder / CALIBRATION_NAME
         values = read_json(path)
         if unknown := sorted(set(values) - {each.name for each in fields(cls)}):
@@ -115,7 +115,7 @@ class Rounds:
     """Drafted rounds, (rounds, depths) each.
 
     predicted: P̂ of each token. acceptance: a(Y) = min(1, p/q) of tokens whose predecessors in the round were all
-    accepted; 0 after a rejection. drafted: bool. at_risk: bool, drafted, and all predecessors accepted.
+    accepted; 0 after a rejection. drafted: bool. at_risk: bool, drafted and all predecessors accepted.
     """
 
     predicted: np.ndarray
@@ -125,15 +125,19 @@ class Rounds:
 
     @property
     def survived(self) -> np.ndarray:
-        """The chance that a round's tokens up to each depth are accepted, when the coins of all but the last are known:
-        as an average over rounds what `predicted` multiplied up should be."""
+        """The chance that a round's tokens up to each depth are accepted, given the outcomes of all but the last.
+
+        Its mean over rounds is what the product of `predicted` should be on average.
+        """
         return np.where(self.at_risk, self.acceptance, 0.0)
 
 
 def fit_temperatures(rounds: Rounds, fitted_on: dict[str, Any] | None = None) -> DepthCalibration:
-    """Sequential temperature scaling: T_1, T_2, … in order, each such that the survival Π_{i≤k} σ(z_i / T_i), with the
-    earlier ones as they are by now, is most likely for the rounds that drafted k tokens, whether they were still alive
-    or not. DSpark takes the least expected calibration error on a grid; the likelihood has one optimum, and no bins.
+    """Sequential temperature scaling: fit T_1, T_2, … in order.
+
+    T_k maximises the likelihood of the survival Π_{i≤k} σ(z_i / T_i), with the earlier temperatures fixed, over all
+    rounds that drafted k tokens, whether or not they were still alive. DSpark minimises the expected calibration error
+    on a grid instead. The likelihood has one optimum and no bins.
 
     Raises InputError when there are too few rounds.
     """
@@ -158,14 +162,16 @@ def fit_temperatures(rounds: Rounds, fitted_on: dict[str, Any] | None = None) ->
 
 
 def fit_isotonic(rounds: Rounds, fitted_on: dict[str, Any] | None = None) -> DepthCalibration:
-    """For each depth the monotone map with the least squared error, over tokens whose predecessors were accepted
-    (conditional probabilities that are right make a product that is). Raises InputError when there are too few."""
+    """For each depth the monotone map with the least squared error, over tokens whose predecessors were accepted.
+
+    Calibrated conditional probabilities give a calibrated product. Raises InputError when there are too few rounds.
+    """
     from sklearn.isotonic import IsotonicRegression
 
     predicted, observed = [], []
     for depth in range(_depths(rounds.at_risk)):
         mine = rounds.at_risk[:, depth]
-        edge = 1 / (mine.sum() + 2)  # nothing that was seen so often is impossible, or sure
+        edge = 1 / (mine.sum() + 2)  # a finite sample gives no probability of 0 or 1
         model = IsotonicRegression(y_min=edge, y_max=1 - edge)
         model.fit(rounds.predicted[mine, depth].astype(np.float64), rounds.acceptance[mine, depth])
         places, where = np.unique(model.X_thresholds_.astype(np.float32), return_index=True)
@@ -177,8 +183,10 @@ def fit_isotonic(rounds: Rounds, fitted_on: dict[str, Any] | None = None) -> Dep
 
 
 def fit_affine(rounds: Rounds, fitted_on: dict[str, Any] | None = None, *, prior: float = 4.0) -> DepthCalibration:
-    """One slope and an intercept a depth, by IRLS with a ridge of `prior` towards slope 1 and intercepts 0: where
-    online recalibration goes when it is shown these rounds. Raises InputError when there are too few."""
+    """One slope, and one intercept per depth, by IRLS with a ridge of `prior` towards slope 1 and intercepts 0.
+
+    Online recalibration on these rounds would approach this. Raises InputError when there are too few rounds.
+    """
     depths = _depths(rounds.at_risk)
     where, depth = np.nonzero(rounds.at_risk[:, :depths])
     z, label = _logit(rounds.predicted)[where, depth], rounds.acceptance[where, depth]
@@ -201,7 +209,7 @@ def fit_affine(rounds: Rounds, fitted_on: dict[str, Any] | None = None, *, prior
 
 
 def _depths(counted: np.ndarray) -> int:
-    """How many depths have enough rounds, of (rounds, depths) bool."""
+    """How many depths, from the first on, have enough rounds. counted: (rounds, depths) bool."""
     enough = counted.sum(0) >= FEWEST
     if not enough[0]:
         raise InputError(f"calibration needs {FEWEST} rounds, the traces have {int(counted[:, 0].sum())}")
@@ -233,7 +241,7 @@ def _interpolated(p: Tensor, xs: Sequence[float], ys: Sequence[float]) -> Tensor
 
 @lru_cache(maxsize=1024)
 def _on(device: torch.device, points: tuple[float, ...]) -> Tensor:
-    """The points there, sent once: a GPU would be waited for each time."""
+    """The points as a tensor on the device. Cached, because each copy to a GPU would make the host wait."""
     with torch.inference_mode(False):
         return torch.tensor(points, dtype=torch.float32, device=device)
 

@@ -1,7 +1,7 @@
-"""Files that carry their own checksum, so that no flipped bit in them goes unnoticed.
+"""Files that contain their own checksum, so that every flipped bit is found.
 
-Parquet checks its pages but not what describes them; safetensors checks nothing. Both leave room for a checksum inside
-the file, where other readers pass over it: it is written at once with the file, and is copied and lost with it.
+Parquet checks its pages but not its metadata, and safetensors checks nothing. Both formats have room for a checksum
+inside the file that other readers ignore. It is written, copied and lost together with the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METADATA = "sha256"  # the one key of a safetensors file's metadata: {name: chec
 
 
 def seal_parquet(path: Path) -> None:
-    """Put the SHA-256 of all of a parquet file's bytes into it. In place: for a file that nobody reads yet."""
+    """Add the SHA-256 of all bytes to a parquet file. It is changed in place, so nobody may be reading it."""
     data = path.read_bytes()
     footer = _footer_start(data)
     with path.open("r+b") as file:
@@ -33,8 +33,10 @@ def seal_parquet(path: Path) -> None:
 
 
 def check_parquet(path: Path) -> None:
-    """Raises ValueError when a sealed file has other bytes than it was sealed with. A file without a seal passes: it
-    is older than seals, or another program wrote it."""
+    """Raises ValueError when a sealed file has changed.
+
+    A file without a seal passes: it is older than seals, or another program wrote it.
+    """
     if path.stat().st_size < LENGTH + 8:
         return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -48,12 +50,12 @@ def check_parquet(path: Path) -> None:
 
 
 def _footer_start(data: bytes | mmap.mmap) -> int:
-    """A parquet file ends with its footer, the footer's length in four bytes, and a magic word of four."""
+    """Where the footer starts. A parquet file ends with its footer, its length in four bytes, and four magic bytes."""
     return len(data) - 8 - int.from_bytes(data[-8:-4], "little")
 
 
 def _seal_start(data: mmap.mmap) -> int:
-    """Where the seal is, also with one bit of it, or of the footer's length, flipped; −1 without one."""
+    """Where the seal starts; −1 without one. It is found even if one bit of it or of the footer's length is flipped."""
     start = _footer_start(data) - LENGTH
     if start >= 0:
         found = data[start : start + len(MARK)]
@@ -63,17 +65,19 @@ def _seal_start(data: mmap.mmap) -> int:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file with a checksum of each tensor, its name, type and shape included."""
+    """Write a safetensors file with a checksum of each tensor's name, type, shape and values."""
     from safetensors.torch import save
 
     checksums = {name: _checksum(name, tensor) for name, tensor in sorted(tensors.items())}
-    # Not save_file: it writes to a file of another name first, which a kill would leave there for good.
+    # save_file first writes to a file of another name, which would stay after a kill.
     path.write_bytes(save(dict(tensors), metadata={METADATA: json.dumps(checksums)}))
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some of a file's tensors, on the CPU. Those of a file without checksums, which is older than they are, are taken
-    as they are. Raises InputError naming a file that is damaged, and the tensor."""
+    """Read some of a file's tensors, on the CPU. Raises InputError naming a damaged file, and the tensor.
+
+    Older files have no checksums and are not checked.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -1,7 +1,8 @@
-"""The front door: one console command, one verb a step of the data flow.
+"""The console command, with one verb for each step of the data flow.
 
-Each verb is a function; jsonargparse makes its options, `--config` and `--print_config` from the signature. A verb's
-module is imported only when it is chosen, so `--help` is quick and the ground floor stays free of the two above it.
+Each verb is a function. jsonargparse makes its options, `--config` and `--print_config` from the signature. A verb's
+module is imported only when it is chosen. So `--help` is quick, and this package does not depend on training and
+inference.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from accept_head.files import machine_fault
 from accept_head.version import VERSION
 
 LONGEST_MESSAGE = 800  # characters
-NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # what was given as a file's name cannot be one
+NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # the given text cannot be a file name
 
 VERBS = {
     "collect": ("accept_head.training.collect.verb", "collect", "prompts, draft and target -> coupled traces"),
@@ -58,7 +59,7 @@ VERBS = {
 
 
 def run() -> None:
-    """Entry point of the console command: exit code 0 done, 2 the input is wrong (one line on stderr), 1 a bug."""
+    """Entry point of the console command. Exit codes: 0 done, 2 wrong input (one line on stderr), 1 a bug."""
     if sys.argv[1:2] == ["train"]:
         keep_freed_blocks()
     raise SystemExit(main(sys.argv[1:]))
@@ -106,7 +107,7 @@ def _call(verb: str, options: list[str]) -> None:
     class OneLineParser(ArgumentParser):
         def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
             words = plainly(function, " ".join(str(message).split()).removesuffix("."))
-            if "<unicode string>" in words:  # what yaml calls a text without saying which file it came from
+            if "<unicode string>" in words:  # yaml's name for a text, which does not tell the file
                 words = f"{next(config_names(options), '--config')}: {words}"
             raise InputError(f"{words} (see accept-head {verb} --help)")
 
@@ -121,15 +122,15 @@ def _call(verb: str, options: list[str]) -> None:
 def _wrong_input(message: str) -> int:
     if bars := getattr(sys.modules.get("tqdm"), "tqdm", None):
         for bar in list(getattr(bars, "_instances", ())):
-            bar.close()  # or the message would stand behind it, on the same line
+            bar.close()  # otherwise the message would be on the bar's line
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        print(file=sys.stderr)  # or it would stand behind rank 0's
+        print(file=sys.stderr)  # otherwise the message would be on the line of rank 0's bar
     print(f"accept-head: error: {_shown(message)}", file=sys.stderr)
     return 2
 
 
 def _shown(message: str) -> str:
-    """One line that a terminal can be shown, whatever the input was that it quotes."""
+    """The message as one line that is safe to print on a terminal, whatever input it quotes."""
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
     return line if len(line) <= LONGEST_MESSAGE else f"{line[:LONGEST_MESSAGE]} …"
 
@@ -143,8 +144,7 @@ def _help() -> str:
 
 
 def _policies() -> str:
-    """Every policy with its SPEC and its options. As they stand, all of them are lossless; what makes one lossy says so
-    where it is used."""
+    """A list of all policies with SPEC and options. With default options all of them are lossless."""
     from accept_head.inference.policies.registry import POLICIES
 
     lines = []

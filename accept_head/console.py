@@ -1,4 +1,4 @@
-"""Where tables go: as wide as they are where nobody says how wide, and with every name as it is."""
+"""The console for tables. It prints names unchanged, and tables at full width when no width is set."""
 
 from __future__ import annotations
 
@@ -9,5 +9,8 @@ from rich.console import Console
 
 
 def make_console(*, unseen_width: int | None = None, **options: Any) -> Console:
-    """unseen_width: columns where the output is no terminal. Without emoji, which rich would see in `head:ship:0.5`."""
+    """Make a console. unseen_width: columns when the output is no terminal.
+
+    Emoji codes are off, because rich would replace `:ship:` in `head:ship:0.5`.
+    """
     return Console(width=None if sys.stdout.isatty() else unseen_width, emoji=False, **options)

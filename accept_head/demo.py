@@ -1,8 +1,8 @@
-"""`accept-head demo`: the whole flow on the embedded pair, ending in a measured gain. A front door, like cli.py.
+"""`accept-head demo`: the whole flow on the embedded pair, ending in a measured gain.
 
 collect → train → measure forward costs → tune by replay → decode held-out prompts with every policy → one table, one
-sentence and the report. Settings are chosen on the dev prompts; the table is of the test prompts, which nothing was
-chosen on.
+sentence and the report. Settings are chosen on the dev prompts. The table shows the test prompts, which are used for
+nothing else. Like cli.py, this module may import training and inference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from accept_head.training.learn.verb import train
 FIXED_K = (1, 2, 3, 4, 6, 8)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SPLITS = ("train", "dev", "test")
-TUNED_RULES = [*RULES, "adaedl", "leviathan", "hf-heuristic", "goodput", "online-logistic"]  # the others take a minute
+TUNED_RULES = [*RULES, "adaedl", "leviathan", "hf-heuristic", "goodput", "online-logistic"]  # others take a minute
 COLLECT_BATCH, DECODE_BATCH = 40, 16
 COST_PROMPTS = 8
 
@@ -86,7 +86,7 @@ def demo(
     for name, value in numbers.items():
         if value < 1:
             raise InputError(f"{name} is {value}, expected a positive integer")
-    output = _clean(writable_folder(Path(out)))  # only now: what is refused leaves an earlier demo as it is
+    output = _clean(writable_folder(Path(out)))  # after all checks, so a refused call keeps an earlier demo
 
     console.rule("1/5  collect: the target answers, the draft's proposals are coupled and scored")
     for split in SPLITS:
@@ -182,7 +182,7 @@ class Decoders:
     """Processes that each hold the pair and decode batches of prompts, with a progress bar over all of them."""
 
     def __init__(self, job: DecodeJob, processes: int):
-        # Spawned, not forked: torch's and tokenizers' threads do not survive a fork.
+        # Spawned, because threads of torch and tokenizers do not survive a fork.
         self.pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_decoder, initargs=(job,))
 
     def __enter__(self) -> Decoders:
@@ -236,8 +236,10 @@ def _decode(spec: str, batch: Sequence[Prompt]) -> list[DecodeCounts]:
 
 
 def _tuned(path: Path, head: Path) -> dict[str, tuple[str, dict[str, Any]]]:
-    """What `tune` chose for the head, and the best rule that needs no training: name → (SPEC, params). A name is the
-    SPEC without the head's path."""
+    """The settings that `tune` chose for the head, and the best rule that needs no training: name → (SPEC, params).
+
+    A name is the SPEC without the head's path.
+    """
     rows = [row for row in read_json(path)["policies"] if "threshold" in row["params"]]
     heads = [row for row in rows if row["name"].startswith("head:")]
     rival = max((row for row in rows if row not in heads), key=lambda row: row["throughput"])
@@ -288,7 +290,7 @@ def _sentence(rows: list[dict[str, Any]], tuned: str, prompts: int) -> str:
 
 
 def _clean(folder: Path) -> Path:
-    """Remove what an earlier demo left, and nothing else."""
+    """Remove the files of an earlier demo, and nothing else."""
     for name in ("traces", "head", "head-run"):
         shutil.rmtree(folder / name, ignore_errors=True)
     for path in (folder / "summary.json", folder / "costs.json", folder / "tuned.json", *folder.glob("report.*")):

@@ -1,4 +1,4 @@
-"""The one exception that means: the user's input is wrong, and this sentence says which part of it."""
+"""The exception for wrong input of the user. Its message says which part is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a run after `kill -9`, never sees half of one."""
+"""Atomic writing of files: a reader, or a run after `kill -9`, never sees half a file. Also strict reading of JSON."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _unfinished: set[Path] = set()  # temporary files of this process
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary file or folder name beside `path`; on success it is renamed to `path`, on failure removed.
+    """Yield a temporary file or folder name beside `path`. On success it is renamed to `path`, on failure removed.
 
-    What killed processes have left of the same file is removed first. Raises OSError naming `path` when the disk is
-    full, whatever the library that found it out raised.
+    Temporary files that killed processes left for `path` are removed first. Raises OSError naming `path` when the disk
+    is full, whatever error the writing library raised.
     """
     for left in _left_behind(path):
         _remove(left)
@@ -56,7 +56,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _left_behind(path: Path) -> list[Path]:
-    """Temporary files for `path` by processes of this host that are no more. Those of other hosts may be in use."""
+    """Temporary files for `path` from dead processes of this host. Files from other hosts may be in use."""
     found = []
     for left in path.parent.glob(f".{glob.escape(path.name)}.{_HOST}-*.partial"):
         process = int(left.name.split("-")[-2])
@@ -69,7 +69,7 @@ def _replace(temporary: Path, path: Path) -> None:
     if not (temporary.is_dir() and path.is_dir() and not path.is_symlink()):
         os.replace(temporary, path)
         return
-    aside = _temporary(path)  # a folder cannot be renamed over one that has files
+    aside = _temporary(path)  # a folder cannot be renamed over a folder with files
     os.rename(path, aside)
     try:
         os.replace(temporary, path)
@@ -80,7 +80,7 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """As far as possible: what stays is hidden, and nothing reads it."""
+    """Remove a temporary file or folder as far as possible. The rest is hidden, and nothing reads it."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -89,8 +89,10 @@ def _remove(path: Path) -> None:
 
 
 def machine_fault(error: BaseException | None) -> OSError | None:
-    """The full, read-only or broken disk, or the missing permission, that is behind an exception; None for any other.
-    Libraries in Rust say it in words only."""
+    """The OSError behind an exception that comes from a full, read-only or broken disk or a missing permission.
+
+    None for any other exception. Libraries in Rust name the error only in their message.
+    """
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             return error
@@ -110,8 +112,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(text: str) -> Any:
-    """JSON, strictly: NaN and infinity are not JSON, and numbers that no float or 64-bit integer holds are refused, as
-    are texts that are none. Raises ValueError, or RecursionError where it is nested too deeply."""
+    """Parse JSON strictly. Raises ValueError, or RecursionError when it is nested too deeply.
+
+    Refuses NaN and infinity, numbers that fit neither a float nor a 64-bit integer, and half surrogate pairs.
+    """
     value = json.loads(text, parse_int=_integer, parse_float=_float, parse_constant=_no_constant)
     if has_half_pairs(text, value):
         raise ValueError(HALF_PAIR)
@@ -119,8 +123,10 @@ def parse_json(text: str) -> Any:
 
 
 def has_half_pairs(text: str, value: Any) -> bool:
-    """Whether a value that was read from JSON has halves of surrogate pairs in it: JSON can name them (\\ud800), but
-    they cannot be written as UTF-8."""
+    """Whether a value read from JSON contains half a surrogate pair.
+
+    JSON can express one (\\ud800), but it cannot be written as UTF-8.
+    """
     if "\\ud" not in text.lower():
         return False
     try:
@@ -160,10 +166,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def writable_folder(path: Path, option: str = "--out") -> Path:
-    """Make the folder if need be and prove that it can be written to. Raises InputError naming the option."""
+    """Make the folder if necessary, and test that it can be written to. Raises InputError naming the option."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):  # has no name that a kill could leave
+        with tempfile.TemporaryFile(dir=path):  # has no name, so a kill leaves nothing
             pass
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be written to ({error.strerror})") from None
@@ -171,7 +177,7 @@ def writable_folder(path: Path, option: str = "--out") -> Path:
 
 
 def writable_file(path: Path, option: str = "--out") -> Path:
-    """Prove that a file can be written there. Raises InputError naming the option."""
+    """Test that a file can be written there. Raises InputError naming the option."""
     if path.is_dir():
         raise InputError(f"{option} {path}: is a folder, expected a file")
     writable_folder(path.parent, option)
@@ -179,7 +185,7 @@ def writable_file(path: Path, option: str = "--out") -> Path:
 
 
 def readable_size(count: float) -> str:
-    """Bytes, in decimal units as disks are sold."""
+    """A number of bytes as text, in decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -1,4 +1,4 @@
-"""Prompts in: JSONL files or `datasets` names, raw text or chat messages, out: token ids."""
+"""Prompts from JSONL files or `datasets` names, as raw text or chat messages, to token ids."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from accept_head.files import HALF_PAIR, has_half_pairs, sha256
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. index: its place among the prompts used. id, domain, tenant: from the record, "" when it has none.
-    value: what the record's field holds, text or messages."""
+    """One prompt.
+
+    index: its place among the prompts used. id, domain, tenant: from the record, "" when it has none. value: the
+    content of the record's field, text or messages.
+    """
 
     index: int
     id: str
@@ -55,7 +58,7 @@ def load_prompts(
                 f"{max_prompt_tokens} before the response; shorten it or lower --max_new_tokens"
             )
         identifier = str(record.get("id", len(prompts)))
-        # A data set has None where a record has no such field and others do.
+        # In a data set, a field that only other records have is None.
         domain, tenant = ("" if (each := record.get(name)) is None else str(each) for name in ("domain", "tenant"))
         prompts.append(Prompt(len(prompts), identifier, domain, tuple(ids), record[field], tenant))
         if len(prompts) == max_prompts:
@@ -105,7 +108,7 @@ def _dataset_records(source: str, split: str) -> Iterator[tuple[str, dict[str, A
 
     try:
         dataset = load_dataset(source, split=split)
-    except Exception as error:  # datasets raises many kinds for a wrong name, split, or no network
+    except Exception as error:  # datasets raises many kinds of errors for a wrong name, split, or no network
         raise InputError(f"{source}: neither a file nor a data set ({' '.join(str(error).split())[:160]})") from None
     for number, record in enumerate(dataset):
         yield f"{source}, record {number}", record
@@ -122,9 +125,9 @@ def _encode(record: dict[str, Any], field: str, where: str, tokenizer: PreTraine
             raise InputError(f"{where}: field {field!r} holds chat messages, but the tokenizer has no chat template")
         try:
             text = tokenizer.apply_chat_template(value, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # jinja2 has many kinds, and templates raise their own
+        except Exception as error:  # jinja2 has many kinds of errors, and templates raise their own
             raise InputError(f"{where}: the tokenizer's chat template refuses field {field!r} ({error})") from None
-        # The template writes the special tokens itself: adding them again would begin the prompt twice.
+        # The template already writes the special tokens.
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         raise InputError(

@@ -1,6 +1,6 @@
 """How good predicted acceptance probabilities are: binary KL, Brier, ECE, AUROC, and predicted against observed mean.
 
-Labels are soft: a label a counts as a positive with weight a and a negative with weight 1 − a. Each metric is thus its
+Labels are soft: a label a counts as a positive with weight a and a negative with weight 1 − a. So each metric is its
 expectation over the outcome of the verification.
 """
 
@@ -40,7 +40,7 @@ class Quality:
 
 
 def quality(logits: Tensor, labels: Tensor) -> Quality:
-    """Judge logits (n,) against soft labels (n,). Raises InputError when n is 0."""
+    """The quality of logits (n,) for soft labels (n,). Raises InputError when n is 0."""
     if logits.numel() == 0:
         raise InputError("there are no positions to evaluate: the dev traces hold no usable token")
     logits, labels = logits.double(), labels.double()
@@ -79,7 +79,7 @@ def expected_calibration_error(predicted: Tensor, labels: Tensor, bins: int = EC
 
 
 def auroc(predicted: Tensor, labels: Tensor) -> float:
-    """Area under the ROC curve with soft labels; ties count one half; 0.5 where one class has no weight. Both (n,)."""
+    """Area under the ROC curve with soft labels. Ties count one half. 0.5 when one class has no weight. Both (n,)."""
     scores, group = predicted.unique(return_inverse=True)
     positive = torch.zeros_like(scores).index_add_(0, group, labels)
     negative = torch.zeros_like(scores).index_add_(0, group, 1 - labels)

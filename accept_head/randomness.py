@@ -1,6 +1,6 @@
-"""Random numbers that belong to a place, not to a moment: u = hash(seed, counter₁, counter₂, …).
+"""Random numbers that depend only on counters: u = hash(seed, counter₁, counter₂, …).
 
-A trace, a mixing mask or a decoded row is then the same whatever batch, process or order it was computed in, and a
+So a trace, a mixing mask or a decoded row does not depend on the batch, process or order in which it is computed, and a
 resumed run needs no generator state. The hash is splitmix64 (Steele, Lea and Flood, 2014), chained over the counters.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class DecodeStream(IntEnum):
-    """What a random number of the decode loop is for; its other counters are the row's key, the round and the slot."""
+    """Uses of random numbers in the decode loop. The other counters are the row's key, the round and the slot."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -23,7 +23,7 @@ class DecodeStream(IntEnum):
 
 
 class TraceStream(IntEnum):
-    """What a random number of traces is for; its other counters are the record's index and the step in its response."""
+    """Uses of random numbers in traces. The other counters are the record's index and the step in its response."""
 
     ACCEPT = 0
     REDRAW = 1
@@ -42,7 +42,7 @@ def uniforms(seed: int, *counters: Tensor | int) -> Tensor:
     """
     tensors = [counter for counter in counters if isinstance(counter, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    # Filled, not copied from the host, which a GPU would wait for, and which no CUDA graph may do.
+    # Filled on the device: a copy from the host would make a GPU wait, and a CUDA graph may not contain one.
     state = torch.full((), seed_state(seed), dtype=torch.int64, device=device)
     for counter in counters:
         if not isinstance(counter, Tensor):
@@ -52,7 +52,7 @@ def uniforms(seed: int, *counters: Tensor | int) -> Tensor:
 
 
 def seed_state(seed: int) -> int:
-    """What a hash begins from: splitmix64 of the seed alone, as a signed number of 64 bits."""
+    """The initial state of a hash: splitmix64 of the seed alone, as a signed 64-bit number."""
     state, most = (seed + 0x9E3779B97F4A7C15) % (1 << 64), (1 << 64) - 1
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & most
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB & most
@@ -60,7 +60,7 @@ def seed_state(seed: int) -> int:
 
 
 def _splitmix64(state: Tensor) -> Tensor:
-    """One step on int64 tensors; multiplication and addition wrap, which is arithmetic modulo 2**64."""
+    """One step on int64 tensors. Multiplication and addition wrap, which is arithmetic modulo 2**64."""
     state = state + _signed(0x9E3779B97F4A7C15)
     state = (state ^ _shift_right(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shift_right(state, 27)) * _signed(0x94D049BB133111EB)
@@ -68,7 +68,7 @@ def _splitmix64(state: Tensor) -> Tensor:
 
 
 def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's >> on int64 copies the sign bit, so mask it away."""
+    """Logical right shift. torch's >> on int64 copies the sign bit, so the copies are masked."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 

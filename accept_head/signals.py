@@ -1,9 +1,10 @@
-"""What the draft's own distribution says about a token it drew: cheap evidence next to the hidden state.
+"""The draft signals: numbers from the draft's own distribution about a token it drew.
 
-The hidden state at Y_i has seen the token, but not how likely the draft thought it; these numbers say just that. They
-are functions of q and Y_i that the loop has at hand anyway.
+The hidden state at Y_i depends on the token, but not on how likely the draft found it. The signals add this. They are
+functions of q and Y_i, which the loop has anyway.
 
-When decoding is greedy, q is one-hot and says nothing: pass the plain softmax (`Sampling.signal_probabilities`).
+When decoding is greedy, q is one-hot and carries no information: pass the plain softmax
+(`Sampling.signal_probabilities`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-# In this order wherever they are stacked; each is also a column of a trace.
+# Stacked in this order everywhere. Each is also a column of a trace.
 SIGNALS = ("draft_logprob", "draft_entropy", "draft_max_prob")
-LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # what a smaller q counts as
+LEAST_LOG = math.log(torch.finfo(torch.float32).tiny)  # log q of smaller probabilities is set to this
 
 
 def draft_signals(q: Tensor, y: Tensor) -> Tensor:
@@ -31,7 +32,7 @@ def draft_logprob(q: Tensor, y: Tensor) -> Tensor:
 
 def draft_entropy(q: Tensor) -> Tensor:
     """Entropy in nats. q: (..., vocab) → (...)."""
-    # Not torch.special.entr, which is five times slower on a CPU. 0 · log 0 counts as 0.
+    # torch.special.entr is five times slower on a CPU. 0 · log 0 counts as 0.
     return -(q.clamp(min=torch.finfo(q.dtype).tiny).log_() * q).sum(-1)
 
 
@@ -46,13 +47,15 @@ def signals_of_q(q: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def signals_of_logits(logits: Tensor, temperature: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for q = softmax(logits / temperature), which is not made. With z = (logits − max) / temperature and
-    s = Σ exp z:  log q(Y) = z_Y − log s,  H = log s − Σ z·exp z / s,  max q = 1 / s.
+    """SIGNALS for q = softmax(logits / temperature), without computing q.
+
+    With z = (logits − max) / temperature and s = Σ exp z: log q(Y) = z_Y − log s, H = log s − Σ z·exp z / s,
+    max q = 1 / s.
 
     logits: (batch, vocab), any float dtype, −inf allowed; temperature: (batch,) above 0; y: (batch,) → float32.
     """
     logits = logits.float()
-    # A token less likely than float32 can say counts as that: never 0 · −inf.
+    # Clamped to the least float32 probability, to avoid 0 · −inf.
     z = ((logits - logits.amax(-1, keepdim=True)) * (1 / temperature[:, None])).clamp(min=LEAST_LOG)
     share = z.exp()
     total = share.sum(-1)

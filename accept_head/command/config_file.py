@@ -1,6 +1,6 @@
-"""What a `--config` file may be: plain YAML of bounded size. jsonargparse reads it; this looks at it first.
+"""Checks of a `--config` file before jsonargparse reads it: it must be plain YAML of bounded size.
 
-An alias in YAML repeats what its anchor holds, and aliases of aliases make a few lines stand for billions of values.
+A YAML alias repeats the content of its anchor. With aliases of aliases, a few lines can expand to billions of values.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from accept_head.errors import InputError
 MOST_BYTES = 1 << 20
 MOST_NESTED = 32
 LONG_NUMBER = re.compile(r"\s*[-+]?(0[xob])?[0-9_]{30,}\s*", re.ASCII)
-MOST_PLAIN = 1000  # characters of a value without quotes: one of digits alone would be worked out as a number
+MOST_PLAIN = 1000  # characters of an unquoted value: yaml would compute a number from a long row of digits
 
 
 def check_config_files(options: Sequence[str]) -> None:
-    """Raises InputError naming a file given by --config that is too large or too deep, no text, or uses aliases.
-    What else may be wrong in it is the parser's to say."""
+    """Raises InputError naming a --config file that is too large, nested too deeply, not text, or has aliases.
+
+    The parser reports all other errors.
+    """
     for name in config_names(options):
         path = Path(name)
         try:
@@ -42,7 +44,7 @@ def check_config_files(options: Sequence[str]) -> None:
 
 def config_names(options: Sequence[str]) -> Iterator[str]:
     """The files given by --config FILE or --config=FILE."""
-    for option, value in zip(options, [*options[1:], ""], strict=False):  # of no options, too
+    for option, value in zip(options, [*options[1:], ""], strict=False):  # options may be empty
         if option == "--config" or option.startswith("--config="):
             yield option.partition("=")[2] or value
 
@@ -67,8 +69,10 @@ def _check_tokens(path: Path, text: str) -> None:
 
 
 def _check_values(path: Path, value: Any) -> None:
-    """No number beyond 64 bits, not even as text, which the parser takes for a number too; and no file that names
-    another."""
+    """Raises InputError for numbers beyond 64 bits, and for a file that names another.
+
+    Quoted numbers count as well, because the parser converts them.
+    """
     if isinstance(value, dict):
         if "config" in value:
             raise InputError(f"--config {path}: has the key 'config', but one such file cannot name another")

@@ -1,4 +1,4 @@
-"""Libraries' own progress bars and remarks, switched off."""
+"""Switches off the progress bars and remarks of libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accept_head.files import machine_fault
 
 
 def quiet_libraries() -> None:
-    """Progress and results are ours to print; libraries keep their warnings."""
+    """Silence libraries except their warnings. Progress and results are printed by this package."""
     threading.excepthook = show_thread_error
     import datasets
     from transformers.utils import logging as transformers_logging
@@ -20,15 +20,15 @@ def quiet_libraries() -> None:
     transformers_logging.set_verbosity_error()
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # Lightning's own use of a deprecated torch name, and its remark that our batches are not index lists.
+    # Lightning uses a deprecated torch name, and remarks that our batches are not index lists.
     warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\).*")
     warnings.filterwarnings("ignore", message=".*Couldn't infer the batch indices.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Our sampler starts at the checkpoint's step by itself (training/learn/data.py).
+    # Our sampler starts at the checkpoint's step (training/learn/data.py).
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
 
 
 def show_thread_error(error: threading.ExceptHookArgs) -> None:
-    """Print an error in a thread, but no full disk: a logger's thread may find it first, and `main` reports it."""
+    """Print an error in a thread, except a disk fault. A logger's thread may find it first, but `main` reports it."""
     if machine_fault(error.exc_value) is None:
         threading.__excepthook__(error)

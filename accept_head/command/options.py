@@ -1,6 +1,6 @@
-"""What the user typed as what the parser takes, and what the parser says as what the user understands.
+"""Translates the user's options for the parser, and the parser's errors for the user.
 
-jsonargparse makes a verb's options from its signature. It takes a list as one JSON text, lets `null` pass, and names
+jsonargparse makes a verb's options from its signature. It takes a list as one JSON text, accepts `null`, and names
 python types in its errors.
 """
 
@@ -15,20 +15,20 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from accept_head.errors import InputError
 
-# What jsonargparse says of a value of another type: the parameter, a sentence for each type it may have, the value.
+# jsonargparse's message about a value of a wrong type: the parameter, a sentence for each allowed type, the value.
 UNFIT = re.compile(r'Parser key "(\w+)": (?:Does not validate .* Given value: |Expected a .*?\. Got value: )(.*)')
-KIND_WORDS = {  # of one value, and of several
+KIND_WORDS = {  # for one value and for several
     bool: ("true or false", "true or false"),
     int: ("an integer", "integers"),
     float: ("a number", "numbers"),
     str: ("a text", "texts"),
 }
 
-WORDS = {"publish": ("head", "repo")}  # options of a verb that may stand right after it without their names
+WORDS = {"publish": ("head", "repo")}  # options that may directly follow the verb without their names
 
 
 def without_nulls(function: Callable[..., object], parsed: Any) -> Any:
-    """What was parsed, unless a `null` stands where the parameter allows none: the parser lets it pass."""
+    """The parsed options. Raises InputError for a `null` where the parameter allows none, which the parser accepts."""
     for name, hint in get_type_hints(function).items():
         if name != "return" and type(None) not in (hint, *get_args(hint)) and name in parsed and parsed[name] is None:
             raise InputError(f"{name} is null, expected a value")
@@ -36,7 +36,7 @@ def without_nulls(function: Callable[..., object], parsed: Any) -> Any:
 
 
 def plainly(function: Callable[..., object], message: str) -> str:
-    """The parser's word on a value of another type, as one sentence that names no python type; any other as it is."""
+    """The parser's message about a value of a wrong type, without python types. Other messages stay unchanged."""
     hints = get_type_hints(function)
     if (found := UNFIT.search(message)) is None or found[1] not in hints:
         return message
@@ -46,7 +46,7 @@ def plainly(function: Callable[..., object], message: str) -> str:
 
 
 def _kind_words(kind: Any) -> list[str]:
-    """What a value of this type may be."""
+    """Words for the values that this type allows."""
     if get_origin(kind) is Literal:
         return [str(value) for value in get_args(kind)]
     if get_origin(kind) is list:
@@ -57,14 +57,14 @@ def _kind_words(kind: Any) -> list[str]:
 
 
 def name_words(verb: str, options: Sequence[str]) -> list[str]:
-    """`publish HEAD user/name` as `publish --head=HEAD --repo=user/name`. The parser refuses words too many."""
+    """`publish HEAD user/name` as `publish --head=HEAD --repo=user/name`. The parser refuses superfluous words."""
     words = list(itertools.takewhile(lambda option: not option.startswith("-"), options))
     named = [f"--{name}={word}" for name, word in zip(WORDS.get(verb, ()), words, strict=False)]
     return [*named, *options[len(named) :]]
 
 
 def gather_lists(function: Callable[..., object], options: Sequence[str]) -> list[str]:
-    """`--head a b` or `--head a --head b` as the one JSON list that the parser takes, for parameters that are lists."""
+    """For list parameters: `--head a b` or `--head a --head b` as the single JSON list that the parser takes."""
     hints = {f"--{name}": kinds(hint) for name, hint in get_type_hints(function).items()}
     listed = {name for name, types in hints.items() if any(get_origin(kind) is list for kind in types)}
     gathered: dict[str, list[str]] = {}
@@ -86,7 +86,7 @@ def gather_lists(function: Callable[..., object], options: Sequence[str]) -> lis
 
 
 def _joined(values: list[str], types: list[Any]) -> str:
-    """What was given for one list parameter, as the parser takes it. types: those that it may have."""
+    """The values of one list parameter in the parser's form. types: the types that the parameter allows."""
     texts = any(get_args(kind)[:1] == (str,) for kind in types if get_origin(kind) is list)
     if len(values) == 1 and (len(types) > 1 or isinstance(_value(values[0]), list)):
         return values[0]
@@ -94,13 +94,13 @@ def _joined(values: list[str], types: list[Any]) -> str:
 
 
 def kinds(hint: Any) -> list[Any]:
-    """The types that a parameter may have, None aside."""
+    """The types that a parameter allows, without None."""
     types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return [kind for kind in types if kind is not type(None)]
 
 
 def _value(text: str) -> Any:
-    """A number or a list, if it is one."""
+    """The text as a number or list if possible, otherwise unchanged."""
     try:
         return json.loads(text) if text[:1] in "-.[0123456789" else text
     except (ValueError, RecursionError):

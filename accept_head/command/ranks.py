@@ -1,8 +1,8 @@
-"""What a rank does when another one has died in the middle of a collective.
+"""What a rank does when another rank has died in the middle of a collective.
 
-The dead one cannot say so, and the others only see a connection that broke. The launcher knows: torchrun's agent, or
-Lightning in the process that started the others. It needs a few seconds to notice, to say which rank it was, and to end
-the rest; a rank that fails before that would be taken for the culprit.
+The other ranks only see a broken connection. The launcher knows which rank died: torchrun's agent, or Lightning in the
+process that started the others. It needs a few seconds to notice this, to report it, and to end the rest. A rank that
+fails before would be reported instead.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sys
 import time
 
 BROKEN = re.compile(r"gloo/transport|NCCL|Connection (reset|closed) by peer|DistBackendError")
-LAUNCHER_LOOKS = 15.0  # seconds in which it does; Lightning every 5
+LAUNCHER_LOOKS = 15.0  # seconds; within these the launcher checks its ranks (Lightning checks every 5)
 
 
 def lost_a_rank(error: BaseException | None) -> bool:
-    """Whether a collective failed, which only another rank's end makes it do."""
+    """Whether the error comes from a failed collective, which means that another rank has ended."""
     while error is not None:
         if isinstance(error, RuntimeError) and BROKEN.search(f"{type(error).__name__} {error}"):
             return True
@@ -25,7 +25,7 @@ def lost_a_rank(error: BaseException | None) -> bool:
 
 
 def wait_for_the_launcher() -> int:
-    """Say what happened and let the launcher end this process; returns an exit code, should nobody do that."""
+    """Print what happened, then wait until the launcher ends this process. Otherwise returns an exit code."""
     print(
         "accept-head: error: another rank has ended, so this one stops; its message is the one to read", file=sys.stderr
     )

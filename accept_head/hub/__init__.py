@@ -1,4 +1,4 @@
-"""A head as a folder and as a repository on the Hub: where it is found, its stored form, its card, publishing it.
+"""A head as a folder and as a repository on the Hub: finding it, its stored form, its card, publishing it.
 
-Read `folder.py` first: the files that a head consists of, and how a name becomes a folder.
+Read `folder.py` first: the files of a head, and how a name becomes a folder.
 """

@@ -1,4 +1,4 @@
-"""README.md of a head: what it belongs to, how to use it, how good it is; with metadata as the Hub's cards have it."""
+"""README.md of a head: its pair, its use and its quality, with the metadata of a model card on the Hub."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ RATES = {  # in decoding.json, under `expected` → on the card
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What is known of a head. repo: its name on the Hub; None = a local folder's card. metrics, decoding: metrics.json
-    and decoding.json. datasets, license: as the Hub names them."""
+    """The facts about a head that its card shows.
+
+    repo: its name on the Hub; None = the card of a local folder. metrics, decoding: metrics.json and decoding.json.
+    datasets, license: as the Hub names them.
+    """
 
     config: HeadConfig
     traces: TraceConfig | None = None
@@ -53,14 +56,17 @@ class CardFacts:
 
     @property
     def expected(self) -> dict[str, float]:
-        """What replay said of the tuned threshold."""
+        """The results of replay with the tuned threshold."""
         expected = (self.decoding or {}).get("expected")
         return _numbers(expected, RATES) if isinstance(expected, Mapping) else {}
 
 
 def base_models(traces: TraceConfig | None) -> list[str]:
-    """Target and draft by their names on the Hub; empty when one of them has none. A recorded revision proves the name.
-    Traces from before revisions were recorded, with the dtype, have none: what looks like a name must do."""
+    """The names of target and draft on the Hub; empty when one of them has none.
+
+    A recorded revision proves that a name is on the Hub. Older traces record no revision and no dtype. For them, a name
+    of the right form counts.
+    """
     if traces is None:
         return []
     pair = ((traces.target, traces.target_revision), (traces.draft, traces.draft_revision))
@@ -74,7 +80,7 @@ def _looks_like_a_hub_name(name: str) -> bool:
 
 
 def model_card(facts: CardFacts) -> ModelCard:
-    """The whole card. Its metadata are checked by huggingface_hub as they are made."""
+    """The whole card. huggingface_hub checks its metadata."""
     results = _eval_results(facts)
     data = ModelCardData(
         library_name="accept-head",
@@ -155,7 +161,7 @@ def _usage(facts: CardFacts) -> str:
     traces, greedy = facts.traces, facts.traces is not None and facts.traces.sampling.greedy
     target, draft = (traces.target, traces.draft) if traces else ("TARGET", "DRAFT")
     name = facts.repo or "path/of/this/folder"
-    # Without a tuned threshold one has to be chosen.
+    # Without a tuned threshold the example needs one.
     policy = f"head:{name}" if facts.decoding else f"head:{name}:0.5"
     speculation = {
         "method": "draft_model",
@@ -222,7 +228,7 @@ def _described(decoding: Mapping[str, Any]) -> str:
 
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
-    """Those of `names` that are finite numbers."""
+    """The entries of `values` in `names` that are finite numbers, with the card's names."""
     return {name: values[name] for name in names if _is_number(values.get(name))}
 
 

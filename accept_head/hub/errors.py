@@ -1,4 +1,4 @@
-"""What can go wrong with the Hub, as one sentence: who refused what, and what to do about it."""
+"""Errors of the Hub as one sentence: what went wrong, and what to do about it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ LOG_IN = "log in with `hf auth login`"
 
 @contextmanager
 def hub_errors(what: str, *, otherwise: str = "") -> Iterator[None]:
-    """Raise whatever goes wrong inside, with the Hub or on the way to it, as an InputError that begins with `what`.
-    otherwise: what to add where the way to the Hub broke off."""
+    """Raise errors of the Hub, or of the connection to it, as an InputError that begins with `what`.
+
+    otherwise: text to add when the connection failed.
+    """
     try:
         yield
     except InputError:
         raise
-    # ValueError: of names and metadata that huggingface_hub refuses; RuntimeError: its uploads', around the real one.
+    # huggingface_hub raises ValueError for wrong names and metadata. Its uploads wrap the real error in RuntimeError.
     except (HTTPError, OSError, ValueError, RuntimeError) as error:
         raise InputError(f"{what}: {_reason(error, otherwise)}") from None
 

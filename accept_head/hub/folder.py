@@ -1,7 +1,7 @@
 """Where a head is: in a local folder, or on the Hub as `user/name` or `user/name@revision`.
 
-From the Hub all files of a head come at once and of one commit, into huggingface_hub's cache; from then on it is a
-folder like any other. A folder of that name is preferred, so that no name on the Hub can take its place.
+All files of a head on the Hub are fetched at once, from one commit, into a folder of huggingface_hub's cache. A local
+folder has precedence over a name on the Hub.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accept_head.errors import InputError
 from accept_head.hub.errors import hub_errors
 
 WEIGHTS_NAME, HEAD_CONFIG_NAME, TRAINING_NAME = "model.safetensors", "config.json", "training_config.json"
-# All that a head's folder may hold. Nothing else is ever fetched or sent.
+# All files that a head's folder may hold. No other file is ever fetched or sent.
 HEAD_FILES = (
     WEIGHTS_NAME,
     HEAD_CONFIG_NAME,
@@ -35,15 +35,15 @@ class HubName(NamedTuple):
 
 
 def hub_name(name: str | Path) -> HubName | None:
-    """A name on the Hub in its parts; None for anything else. Paths that exist are not names."""
+    """The parts of a name on the Hub; None for anything else. An existing path is not a name."""
     found = HUB_NAME.fullmatch(str(name))
     return None if found is None or Path(name).exists() else HubName(found["repo"], found["revision"])
 
 
 def head_folder(name: str | Path, *, revision: str | None = None, **download: Any) -> Path:
-    """The folder of a head, fetched from the Hub if need be.
+    """The folder of a head, fetched from the Hub if necessary.
 
-    revision: instead of one in the name. download: cache_dir, token, local_files_only, force_download of
+    revision: may be given here or in the name. download: cache_dir, token, local_files_only, force_download of
     `huggingface_hub.snapshot_download`.
 
     Raises InputError when there is no such head: no folder, no repository, no revision, no access, no network.
@@ -51,7 +51,7 @@ def head_folder(name: str | Path, *, revision: str | None = None, **download: An
     folder = Path(name)
     try:
         is_folder, is_file = folder.is_dir(), folder.is_file()
-    except OSError as error:  # say, a name that is too long
+    except OSError as error:  # for example, a name that is too long
         raise InputError(f"{str(name)[:80]}: not a head folder ({error.strerror})") from None
     if is_folder:
         if not (folder / HEAD_CONFIG_NAME).is_file():

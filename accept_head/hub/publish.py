@@ -1,7 +1,7 @@
 """`accept-head publish`: a head's folder → a repository on the Hub, in one commit.
 
-With one commit, an upload that breaks off leaves the last revision as it was, and readers never see half of a new one.
-The Hub keeps what arrived before that under its hash, and it is not sent again.
+With a single commit, an interrupted upload leaves the last revision unchanged, and readers never see half of a new one.
+The Hub keeps the parts that arrived, and they are not sent again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accept_head.hub.stored import read_stored
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.version import VERSION
 
-# What transformers runs for `model.generate(custom_generate=REPOSITORY, trust_remote_code=True, …)`.
+# transformers runs this for `model.generate(custom_generate=REPOSITORY, trust_remote_code=True, …)`.
 CUSTOM_GENERATE = '''"""Speculative decoding with the head of this repository, see its README. Needs accept-head.
 
     model.generate(**inputs, custom_generate={repo!r}, trust_remote_code=True, draft=draft_model)
@@ -99,11 +99,12 @@ def push_folder(
     license: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Make the repository and the branch if need be, and commit the whole head. Returns the commit's address, or the
-    last commit's when nothing has changed since.
+    """Make the repository and the branch if necessary, and commit the whole head.
 
-    Raises InputError, and sends nothing, when the folder does not hold a whole head. Raises it when the Hub refuses or
-    cannot be reached; the branch is then as it was.
+    Returns the commit's address, or the last commit's when nothing has changed.
+
+    Raises InputError, and sends nothing, when the folder does not hold a whole head. Also raises InputError when the
+    Hub refuses or cannot be reached; then the branch is unchanged.
     """
     if (found := HUB_NAME.fullmatch(repo)) is None or found["revision"]:
         raise InputError(f"--repo {repo}: expected user/name")
@@ -115,7 +116,7 @@ def push_folder(
         api.create_repo(repo, private=private, exist_ok=True)
         if branch != "main":
             api.create_branch(repo, branch=branch, exist_ok=True)
-        # A file that only the last head had, such as a threshold, would be taken for this head's.
+        # Delete files of the last head that this head lacks, such as a threshold.
         there = api.list_repo_files(repo, revision=branch)
         stale = [name for name in there if name in {*HEAD_FILES, *MADE_FILES} - files.keys()]
         commit = api.create_commit(
@@ -131,9 +132,9 @@ def push_folder(
 
 
 def artefact(folder: Path, repo: str, datasets: Sequence[str] = (), license: str | None = None) -> dict[str, Any]:
-    """All files of the repository: name → content, or the path of a large one. The same folder gives the same bytes.
+    """All files of the repository: name → content, or the path of a large file. The same folder gives the same bytes.
 
-    Raises InputError naming the file when one of the folder's is not what it should be.
+    Raises InputError naming a file of the folder that is invalid.
     """
     config, _ = read_stored(head_folder(folder))
     traces = _traces(folder)
@@ -150,7 +151,7 @@ def artefact(folder: Path, repo: str, datasets: Sequence[str] = (), license: str
         datasets=list(dict.fromkeys([*collected, *datasets])),
         license=license,
     )
-    with hub_errors(f"{folder}: the model card"):  # ValueError: of metadata that cannot be right
+    with hub_errors(f"{folder}: the model card"):  # ValueError for invalid metadata
         card = str(model_card(facts))
     made = {name: text.format(repo=repo, version=VERSION).encode() for name, text in MADE_FILES.items()}
     return {
@@ -170,13 +171,13 @@ def _shareable_traces(traces: TraceConfig) -> TraceConfig:
 
 
 def _shared_bytes(path: Path, value: dict[str, Any]) -> bytes:
-    """The file as it is, unless it says where things lie on this machine."""
+    """The content of the file, without paths of this machine."""
     shared = _shareable(value)
     return path.read_bytes() if shared == value else (json.dumps(shared, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _shareable(value: Any) -> Any:
-    """Absolute paths cut to their last part: the rest is private. Fingerprints do not cover names."""
+    """The value with absolute paths cut to their last part, because the rest is private. Fingerprints ignore names."""
     if isinstance(value, dict):
         return {key: _shareable(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The stored form of a head, read strictly: `config.json`, and `model.safetensors` with just the weights it names."""
+"""Strict reading of a stored head: `config.json`, and `model.safetensors` with exactly the weights of this config."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def read_stored(folder: Path) -> tuple[HeadConfig, dict[str, Tensor]]:
 
 
 def _read_weights(path: Path, expected: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of a file that must hold exactly these, and finite.
+    """The tensors of a file that must hold exactly the expected ones, with finite numbers.
 
-    Names and shapes are checked in the file's header, before any tensor is read. So a wrong config cannot make us take
-    more memory than the file has, nor a wrong file more than the config says.
+    Names and shapes are checked in the file's header, before any tensor is read. So memory use is bounded by both the
+    file's size and the config.
     """
     try:
         with safe_open(path, framework="pt") as file:
