@@ -1,9 +1,9 @@
-"""A head's scores for the few rows of a decoding step: depth + 1 kernels.
+"""A head's scores for the few rows of a decoding step, in depth + 1 kernels.
 
-At those sizes each of torch's operations, 17 of them for the default head, costs more to start than to do. What is left
-is reading the weights once, in bfloat16 where the model's own are in half precision. What is the same for all tokens is
-folded into the weights, as in `make_scorer`, which is the torch reference: the mean and deviation of signals, that of
-embeddings, and, where it is small enough, the projection of every token's embedding.
+At these sizes each of torch's operations, 17 for the default head, takes longer to start than to run. The kernels only
+read the weights once, in bfloat16 when the model's own weights are in half precision. As in `make_scorer`, the torch
+reference, some steps are folded into the weights: the normalisation of signals, the deviation of embeddings, and, if it
+is small enough, the projection of every token's embedding.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from accept_head.inference.kernels.signals import CHECK as SIGNALS_CHECK
 from accept_head.inference.kernels.usable import Check, passes, usable
 from accept_head.signals import SIGNALS
 
-# More rows than these are better served by products of matrices.
+# For more rows than this, matrix products are faster.
 MOST_ROWS = 64
-ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # of a program
+ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # per program
 DOT_ROWS, DOT_BLOCK, DOT_STAGES = 16, 256, 4  # the same with tensor cores
 FEW_CHANNELS = 512
 HALF = (torch.bfloat16, torch.float16)
-TABLE_ROWS = 1 << 14  # that are worked out at once
+TABLE_ROWS = 1 << 14  # rows of the embedding table that are computed at once
 
 
 def scorer_of(
     head: AcceptanceHead, prediction: Predicts = "token", beside: Callable[[Tensor], Tensor] | None = None
 ) -> Score:
-    """`make_scorer(head, prediction, beside)`, by kernels for up to MOST_ROWS states on a GPU. `beside` is always
-    computed by torch, from the state that the kernels leave."""
-    in_torch = make_scorer(head, prediction, beside)  # refuses what the head does not predict
+    """`make_scorer(head, prediction, beside)`, by kernels for up to MOST_ROWS states on a GPU.
+
+    torch always computes `beside`, from the last state that the kernels return.
+    """
+    in_torch = make_scorer(head, prediction, beside)  # raises if the head does not make the prediction
     embeddings = head.embeddings if head.config.reads_embedding else None
     on_one_device = embeddings is None or embeddings.device == head.device
     if usable(next(head.parameters()), SIGNALS_CHECK) and head.dtype is torch.float32 and on_one_device:
@@ -48,11 +50,14 @@ def scorer_of(
 
 @dataclass(frozen=True)
 class PackedHead:
-    """A head's weights of one dtype. state, embedding: (channels, hidden_size) or None. scale: (3, channels), of
-    signals as they come, or (9, channels), of a base's functions of them, or None. shift: (channels,) or None. table:
-    (vocab, channels) if there is no `embedding` to multiply by, else (vocab, hidden_size). weights: (channels,
-    channels), and biases, a block. output: (predictions, channels); of a base alone with 0 channels. base: (9,
-    predictions), of its functions as they come, or None. bias: (predictions,), the base's too."""
+    """A head's weights in one dtype.
+
+    state, embedding: (channels, hidden_size) or None. scale: (3, channels), for raw signals, or (9, channels), for a
+    base's functions of them, or None. shift: (channels,) or None. table: (vocab, channels), or (vocab, hidden_size) if
+    there is an `embedding` to multiply by. weights: (channels, channels) per block. biases: (channels,) per block.
+    output: (predictions, channels); 0 channels for a base alone. base: (9, predictions), for its raw functions, or
+    None. bias: (predictions,), including the base's.
+    """
 
     state: Tensor | None
     scale: Tensor | None
@@ -67,7 +72,7 @@ class PackedHead:
 
 
 class KernelScorer:
-    """See `scorer_of`. in_torch: what scores the states that the kernels do not take."""
+    """The scorer of `scorer_of`. in_torch: scores the states that the kernels do not take."""
 
     def __init__(
         self,
@@ -82,8 +87,10 @@ class KernelScorer:
         self.passed: dict[tuple[torch.dtype, bool], bool] = {}
 
     def __call__(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
-        """hidden: (..., hidden_size), which a base alone does not look at; signals: (..., 3); token_ids: (...) → (...),
-        or (..., 2) of both; with m numbers beside them (..., 1 + m) or (..., 2 + m)."""
+        """Scores, (...), or (..., 2) for `both`; with m numbers of `beside`, (..., 1 + m) or (..., 2 + m).
+
+        hidden: (..., hidden_size), not read by a base alone. signals: (..., 3). token_ids: (...).
+        """
         read = hidden if self.config.residual else signals
         given = (signals is not None or not self.config.signals) and (
             token_ids is not None or not self.config.reads_embedding
@@ -99,14 +106,14 @@ class KernelScorer:
         return self._passed(packed_dtype(read.dtype), rows > 1)
 
     def _passed(self, dtype: torch.dtype, several: bool) -> bool:
-        """Whether the kernels agree with torch, tried once for each way to multiply."""
+        """Whether the kernels agree with torch. Tried once for each dtype and for one or several rows."""
         if (dtype, several) not in self.passed:
             check = Check("the head", lambda _: self._compare(dtype, several))
             self.passed[dtype, several] = passes(check, self.head.device)
         return self.passed[dtype, several]
 
     def _compare(self, dtype: torch.dtype, several: bool) -> None:
-        """Raises AssertionError where the kernels say anything else than torch does."""
+        """Raises AssertionError when the kernels and torch differ."""
         device, rows = self.head.device, 1 + several
         hidden = torch.linspace(-3, 3, rows * self.config.hidden_size, device=device).sin().view(rows, -1).to(dtype)
         signals = torch.full((rows, len(SIGNALS)), 0.5, device=device)
@@ -115,7 +122,7 @@ class KernelScorer:
         torch.testing.assert_close(self._scored(read, signals, ids), expected, rtol=1e-2, atol=1e-2)
 
     def _scored(self, read: Tensor, signals: Tensor | None, token_ids: Tensor | None) -> Tensor:
-        """By the kernels. read: states, or signals of a base alone."""
+        """Scores by the kernels. read: states, or signals for a base alone."""
         dtype = packed_dtype(read.dtype)
         if dtype not in self.packed:
             self.packed[dtype] = pack(self.head, self.places, dtype)
@@ -133,17 +140,20 @@ def packed_dtype(of_states: torch.dtype) -> torch.dtype:
 
 
 def table_bytes(head: AcceptanceHead, dtype: torch.dtype) -> int:
-    """Of the projected embeddings of all tokens."""
+    """Bytes of the projected embeddings of all tokens."""
     return len(head.attached_embeddings()) * head.config.channels * dtype.itemsize
 
 
 def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
-    """Memory that a scorer takes when it first scores such states: 0 if it has done so, or is no `KernelScorer`."""
+    """Bytes that a scorer allocates at its first call with states of this dtype.
+
+    0 after this call, or if the scorer is no `KernelScorer`.
+    """
     dtype = packed_dtype(of_states)
     if not isinstance(score, KernelScorer) or dtype in score.packed:
         return 0
     head, config = score.head, score.config
-    numbers = len(BASE_FUNCTIONS) if config.base else len(SIGNALS)  # that a token's signals go in as
+    numbers = len(BASE_FUNCTIONS) if config.base else len(SIGNALS)  # inputs made from a token's signals
     base = numbers * len(score.places) * torch.float32.itemsize if config.base else 0
     if not config.residual:
         return base
@@ -160,7 +170,7 @@ def bytes_to_pack(score: object, of_states: torch.dtype) -> int:
 
 @torch.no_grad()
 def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> PackedHead:
-    """The weights as they are now, where the head is."""
+    """The head's present weights, on the head's device."""
     config = head.config
     base, bias = None, torch.zeros(len(places), device=head.device)
     if config.base:
@@ -201,8 +211,10 @@ def pack(head: AcceptanceHead, places: list[int], dtype: torch.dtype) -> PackedH
 def _run(
     packed: PackedHead, read: Tensor, signals: Tensor | None, token_ids: Tensor | None, *, with_state: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """read: (rows, hidden_size), signals (..., 3), token_ids (...) → (rows, predictions) float32, and what the last
-    layer read, (rows, channels) float32, which is nothing of use unless it is asked for: it then takes a kernel more.
+    """Launch the kernels. Returns scores, (rows, predictions) float32, and the input of the last layer.
+
+    read: (rows, hidden_size). signals: (..., 3). token_ids: (...). with_state: the input of the last layer, (rows,
+    channels) float32, is only valid with this option, which takes one more kernel.
     """
     kernels = triton_kernels("head")
     read = dense(read)
@@ -214,7 +226,7 @@ def _run(
     grid = (-(-channels // shape["CHANNELS"]), -(-rows // shape["ROWS"]))
 
     def pointer(tensor: Tensor | None, wanted: object = True) -> Tensor:
-        return read if tensor is None or wanted is None else tensor  # one is needed where nothing is read
+        return read if tensor is None or wanted is None else tensor  # a kernel needs a pointer in any case
 
     base = pointer(signals, packed.base), pointer(packed.base)
     with torch.cuda.device_of(read):
@@ -264,7 +276,7 @@ def _run(
 
 
 def _shape(rows: int, channels: int, dtype: torch.dtype) -> dict[str, Any]:
-    """What one program works out: enough of them to fill a GPU, and each what fits in its registers."""
+    """The part that one program computes: small enough for its registers, and for enough programs to fill a GPU."""
     if rows > 1 and dtype in HALF:
         return {"ROWS": DOT_ROWS, "CHANNELS": 8, "BLOCK": DOT_BLOCK, "DOT": True, "num_stages": DOT_STAGES}
     at_once, columns = min(power_of_two(rows), ROWS_AT_ONCE), 4 if channels <= FEW_CHANNELS else 8

@@ -1,8 +1,7 @@
-"""The loop's bookkeeping: a round's random numbers, what stands at the rows' ends, and what a round changes of them.
+"""The loop's bookkeeping: a round's random numbers, the last tokens of each row, and the updates after a round.
 
-In torch it is a hundred operations a round, and another dozen a drafted token, on a few numbers a row: on a GPU each
-takes two microseconds to do next to nothing. Here each step is one kernel. Kernels and torch give the same numbers to
-the bit.
+In torch this takes a hundred operations per round and a dozen per drafted token, on a few numbers per row. On a GPU
+each operation takes two microseconds. Here each step is one kernel. Kernels and torch give the same numbers to the bit.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from accept_head.randomness import seed_state, uniforms
 
 
 class RowState(NamedTuple):
-    """What the host keeps of its rows on the device, and a round changes in place.
+    """The state of a batch's rows, on the device. A round changes it in place.
 
-    tokens: (batch, columns). The others are (batch,): tokens of each row; how many it may have; how many the draft was
-    fed; whether it goes on; and counts of its rounds and of its tokens. round_accepted: of the last round.
+    tokens: (batch, columns). All others are (batch,). lengths, max_lengths: tokens of each row, and how many it may
+    have. fed: tokens that the draft was fed. live: whether the row continues. rounds to draft_forwards: counts so far.
+    round_accepted: accepted tokens of the last round.
     """
 
     tokens: Tensor
@@ -38,9 +38,11 @@ class RowState(NamedTuple):
 
 
 class RoundCounts(NamedTuple):
-    """What a round did, (batch,) each. verified, next_ids: candidates that were accepted, and the token behind them.
-    drafted: tokens that the row drew. extra_forwards: draft forwards beyond one a drawn token. submitted: tokens that
-    were verified."""
+    """Results of a round, (batch,) each.
+
+    verified, next_ids: number of accepted candidates, and the token after them. drafted: tokens that the row drew.
+    extra_forwards: draft forwards beyond one per drawn token. submitted: tokens that were verified.
+    """
 
     verified: Tensor
     next_ids: Tensor
@@ -50,7 +52,7 @@ class RoundCounts(NamedTuple):
 
 
 class Accepted(NamedTuple):
-    """What a round came to, (batch,) each: tokens that count as accepted; which rows took part; their lengths now."""
+    """Rows after a round, (batch,) each: tokens that count as accepted, which rows took part, their new lengths."""
 
     accepted: Tensor
     live: Tensor
@@ -61,8 +63,10 @@ class Accepted(NamedTuple):
 
 
 def write_uniforms(out: Tensor, keys: Tensor, rounds: Tensor, seed: int, slots: int) -> None:
-    """The first `slots` numbers of this round for each purpose. out: (batch, purposes, ≥ slots); keys, rounds:
-    (batch,)."""
+    """Write the first `slots` random numbers of this round for each purpose.
+
+    out: (batch, purposes, ≥ slots). keys, rounds: (batch,).
+    """
     if usable(out, CHECK):
         write_uniforms_by_kernel(out, keys, rounds, seed, slots)
     else:
@@ -88,8 +92,10 @@ def write_uniforms_by_kernel(out: Tensor, keys: Tensor, rounds: Tensor, seed: in
 
 
 def last_tokens(tokens: Tensor, lengths: Tensor, count: int, width: int) -> tuple[Tensor, Tensor]:
-    """(batch,) where the last `count` tokens of each row begin, and what stands from there on, (batch, width). What
-    lies beyond a row's length is arbitrary."""
+    """(batch,), where the last `count` tokens of each row begin, and the tokens from there on, (batch, width).
+
+    Tokens beyond a row's length are arbitrary.
+    """
     if usable(tokens, CHECK):
         return last_tokens_by_kernel(tokens, lengths, count, width)
     return last_tokens_in_torch(tokens, lengths, count, width)
@@ -110,7 +116,7 @@ def last_tokens_by_kernel(tokens: Tensor, lengths: Tensor, count: int, width: in
 
 
 def _window(tokens: Tensor, starts: Tensor, width: int) -> Tensor:
-    """Tokens (batch, width) of each row from its own start."""
+    """Tokens of each row from its own start, (batch, width)."""
     index = starts[:, None] + torch.arange(width, device=starts.device)
     return tokens.gather(1, index.clamp(max=tokens.shape[1] - 1))
 
@@ -128,8 +134,10 @@ def write_drawn(
     active: Tensor,
     drawn: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Write the `depth`-th drawn token of each row, (batch,) ids, behind its accepted ones. Returns which rows go on,
-    and how many tokens each has drawn, from (batch,) active and drawn. A row stops at its budget and at an end token.
+    """Write the `depth`-th drawn token of each row, ids (batch,), after its accepted tokens.
+
+    active, drawn: (batch,), which rows draft, and how many tokens each has drawn. Returns both after this token. A row
+    stops at its budget and at an end token.
     """
     given = tokens, lengths, depth, ids, end_ids, budget, active, drawn
     return write_drawn_by_kernel(*given) if usable(tokens, CHECK) else write_drawn_in_torch(*given)
@@ -171,8 +179,8 @@ def write_drawn_by_kernel(
 
 
 def _is_end(ids: Tensor, end_ids: Tensor) -> Tensor:
-    """Which of (...) ids are end tokens."""
-    # Not torch.isin, for which a GPU's host waits where there are many of them.
+    """Which of the ids, (...), are end tokens."""
+    # torch.isin would make the host wait for a GPU when there are many end tokens.
     return (ids[..., None] == end_ids).any(-1)
 
 
@@ -184,7 +192,7 @@ def _block(end_ids: Tensor) -> int:
 
 
 def accept(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots: int, *, any_drawn: bool) -> Accepted:
-    """Keep the accepted tokens and the next one, cut after an end token. slots: most tokens that a row submitted."""
+    """Append the accepted tokens and the next one, cut after an end token. slots: most tokens that a row submitted."""
     given = rows, counts, end_ids, slots, any_drawn
     return accept_by_kernel(*given) if usable(rows.tokens, CHECK) else accept_in_torch(*given)
 
@@ -199,7 +207,7 @@ def accept_in_torch(rows: RowState, counts: RoundCounts, end_ids: Tensor, slots:
     ended = ends.any(-1)
     emitted = torch.where(ended, ends.int().argmax(-1) + 1, emitted)
     accepted = torch.minimum(verified, emitted) * rows.live
-    if any_drawn:  # the draft has been fed everything up to the last token it drew
+    if any_drawn:  # the draft was fed all tokens before the last one it drew
         rows.fed.copy_(lengths + torch.minimum(verified, counts.drafted - 1))
     lengths.add_(emitted)
     rows.rounds.add_(rows.live)
@@ -233,7 +241,7 @@ IN_TORCH = write_uniforms_in_torch, last_tokens_in_torch, write_drawn_in_torch, 
 
 
 def compare(device: torch.device, batch: int = 9, slots: int = 6, tries: int = 6) -> None:
-    """Raises AssertionError where the kernels say or leave anything else than torch does."""
+    """Raises AssertionError when results or updates of the kernels and torch differ."""
     random = torch.Generator().manual_seed(0)
 
     def numbers(most: int, *shape: int) -> Tensor:

@@ -1,10 +1,10 @@
 """From scores to probabilities, and a draw from them: top-k, softmax and draws in five kernels.
 
-In torch, top-k alone is a dozen kernels; a softmax of one row, or a sum over it, is one program's work, while the rest
-of the GPU waits. Together that is nearly a tenth of a 1B draft's forward, for each token. The kernels split every row.
+In torch, top-k alone takes a dozen kernels. A softmax or sum of one row is one program, while the rest of the GPU
+waits. Together this takes nearly a tenth of a 1B draft's forward, for each token. The kernels split every row.
 
-What is kept, and where draws fall, is what `accept_head.sampling` says, up to rounding: probabilities are float32, and
-draws go by their sums in float64, as there.
+Kept tokens and draws equal those of `accept_head.sampling` up to rounding. As there, probabilities are float32, and
+draws use their sums in float64.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from accept_head.inference.kernels.signals import logits_signals_by_kernel
 from accept_head.inference.kernels.usable import Check, usable
 from accept_head.sampling import Sampling
 
-GROUP, PART, LARGE_PART = 256, 1024, 4096  # tokens: of which one maximum is taken; and of a program
-MOST_KEPT = 64  # top-k: fewer than so many groups have a logit above the bound
+GROUP, PART, LARGE_PART = 256, 1024, 4096  # tokens of a group, which gives one maximum, and of a program
+MOST_KEPT = 64  # largest top-k for the kernels; fewer groups than this have a logit above the bound
 MOST_CANDIDATES = MOST_KEPT * GROUP
 FEW_ROWS = 16
 
@@ -45,7 +45,7 @@ def probabilities_by_kernels(scores: Tensor, sampling: Sampling) -> Tensor:
     (rows, vocab), device = logits.shape, logits.device
     q = torch.empty(rows, vocab, dtype=torch.float32, device=device)
     cold, k = 1 / sampling.temperature, min(sampling.top_k, vocab)
-    kth = top = inverse = largest = signals = q  # pointers are needed
+    kth = top = inverse = largest = signals = q  # kernels need a pointer even if they do not read it
     splits, groups = -(-vocab // PART), PART // GROUP
     with torch.cuda.device_of(logits):
         if k:
@@ -88,8 +88,10 @@ def draw_by_kernel(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def compare(device: torch.device, vocab: int = 3 * PART + 7, rows: int = 3) -> None:
-    """Raises AssertionError where the kernels say anything else than torch does: of numbers of which many are equal,
-    of negative ones, and where more or less than k exceed the bound."""
+    """Raises AssertionError when the kernels and torch differ.
+
+    Inputs: many equal numbers, negative numbers, and more or fewer than k numbers above the bound.
+    """
     generator = torch.Generator().manual_seed(0)
     numbers = torch.rand(rows, generator=generator, dtype=torch.float64).to(device)
     normal = torch.randn(rows, vocab, generator=generator) * 3

@@ -1,8 +1,7 @@
 """The draft's signals of a step: log q(Y), the entropy and max q.
 
-What torch does in a dozen passes and kernels (softmax, its logarithm, a product, sums, a maximum, a gather) is one
-kernel that reads the logits, or q, once. The numbers are those of `accept_head.signals`, up to the order of float32
-sums.
+torch needs a dozen passes and kernels (softmax, its logarithm, a product, sums, a maximum, a gather). Here one kernel
+reads the logits, or q, once. The numbers equal those of `accept_head.signals` up to the order of float32 sums.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from accept_head.inference.kernels.launch import counters, dense, early_options,
 from accept_head.inference.kernels.usable import Check, usable
 from accept_head.signals import SIGNALS, draft_entropy, draft_logprob, draft_max_prob, signals_of_logits
 
-# Tokens of a part: small where few rows have to fill a GPU, large where parts are many anyway.
+# Tokens of a part: few when few rows have to fill a GPU, many when there are many rows.
 FEW_ROWS, SMALL_PART, LARGE_PART = 4, 1024, 4096
 
 
 class PlainSoftmax(NamedTuple):
-    """The softmax of logits (batch, vocab) that has not been computed, because a kernel reads the logits themselves."""
+    """A softmax of logits (batch, vocab) that is not computed, because a kernel reads the logits."""
 
     logits: Tensor
 
 
 class Signals(NamedTuple):
-    """(batch,) each, None where it was not asked for or Y is not drawn yet. together: (batch, 3) in the order of
-    SIGNALS, where a kernel computed all three for a drawn Y; else None."""
+    """The signals, (batch,) each, or None when not asked for or when Y is not drawn yet.
+
+    together: (batch, 3) in the order of SIGNALS, when a kernel computed all three for a drawn Y; else None.
+    """
 
     logprob: Tensor | None
     entropy: Tensor | None
@@ -37,17 +38,19 @@ class Signals(NamedTuple):
 
 
 def plain_softmax(logits: Tensor) -> Tensor | PlainSoftmax:
-    """The distribution (batch, vocab) to give `signals_of` when its logits (batch, vocab) are at hand."""
+    """The softmax of logits (batch, vocab), in the form that is cheapest for `signals_of`."""
     return PlainSoftmax(logits) if usable(logits, CHECK) else logits.float().softmax(-1)
 
 
 def signals_of(
     q: Tensor | PlainSoftmax, ids: Tensor | None, *, logprob: bool, entropy: bool, max_prob: bool
 ) -> Signals:
-    """The signals that are asked for, at least one. q: (batch, vocab). ids: (batch,) Y, or None before it is drawn,
-    when there is no logprob."""
+    """The signals that are asked for, at least one.
+
+    q: (batch, vocab). ids: (batch,), Y, or None before it is drawn; then there is no logprob.
+    """
     logprob = logprob and ids is not None
-    # A maximum alone is one operation of torch, and one kernel reads no less.
+    # A maximum alone is one operation in torch, and a kernel would not be faster.
     if isinstance(q, PlainSoftmax):
         together = logits_signals_by_kernel(q.logits, ids).signals
     elif usable(q, CHECK) and (logprob or entropy):
@@ -69,8 +72,11 @@ def signals_of(
 
 
 class OfLogits(NamedTuple):
-    """signals: (batch, 3) float32, in the order of SIGNALS. lse: (batch,) float32, log Σ exp(logits / T). largest:
-    (batch,) int64, the most likely token, the first of equals."""
+    """Results of `logits_signals_by_kernel`.
+
+    signals: (batch, 3) float32, in the order of SIGNALS. lse: (batch,) float32, log Σ exp(logits / T). largest:
+    (batch,) int64, the most likely token, the first of equals.
+    """
 
     signals: Tensor
     lse: Tensor
@@ -78,10 +84,10 @@ class OfLogits(NamedTuple):
 
 
 def logits_signals_by_kernel(logits: Tensor, ids: Tensor | None, temperature: Tensor | None = None) -> OfLogits:
-    """Of q = softmax(logits / temperature), which is not made.
+    """The signals of q = softmax(logits / temperature), without computing q.
 
-    logits: (batch, vocab), any float dtype, −inf allowed; rows need not be close together in memory. ids: (batch,) Y;
-    None: the most likely token. temperature: (batch,) above 0; None: 1.
+    logits: (batch, vocab), any float dtype, −inf allowed, gaps between rows allowed. ids: (batch,), Y; None: the most
+    likely token. temperature: (batch,), above 0; None: 1.
     """
     logits = dense(logits)
     rows, vocab = logits.shape
@@ -94,7 +100,7 @@ def logits_signals_by_kernel(logits: Tensor, ids: Tensor | None, temperature: Te
         torch.empty(rows, dtype=torch.int64, device=logits.device),
     )
     per_row = temperature is not None
-    temperature = logits if temperature is None else temperature.float().contiguous()  # a pointer is needed
+    temperature = logits if temperature is None else temperature.float().contiguous()  # a kernel needs a pointer
     drawn = places if ids is None else ids.contiguous()
     with torch.cuda.device_of(logits):
         triton_kernels("signals").logits_signals[(rows, splits)](
@@ -106,8 +112,10 @@ def logits_signals_by_kernel(logits: Tensor, ids: Tensor | None, temperature: Te
 
 
 def q_signals_by_kernel(q: Tensor, ids: Tensor | None) -> Tensor:
-    """Of probabilities q, (batch, vocab) → (batch, 3) float32, in the order of SIGNALS. ids: (batch,) Y; None: it is
-    not drawn yet, and the first is not written."""
+    """The signals of probabilities q, (batch, vocab) → (batch, 3) float32, in the order of SIGNALS.
+
+    ids: (batch,), Y; None: Y is not drawn yet, and the first signal is not written.
+    """
     q = dense(q)
     rows, vocab = q.shape
     part, splits = _parts(rows, vocab)
@@ -124,13 +132,13 @@ def q_signals_by_kernel(q: Tensor, ids: Tensor | None) -> Tensor:
 
 
 def _parts(rows: int, vocab: int) -> tuple[int, int]:
-    """Tokens of a part, and parts of a row."""
+    """(tokens of a part, parts of a row)."""
     part = SMALL_PART if rows <= FEW_ROWS else LARGE_PART
     return part, -(-vocab // part)
 
 
 def compare(device: torch.device) -> None:
-    """Raises AssertionError where the kernel says anything else than torch does."""
+    """Raises AssertionError when the kernel and torch differ."""
     logits = torch.linspace(-3, 3, 3 * LARGE_PART, device=device).sin().mul(5).view(2, -1)
     ids, ones = logits.argmin(-1), torch.ones(2, device=device)
     expected = torch.stack(signals_of_logits(logits, ones, ids), -1)

@@ -19,13 +19,15 @@ from torch import Tensor
 
 from accept_head.inference.kernels.launch import reset_counters, start_late
 
-# Tests set it, to run the kernels in Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
+# Tests set this to run the kernels in Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
 ON_ANY_DEVICE = False
 
 
 class Check(NamedTuple):
-    """What the kernels of an operation must pass. operation: its name in the log. compare: raises where they compute
-    anything else than torch does on that device."""
+    """The check that the kernels of an operation must pass.
+
+    operation: its name in the log. compare: raises when the kernels and torch differ on a device.
+    """
 
     operation: str
     compare: Callable[[torch.device], None]
@@ -35,7 +37,7 @@ _passed: dict[tuple[str, torch.device], bool] = {}
 
 
 def usable(tensor: Tensor, check: Check) -> bool:
-    """Whether kernels can take this tensor, and have passed the check on its device."""
+    """Whether kernels can run on this tensor and have passed the check on its device."""
     if not (tensor.is_cuda or ON_ANY_DEVICE) or not _enabled():
         return False
     key = check.operation, tensor.device
@@ -50,14 +52,14 @@ def _enabled() -> bool:
 
 
 def passes(check: Check, device: torch.device) -> bool:
-    """Compare now. A failure with kernels that begin early on this device is tried once more without."""
+    """Run the check now. If it fails with kernels that begin early on this device, it is tried again without that."""
     return _agrees(check, device) or (start_late(device) and _agrees(check, device))
 
 
 def _agrees(check: Check, device: torch.device) -> bool:
     try:
         check.compare(device)
-    except Exception as error:  # whatever fails, torch can do the work
+    except Exception as error:  # after any failure torch can do the work
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
         log = logging.getLogger(__name__)
         log.warning("accept-head: no kernels for %s on %s (%s), hence slower", check.operation, device, reason)

@@ -1,8 +1,8 @@
 """Lossless verification of a batch of drafts of different lengths (Leviathan 2023, Alg. 1, docs/theory.md §1).
 
-In torch the ratio test is thirty operations a round and a match ten, all but one on a few numbers a row; the one that
-is not reads whole distributions three times over. A kernel reads them once, with as many programs as a GPU has room
-for. It accepts what torch accepts to the bit, and redraws as `accept_head.sampling` draws, up to rounding.
+In torch the ratio test takes thirty operations per round, and a match ten. All but one work on a few numbers per row.
+The other one reads whole distributions three times. A kernel reads them once, with enough programs to fill a GPU. It
+accepts exactly the tokens that torch accepts. Its redraws equal those of `accept_head.sampling` up to rounding.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from accept_head.inference.kernels.usable import Check, usable
 
 
 class Verified(NamedTuple):
-    """accepted: (batch,) draft tokens accepted, from the first on. next_ids: (batch,) the token that follows them.
-    acceptance: (batch, k) a(Y) of each, by the ratio test; in slots that a row has not drafted it means nothing."""
+    """Results of a verification.
+
+    accepted: (batch,), number of accepted draft tokens. next_ids: (batch,), the token after them. acceptance: (batch,
+    k), a(Y) of each draft token, by the ratio test only. Slots that a row has not drafted have arbitrary values.
+    """
 
     accepted: Tensor
     next_ids: Tensor
@@ -30,11 +33,12 @@ class Verified(NamedTuple):
 def by_ratio(
     p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
 ) -> Verified:
-    """Accept Y_i with probability min(1, p(Y_i)/q(Y_i)) until the first rejection; redraw that one from the residual,
-    or draw a bonus token from p when all are accepted.
+    """Accept Y_i with probability min(1, p(Y_i)/q(Y_i)) until the first rejection.
 
-    p: (batch, k + 1, vocab), the target at each draft position and after the last. q: (batch, k, vocab) and draft_ids:
-    (batch, k), of which row r uses the first drafted[r]. accept_uniform: (batch, k); redraw_uniform: (batch,).
+    The rejected token is redrawn from the residual. If all are accepted, a bonus token is drawn from p.
+
+    p: (batch, k + 1, vocab), the target at each draft position and after the last. q: (batch, k, vocab). draft_ids:
+    (batch, k). Row r uses the first drafted[r] slots. accept_uniform: (batch, k). redraw_uniform: (batch,).
     """
     if draft_ids.shape[1] == 0:
         return Verified(torch.zeros_like(drafted), draw(p[:, 0], redraw_uniform))
@@ -46,7 +50,7 @@ def by_ratio(
 def ratio_in_torch(
     p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
 ) -> Verified:
-    """With one slot at least."""
+    """`by_ratio` in torch, for at least one slot."""
     k = draft_ids.shape[1]
     acceptance = acceptance_probability(p[:, :k], q, draft_ids)
     accepted = _leading(accept_uniform < acceptance, drafted)
@@ -61,7 +65,7 @@ def ratio_in_torch(
 def ratio_by_kernel(
     p: Tensor, q: Tensor, draft_ids: Tensor, drafted: Tensor, accept_uniform: Tensor, redraw_uniform: Tensor
 ) -> Verified:
-    """With one slot at least. Raises ValueError where p or q are not float32, which the kernel's pointers are of."""
+    """`by_ratio` by a kernel, for at least one slot. Raises ValueError when p or q is not float32."""
     if p.dtype is not torch.float32 or q.dtype is not torch.float32:
         raise ValueError(f"p is {p.dtype} and q {q.dtype}, expected float32")
     p, q, draft_ids, accept_uniform = (dense(each) for each in (p, q, draft_ids, accept_uniform.double()))
@@ -83,9 +87,9 @@ def ratio_by_kernel(
 
 
 def by_match(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> Verified:
-    """The limit of one-hot p and q: a draft token is accepted if it is the target's own choice.
+    """`by_ratio` in the limit of one-hot p and q: a draft token is accepted if it is the target's argmax.
 
-    target_ids: (batch, k + 1), the target's argmax at each draft position and after the last; the rest as for
+    target_ids: (batch, k + 1), the target's argmax at each draft position and after the last. The rest as in
     `by_ratio`.
     """
     if draft_ids.numel() and usable(draft_ids, CHECK):
@@ -111,14 +115,17 @@ def match_by_kernel(target_ids: Tensor, draft_ids: Tensor, drafted: Tensor) -> V
 
 
 def _leading(passed: Tensor, drafted: Tensor) -> Tensor:
-    """How many of each row's own drafts passed before the first that did not. passed: (batch, k) → (batch,)."""
+    """How many of each row's draft tokens passed before the first that did not. passed: (batch, k) → (batch,)."""
     within = torch.arange(passed.shape[1], device=passed.device) < drafted[:, None]
     return (passed & within).long().cumprod(-1).sum(-1)
 
 
 def compare(device: torch.device, batch: int = 5, vocab: int = 2 * PART + 7) -> None:
-    """Raises AssertionError where the kernels say anything else than torch does: of drafts of different lengths, of
-    which all, none or some are accepted, from models that agree, do not, or drop tokens that the other keeps."""
+    """Raises AssertionError when the kernels and torch differ.
+
+    Inputs: drafts of different lengths of which all, none or some tokens are accepted, from models that agree, differ,
+    or drop tokens that the other keeps.
+    """
     random = torch.Generator().manual_seed(0)
     for slots in (1, 3, 4, 6):
         p = torch.randn(batch, slots + 1, vocab, generator=random).mul(2)
@@ -131,7 +138,7 @@ def compare(device: torch.device, batch: int = 5, vocab: int = 2 * PART + 7) -> 
         p[0, :slots] = q[0]
         ids = q.cpu().flatten(0, 1).multinomial(1, generator=random).view(batch, slots).to(device)
         drafted = torch.randint(0, slots + 1, (batch,), generator=random).to(device)
-        drafted[:2], ids[:2, slots - 1] = slots, q[:2, slots - 1].argmin(-1)  # which q does not keep
+        drafted[:2], ids[:2, slots - 1] = slots, q[:2, slots - 1].argmin(-1)  # a token that q drops
         numbers = torch.rand(2, batch, slots, generator=random, dtype=torch.float64).to(device)
         given = p, q, ids, drafted, numbers[0], numbers[1, :, 0]
         _same(ratio_by_kernel(*given), ratio_in_torch(*given))

@@ -1,4 +1,4 @@
-"""The kernels themselves. `launch.triton_kernels` imports them when one is first launched, as Triton may be missing.
+"""The Triton kernels. `launch.triton_kernels` imports a module at its first launch, because Triton may be missing.
 
 Read first: signals.py.
 """

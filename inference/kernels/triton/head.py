@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""Triton kernels of a head; kernels/head.py launches them. All sums are float32."""
+"""Triton kernels of a head. kernels/head.py launches them. All sums are float32."""
 
 from __future__ import annotations
 
@@ -39,11 +39,14 @@ def head_input(
     DOT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """What the blocks of a head start from, x (rows, channels) float32: the state, times `state` (channels,
-    hidden_size) if STATE; plus `shift` (channels,) if SHIFT; plus `scale` (SIGNALS, channels), times the three signals,
-    or the nine functions of them that a base has, or none; plus, of the drawn token, its row of `table` (vocab,
-    channels) if TABLE, or of it (vocab, hidden_size) times `embedding` (channels, hidden_size), if EMBEDDING. Grid
-    (channels / CHANNELS, rows / ROWS)."""
+    """x (rows, channels) float32: the input of a head's first block.
+
+    It is the sum of these terms: the state, multiplied by `state` (channels, hidden_size) if STATE; `shift` (channels,)
+    if SHIFT; `scale` (SIGNALS, channels) times the three signals, or times the nine functions of them that a base
+    reads, if SIGNALS is not 0; the drawn token's row of `table` (vocab, channels) if TABLE, or its row of `table`
+    (vocab, hidden_size) times `embedding` (channels, hidden_size) if EMBEDDING. Grid (channels / CHANNELS, rows /
+    ROWS).
+    """
     let_next_begin(EARLY)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -52,7 +55,7 @@ def head_input(
     if STATE:
         first = ahead(state, channel, channels, hidden_size, BLOCK, DOT, EARLY)
     wait_for_previous(EARLY)
-    # What takes two looks into memory comes first, so that the product hides it.
+    # The lookup that takes two reads of memory comes first, so that the product hides its latency.
     if TABLE or EMBEDDING:
         token = tl.load(ids + row, mask=row < rows, other=0).to(tl.int64)
     if TABLE:
@@ -130,11 +133,11 @@ def head_last(
     TILES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """sigmoid(w y + c), (rows, OUTPUTS) float32, of the y of a last `head_block`, which is not kept.
+    """scores (rows, OUTPUTS) float32: sigmoid(w y + c), with the y of a last `head_block`, which is not stored.
 
-    output: (OUTPUTS, channels) w; output_bias: (OUTPUTS,) c. signals, base: what `_base_logit` adds, if BASE. parts:
-    (OUTPUTS, rows, tiles) float32, of every program's channels. done: (rows / ROWS,) int32, 0. TILES: a power of two,
-    at least channels / CHANNELS. Grid as above.
+    output: (OUTPUTS, channels), w. output_bias: (OUTPUTS,), c. signals, base: the inputs of `_base_logit`, if BASE.
+    parts: (OUTPUTS, rows, tiles) float32, the sums over each program's channels. done: (rows / ROWS,) int32, 0. TILES:
+    a power of two, at least channels / CHANNELS. Grid as in `head_input`.
     """
     let_next_begin(EARLY)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -171,8 +174,10 @@ def head_output(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """sigmoid(w x + c), (rows, OUTPUTS) float32: of a head without blocks, or, with 0 channels, of a base alone.
-    signals, base: what `_base_logit` adds, if BASE. BLOCK: a power of two, at least `channels`. Grid (rows,)."""
+    """scores (rows, OUTPUTS) float32: sigmoid(w x + c), for a head without blocks, or with 0 channels for a base alone.
+
+    signals, base: the inputs of `_base_logit`, if BASE. BLOCK: a power of two, at least `channels`. Grid (rows,).
+    """
     let_next_begin(EARLY)
     wait_for_previous(EARLY)
     row = tl.program_id(0)
@@ -189,8 +194,10 @@ def head_output(
 
 @triton.jit
 def _base_logit(signals, base, row, inside, output, OUTPUTS: tl.constexpr):
-    """What a head's base adds to a logit of these rows, but for its offset: its functions of signals (rows, 3), times
-    the column `output` of `base` (9, OUTPUTS)."""
+    """The base's part of a logit of these rows, without its offset.
+
+    It is the product of the base functions of signals (rows, 3) with the column `output` of `base` (9, OUTPUTS).
+    """
     logit = _base_function(signals, row, inside, 0) * tl.load(base + output)
     for each in tl.static_range(1, 9):
         logit += _base_function(signals, row, inside, each) * tl.load(base + each * OUTPUTS + output)
@@ -199,7 +206,7 @@ def _base_logit(signals, base, row, inside, output, OUTPUTS: tl.constexpr):
 
 @triton.jit
 def _base_function(signals, row, inside, WHICH: tl.constexpr):
-    """One of base.BASE_FUNCTIONS, of signals (rows, 3)."""
+    """One of base.BASE_FUNCTIONS for signals (rows, 3)."""
     logprob = tl.load(signals + row * 3, mask=inside, other=-1.0).to(tl.float32)
     entropy = tl.load(signals + row * 3 + 1, mask=inside, other=1.0).to(tl.float32)
     largest = tl.load(signals + row * 3 + 2, mask=inside, other=0.5).to(tl.float32)
@@ -229,7 +236,7 @@ def _base_function(signals, row, inside, WHICH: tl.constexpr):
 
 @triton.jit
 def _log_odds(log_p):
-    """log p − log(1 − p), from log p ≤ 0. Near 0 1 − p is its series: the difference would have no digits left."""
+    """log p − log(1 − p), from log p ≤ 0. Near log p = 0, 1 − p is computed by its series, to avoid cancellation."""
     series = -log_p * (1.0 + log_p * (1.0 / 2.0 + log_p * (1.0 / 6.0 + log_p * (1.0 / 24.0))))
     other = tl.where(log_p > -0.03, series, 1.0 - tl.exp(log_p))
     odds = log_p - tl.log(tl.maximum(other, 1e-30))
@@ -251,7 +258,7 @@ def _residual(
     DOT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """x + SiLU(W x + b) of these rows and channels, (ROWS, CHANNELS); 0 outside."""
+    """x + SiLU(W x + b) for these rows and channels, (ROWS, CHANNELS); 0 outside."""
     first = ahead(weight, channel, channels, channels, BLOCK, DOT, EARLY)
     wait_for_previous(EARLY)
     start = row.to(tl.int64) * channels

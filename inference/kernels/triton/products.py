@@ -1,13 +1,13 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""A few rows of states times a matrix of weights, each of which is read once; used by head.py."""
+"""Products of a few rows of states with a matrix of weights. Each weight is read once. Used by head.py."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-WARPS = tl.constexpr(4)  # of a program
-LINE, LINES = tl.constexpr(64), tl.constexpr(16)  # of the cache, in bfloat16: 128 bytes; and how many at once
+WARPS = tl.constexpr(4)  # per program
+LINE, LINES = tl.constexpr(64), tl.constexpr(16)  # bfloat16 numbers in a cache line (128 bytes); lines at once
 
 
 @triton.jit
@@ -25,13 +25,12 @@ def product(
     BLOCK: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Rows of `left`, that begin at `offsets`, times the rows `channel` of `weight` (channels, size), (ROWS, CHANNELS).
-    first: what `ahead` gave.
+    """(ROWS, CHANNELS): rows of `left` that begin at `offsets`, times the rows `channel` of `weight` (channels, size).
 
-    Without DOT all products are float32, which is soonest for one row: all its weights are there already. With DOT,
-    tensor cores multiply, for which 16 rows are as many as one: each of WARPS warps its share of BLOCK numbers, as one
-    product waits for the one before it. Weights are bfloat16 then, and a number of `left` that is not is two such: what
-    is nearest to it, and what is left.
+    first: the result of `ahead`. Without DOT, all products are float32. This is fastest for one row, because its first
+    weights are already loaded. With DOT, tensor cores multiply, and 16 rows take as long as one. Each of WARPS warps
+    has its share of BLOCK numbers, because one product waits for the one before. Weights are then bfloat16. A number of
+    `left` in another dtype becomes two bfloat16 numbers: the nearest one and the remainder.
     """
     if DOT:
         total = tl.zeros((WARPS, ROWS, CHANNELS), tl.float32)
@@ -49,7 +48,7 @@ def product(
                 total = tl.dot((a.to(tl.float32) - near.to(tl.float32)).to(w.dtype), w, total)
         return tl.sum(total, 0)
     else:
-        parts = tl.zeros((ROWS, CHANNELS, BLOCK), tl.float32)  # added up once, at the end
+        parts = tl.zeros((ROWS, CHANNELS, BLOCK), tl.float32)  # summed once, at the end
         w = first
         for start in range(0, size, BLOCK):
             k = start + tl.arange(0, BLOCK)
@@ -61,7 +60,7 @@ def product(
 
 @triton.jit
 def ahead(weight, channel, channels, size, BLOCK: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr):
-    """The first of these weights; with DOT, they are only on their way to the cache."""
+    """Load the first of these weights. With DOT, prefetch the weights into the cache instead, if EARLY."""
     if DOT:
         if EARLY:
             for start in range(0, size, LINES * LINE):
@@ -75,7 +74,7 @@ def ahead(weight, channel, channels, size, BLOCK: tl.constexpr, DOT: tl.constexp
 
 @triton.jit
 def _fetch(pointers):
-    """What is there comes to the L2 cache; nobody waits for it."""
+    """Prefetch memory into the L2 cache, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -83,7 +82,7 @@ def _fetch(pointers):
 
 @triton.jit
 def _weights(weight, channel, channels, size, start, BLOCK: tl.constexpr):
-    """From place `start` on, of the rows `channel` of `weight` (channels, size); 0 outside."""
+    """BLOCK numbers from place `start` on in the rows `channel` of `weight` (channels, size); 0 outside."""
     k = start + tl.arange(0, BLOCK)
     inside = (channel < channels)[:, None] & (k < size)[None, :]
     return tl.load(weight + channel.to(tl.int64)[:, None] * size + k[None, :], mask=inside, other=0.0)

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""Triton kernels of the loop's bookkeeping: one program a row, all integers but for the random numbers. kernels/rows.py
-launches them, and says in torch what they do.
+"""Triton kernels of the loop's bookkeeping, with one program per row. All but the random numbers are integers.
+
+kernels/rows.py launches them and has the torch reference.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ GOLDEN, FIRST, SECOND = (
 def uniform_numbers(
     uniforms, keys, rounds, seed, row_stride, purpose_stride, slots, PURPOSES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """randomness.uniforms(…, key, round, slot, purpose) of a row, for each purpose its `slots` first. Grid (rows,).
+    """randomness.uniforms(…, key, round, slot, purpose) of each row, for the first `slots` slots of each purpose.
 
-    uniforms: (rows, PURPOSES, ≥ slots) float64; keys, rounds: (rows,). seed: (1,) randomness.seed_state. BLOCK: a
-    power of two, at least slots · PURPOSES.
+    Grid (rows,). uniforms: (rows, PURPOSES, ≥ slots) float64. keys, rounds: (rows,). seed: (1,), randomness.seed_state.
+    BLOCK: a power of two, at least slots · PURPOSES.
     """
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -38,7 +39,7 @@ def uniform_numbers(
 
 @triton.jit
 def _mixed(state):
-    """splitmix64, on uint64, which wraps."""
+    """splitmix64 on uint64, which wraps."""
     state = state + GOLDEN
     state = (state ^ (state >> 30)) * FIRST
     state = (state ^ (state >> 27)) * SECOND
@@ -47,8 +48,10 @@ def _mixed(state):
 
 @triton.jit
 def last_tokens(tokens, lengths, starts, window, width, columns, back, BLOCK: tl.constexpr):
-    """starts (rows,): where the last `back` tokens of each row begin; window (rows, width): what stands from there on.
-    Grid (rows,). tokens: (rows, columns) int64, as are all others. BLOCK: a power of two, at least width."""
+    """starts (rows,): where the last `back` tokens of each row begin. window (rows, width): the tokens from there on.
+
+    Grid (rows,). tokens: (rows, columns). All are int64. BLOCK: a power of two, at least width.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = tl.maximum(tl.load(lengths + row) - back, 0)
     tl.store(starts + row, start)
@@ -62,10 +65,10 @@ def after_draw(
     tokens, lengths, ids, ends, budget, active, drawn, now_active, now_drawn, depth, columns, many_ends,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the drawn token behind the row, count it, and say whether the row goes on. Grid (rows,).
+    """Write each row's drawn token at its end, count it, and decide whether the row continues to draft.
 
-    ids: (rows,) drawn; ends: (many_ends,) end tokens; budget, drawn: (rows,) int64; active: (rows,) bool. now_active,
-    now_drawn: what becomes of the latter two. BLOCK: a power of two, at least many_ends.
+    Grid (rows,). ids: (rows,), drawn tokens. ends: (many_ends,), end tokens. budget, drawn: (rows,) int64. active:
+    (rows,) bool. now_active, now_drawn: the new values of active and drawn. BLOCK: a power of two, at least many_ends.
     """
     row = tl.program_id(0).to(tl.int64)
     token, going = tl.load(ids + row), tl.load(active + row) != 0
@@ -89,12 +92,12 @@ def accept(
     width, columns, many_ends,
     DRAFTED: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What `accept_in_torch` does to a row. Grid (rows,).
+    """`accept_in_torch` for each row. Grid (rows,).
 
-    verified, next_ids: (rows,) candidates that were accepted, and the token behind them. drawn, extra_forwards,
-    submitted_now: (rows,) of this round. kept, was_live, new_lengths: (rows,) what it says of the round. width:
-    candidates a row can have, and 1. DRAFTED: whether there were any. WIDTH, BLOCK: powers of two, at least width and
-    many_ends.
+    verified, next_ids: (rows,), number of accepted candidates, and the token after them. drawn, extra_forwards,
+    submitted_now: (rows,), counts of this round. kept, was_live, new_lengths: (rows,), the fields of `Accepted`. width:
+    the most candidates of a row, plus 1. DRAFTED: whether any row drew a token. WIDTH, BLOCK: powers of two, at least
+    width and many_ends.
     """
     row = tl.program_id(0).to(tl.int64)
     length, passed, is_live = tl.load(lengths + row), tl.load(verified + row), tl.load(live + row) != 0
@@ -103,7 +106,7 @@ def accept(
     slot, end = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     place = tl.minimum(length + slot, columns - 1)
     token = tl.load(tokens + row * columns + place, mask=slot < width, other=0)
-    tl.debug_barrier()  # all have read before one writes
+    tl.debug_barrier()  # all threads read before one writes
     tl.store(tokens + row * columns + next_place, next_id)
     token = tl.where(place == next_place, next_id, token)
     end_id = tl.load(ends + end, mask=end < many_ends, other=-1)
@@ -115,7 +118,7 @@ def accept(
     emitted = tl.where(ended, first.to(tl.int64) + 1, emitted)
     keeps = tl.minimum(passed, emitted) * one
     own, extra, sent = tl.load(drawn + row), tl.load(extra_forwards + row), tl.load(submitted_now + row)
-    if DRAFTED:  # the draft has been fed everything up to the last token it drew
+    if DRAFTED:  # the draft was fed all tokens before the last one it drew
         tl.store(fed + row, length + tl.minimum(passed, own - 1))
     now = length + emitted
     tl.store(lengths + row, now)

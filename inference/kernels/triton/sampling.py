@@ -1,7 +1,7 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """Triton kernels of top-k, softmax and draws, for a few rows of logits; kernels/sampling.py launches them.
 
-As in signals.py, a row is split among programs, and whichever ends last puts together what all of them left.
+As in signals.py, a row is split among programs, and the last one to end combines the results of all.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import triton.language as tl
 from accept_head.inference.kernels.triton.sync import is_last
 
 LEAST = tl.constexpr(float("-inf"))
-FEW, CHUNK = tl.constexpr(128), tl.constexpr(1024)  # numbers that are sorted; and that are looked at together
+FEW, CHUNK = tl.constexpr(128), tl.constexpr(1024)  # most numbers to sort; numbers read at a time
 
 
 @triton.jit
 def lower_bound(
     logits, maxima, bound, top, done, vocab, row_stride, k, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr
 ):
-    """bound (rows,): a number that at least k logits of the row reach, and that fewer than k · BLOCK / GROUPS exceed:
-    the k-th largest of the maxima of groups of them, −inf if they are fewer than k. top (rows,): the largest logit.
+    """bound (rows,): the k-th largest of the maxima of groups of logits; −inf if there are fewer than k groups.
+
+    At least k logits of the row reach it, and fewer than k · BLOCK / GROUPS exceed it. top (rows,): the largest logit.
 
     Grid (rows, splits). maxima: (rows, splits, GROUPS) float32. done: (rows,) int32, 0. ALL: a power of two, at least
     splits · GROUPS.
@@ -45,10 +46,11 @@ def kth_largest(
     logits, bound, top, candidates, counts, done, kth, inverse, vocab, row_stride, cold, k,
     BLOCK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """kth (rows,): the k-th largest logit; inverse (rows,): 1 / Σ exp((x − top) · cold) over all x that reach it.
+    """kth (rows,): the k-th largest logit. inverse (rows,): 1 / Σ exp((x − top) · cold) over all logits x ≥ kth.
 
-    Grid (rows, splits). bound, top: of `lower_bound`. candidates: (rows, MOST) float32, for all that exceed the bound.
-    counts: (rows, 2) int32, 0: how many those are, and how many equal it. done: (rows,) int32, 0.
+    Grid (rows, splits). bound, top: from `lower_bound`. candidates: (rows, MOST) float32, space for all logits above
+    the bound. counts: (rows, 2) int32, 0: how many logits are above the bound, and how many equal it. done: (rows,)
+    int32, 0.
     """
     row, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
@@ -69,7 +71,7 @@ def kth_largest(
         equals = tl.load(counts + row * 2 + 1, cache_modifier=".cg")
         begin = candidates + row.to(tl.int64) * MOST
         highest = tl.load(top + row)
-        last = least  # if fewer than k exceed it
+        last = least  # when fewer than k logits exceed the bound
         if found >= k:
             if found <= FEW:
                 at = tl.arange(0, FEW)
@@ -98,7 +100,7 @@ def _kth(x, k, SIZE: tl.constexpr):
 
 @triton.jit
 def _kth_of_many(numbers, count, k):
-    """The same of `count` in memory: whole numbers in the same order are halved 32 times."""
+    """The k-th largest of `count` numbers in memory, by 32 steps of bisection over integers in the same order."""
     low, high = tl.full((), -2147483648, tl.int64), tl.full((), 2147483647, tl.int64)
     for _ in range(32):
         middle = (low + high + 1) >> 1
@@ -118,9 +120,11 @@ def _kth_of_many(numbers, count, k):
 def write_softmax(
     logits, kth, top, inverse, largest, signals, q, vocab, row_stride, cold, FILTERED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """q (rows, vocab): exp((x − top) · cold) · inverse of each logit, and 0 of those below the k-th, if FILTERED. Else
-    the top is the logit of the token `largest`, and the inverse the third of the `signals`, of `logits_signals`.
-    Grid (rows, splits)."""
+    """q (rows, vocab): exp((x − top) · cold) · inverse for each logit x; if FILTERED, 0 for x below the k-th.
+
+    If not FILTERED, top is the logit of the token `largest`, and inverse is the third of `signals`, both from
+    `logits_signals`. Grid (rows, splits).
+    """
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row * row_stride + token, mask=token < vocab, other=LEAST).to(tl.float32)
@@ -137,8 +141,9 @@ def write_softmax(
 def draw_tokens(
     weights, uniforms, sums, done, ids, vocab, row_stride, uniform_stride, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """ids (rows,): the first token of which the weights up to it sum to more than `uniforms` (rows,) float64 of all;
-    where rounding leaves none, the last that weighs anything. Sums are float64.
+    """ids (rows,): the first token where the cumulative weight exceeds the share `uniforms` (rows,) of the total.
+
+    When rounding leaves no such token: the last one with a positive weight. Sums and uniforms are float64.
 
     Grid (rows, splits). weights: (rows, vocab), not negative. sums: (rows, splits) float64. done: (rows,) int32, 0.
     SPLITS: a power of two, at least splits.
@@ -160,7 +165,7 @@ def draw_tokens(
 
 @triton.jit
 def part_of_draw(sum_of, uniform, SPLITS: tl.constexpr):
-    """In which part a draw falls, by the parts' sums; what those before it sum to; and what it has to exceed."""
+    """(the part that a draw falls in, the sum of the parts before, the threshold to exceed), from the parts' sums."""
     at = tl.arange(0, SPLITS)
     up_to = tl.cumsum(sum_of, 0)
     threshold = uniform * tl.max(up_to, 0)
@@ -171,7 +176,7 @@ def part_of_draw(sum_of, uniform, SPLITS: tl.constexpr):
 
 @triton.jit
 def token_of_draw(weight, before, threshold, BLOCK: tl.constexpr):
-    """On which token of that part; where rounding leaves none, on its last that weighs anything."""
+    """The token of the part that a draw falls on. When rounding leaves none: the last one with a positive weight."""
     part = tl.arange(0, BLOCK)
     reached = (before + tl.cumsum(weight, 0) > threshold) & (weight > 0)
     first = tl.min(tl.where(reached, part, BLOCK), 0)

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """Triton kernels of the draft's signals; kernels/signals.py launches them.
 
-All sums are float32. A row of logits is split among programs, as one row alone has to keep a whole GPU busy: each
-reads its part once and leaves an online softmax's statistics of it. Whichever program of a row ends last adds up what
-all of them left, in the order of the parts: one launch instead of two, and a result that does not depend on who was
-last. A counter, `done`, tells it that it is last, and it sets the counter back to zero: two launches on one counter
-must not overlap.
+All sums are float32. A row of logits is split among programs, so that one row can use a whole GPU. Each program reads
+its part once and stores statistics of an online softmax. The last program of a row to end combines the statistics of
+all parts, in the order of the parts. So one launch is enough, and the result does not depend on which program is last.
+The counter `done` tells a program that it is last. This program sets the counter back to zero, so two launches with one
+counter must not overlap.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def logits_signals(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """log q(Y), the entropy and max q, (rows, 3); the log-sum-exp of logits / T, (rows,); and the first most likely
-    token, (rows,) int64.
+    """signals (rows, 3): log q(Y), the entropy and max q; lse (rows,): the log-sum-exp of logits / T; largest (rows,)
+    int64: the first most likely token.
 
-    Grid (rows, splits). logits: (rows, vocab), −inf allowed. temperature: (rows,) if PER_ROW, else not looked at, and
-    1. drawn: (rows,) Y; if GREEDY, not looked at: Y is the most likely token. Of each part, with z = (x − top) / T:
-    tops, totals Σ exp z, moments Σ z·exp z, (rows, splits) float32, and places of the tops, (rows, splits) int32.
-    done: (rows,) int32, 0. SPLITS: a power of two, at least `splits`.
+    Grid (rows, splits). logits: (rows, vocab), −inf allowed. temperature: (rows,) if PER_ROW; else not read, and 1.
+    drawn: (rows,), Y; if GREEDY, not read, and Y is the most likely token. For each part, with z = (x − top) / T: tops,
+    totals Σ exp z, moments Σ z·exp z, (rows, splits) float32, and places of the tops, (rows, splits) int32. done:
+    (rows,) int32, 0. SPLITS: a power of two, at least `splits`.
     """
     let_next_begin(EARLY)
     wait_for_previous(EARLY)
@@ -105,9 +105,9 @@ def q_signals(
     SPLITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """log q(Y), if DRAWN, the entropy and max q, (rows, 3).
+    """signals (rows, 3): log q(Y), only if DRAWN, the entropy and max q.
 
-    Grid (rows, splits). q: (rows, vocab) probabilities. Of each part: tops, and moments Σ q·log q, (rows, splits)
+    Grid (rows, splits). q: (rows, vocab), probabilities. For each part: tops, and moments Σ q·log q, (rows, splits)
     float32. The others as in `logits_signals`.
     """
     let_next_begin(EARLY)

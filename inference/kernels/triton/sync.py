@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""How programs of one launch, and launches that follow each other, wait for one another.
+"""How programs of one launch, and successive launches, wait for each other.
 
-EARLY: the kernel is launched so that it may begin before the one ahead of it has ended (programmatic dependent launch,
-of Hopper and later). Until that has ended it only reads weights, which no kernel writes; it waits before it touches
-anything else. It lets the one behind it begin at once.
+EARLY: the kernel may begin before the previous kernel has ended (programmatic dependent launch, on Hopper and later).
+Until then it reads only weights, which no kernel writes. It waits before it touches other memory. It lets the next
+kernel begin at once.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):
-    """The kernel behind this one may begin."""
+    """Let the next kernel begin."""
     if EARLY:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(EARLY: tl.constexpr):
-    """Until the kernel ahead of this one has ended, and all that it wrote can be read."""
+    """Wait until the previous kernel has ended and its results can be read."""
     if EARLY:
         gdc_wait()
 
 
 @triton.jit
 def is_last(done, programs):
-    """Whether all others of these programs have written what they leave. `done` is 0 again after the last."""
-    tl.debug_barrier()  # every thread's stores come before the count, which one thread does for all
+    """Whether this is the last of these programs, so that the results of all others can be read. Then resets `done`."""
+    tl.debug_barrier()  # all threads' stores come before the count, which one thread does for all
     last = tl.atomic_add(done, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(done, 0)

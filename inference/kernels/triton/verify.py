@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
 """Triton kernels of verification: which candidates are accepted, and which token follows them (docs/theory.md §1).
-kernels/verify.py launches them.
 
-As in signals.py, a row is split among programs, and whichever ends last puts together what all of them left.
+kernels/verify.py launches them. As in signals.py, a row is split among programs, and the last one to end combines the
+results of all.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def accept_by_ratio(
     p_row, p_slot, q_row, q_slot, candidates_row, uniforms_row, redraws_row,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """acceptance (rows, slots): min(1, p(Y) / q(Y)) of each candidate; accepted (rows,): how many of a row's stand
-    before the first of which the uniform number is not below that; ids (rows,): drawn by `redraws` from [p − q]₊ of
-    that one, or from p where all are accepted, or where p is nowhere above q.
+    """acceptance (rows, slots): min(1, p(Y) / q(Y)) of each candidate. accepted (rows,): number of candidates before
+    the first one whose uniform number is not below its acceptance. ids (rows,): the token after them. It is drawn by
+    `redraws` from [p − q]₊ at the rejected candidate, or from p when all are accepted or p is nowhere above q.
 
-    Grid (rows, splits). p: (rows, slots + 1, vocab) and q: (rows, slots, vocab), float32. candidates: (rows, slots), of
-    which a row's first `drafted` (rows,) are its own. uniforms: (rows, slots) and redraws: (rows,) float64. sums:
+    Grid (rows, splits). p: (rows, slots + 1, vocab) float32. q: (rows, slots, vocab) float32. candidates: (rows,
+    slots); a row uses the first `drafted` (rows,). uniforms: (rows, slots) float64. redraws: (rows,) float64. sums:
     (rows, 2, splits) float64. done: (rows,) int32, 0. SLOTS, SPLITS: powers of two, at least slots and splits.
     """
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -65,11 +65,11 @@ def accept_by_ratio(
 def accept_by_match(
     targets, candidates, drafted, accepted, ids, slots, targets_row, candidates_row, SLOTS: tl.constexpr
 ):
-    """accepted (rows,): how many of a row's candidates stand before the first that is not the target's own token; ids
-    (rows,): the target's there.
+    """accepted (rows,): number of candidates before the first one that is not the target's token. ids (rows,): the
+    target's token there.
 
-    Grid (rows,). targets: (rows, slots + 1); candidates: (rows, slots), of which a row's first `drafted` (rows,) are
-    its own. SLOTS: a power of two, at least slots.
+    Grid (rows,). targets: (rows, slots + 1). candidates: (rows, slots); a row uses the first `drafted` (rows,). SLOTS:
+    a power of two, at least slots.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, SLOTS)
@@ -88,7 +88,7 @@ def _leading(passed, slot, count, slots):
 
 @triton.jit
 def _weights(p, q, token, vocab, rejected):
-    """p, and [p − q]₊ if `rejected`, else 0, of some tokens, in float64."""
+    """(p, [p − q]₊ if `rejected`, else 0) of some tokens, in float64."""
     of_p = tl.load(p + token, mask=token < vocab, other=0.0)
     looked_at = tl.where(rejected, vocab, 0)
     of_q = tl.load(q + token, mask=token < looked_at, other=0.0)
