@@ -1,1 +1,1 @@
-"""Our decode loop inside other engines: each adapter translates, then calls the same policy."""
+"""Our policies inside other engines. Each adapter translates the engine's calls and asks the same policy objects."""

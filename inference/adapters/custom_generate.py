@@ -1,9 +1,9 @@
-"""What `custom_generate/generate.py` of a published head calls, for
+"""The function that `custom_generate/generate.py` of a published head calls, for
 
     model.generate(**inputs, custom_generate="user/name", trust_remote_code=True, draft=draft_model)
 
-transformers hands all arguments of `generate` over as they were given; they go through its own preparation a second
-time, with our decode loop as the decoding method.
+transformers passes on all arguments of `generate` unchanged. They go through its own preparation a second time, with
+our decode loop as the decoding method.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accept_head.inference.policies.spec import DraftShape
 from accept_head.inference.policy import DraftPolicy
 from accept_head.trace.config import CONFIG_NAME
 
-# Of fetching the code, which transformers leaves among the arguments; the head is fetched likewise.
+# Arguments for fetching the code, which transformers leaves in; the head is fetched with the same ones.
 FETCHING = ("token", "cache_dir", "local_files_only", "force_download")
 
 
@@ -37,15 +37,15 @@ def generate_with_head(
     streamer: Any = None,
     **arguments: Any,
 ) -> Any:
-    """`model.generate` with the head of this repository as it is at this commit.
+    """`model.generate` with the head of this repository at this commit.
 
-    draft, assistant_model: the draft, by either name. policy: instead of the head with its tuned threshold. The rest is
-    `generate`'s. Returns what `generate` returns. Raises InputError (a ValueError) for what cannot be done.
+    draft, assistant_model: the draft, by either name. policy: replaces the head with its tuned threshold. The other
+    arguments and the result are those of `generate`. Raises InputError (a ValueError) for unsupported arguments.
     """
     if streamer is not None:
         raise InputError("streamer is given: transformers does not hand one on to a custom decoding method")
     revision = arguments.pop("revision", None)
-    # A name of another form: transformers keeps its files differently now, and the revision asked for must do.
+    # The commit comes from the path of the cached code. If it is not a commit hash, use the given revision.
     revision = commit if re.fullmatch(r"[0-9a-f]{40}", commit) else revision
     fetching = {name: arguments.pop(name) for name in FETCHING if name in arguments}
     draft = draft if draft is not None else assistant_model

@@ -3,11 +3,11 @@
     model.generate(**inputs, custom_generate=accept_head.inference.adapters.transformers.generate,
                    draft=draft_model, policy="head:PATH:0.5")
 
-The generation config, logits processors and stopping criteria are those that `generate` prepares, and what it returns
-is what `generate` returns; any batch size (transformers' own assisted generation stops at 1). Random numbers come from
-torch's generator, so `torch.manual_seed` makes a sampled call repeatable.
+The generation config, logits processors and stopping criteria are those that `generate` prepares, and the result has
+the form of `generate`'s. Any batch size works; transformers' own assisted generation allows 1 only. Random numbers come
+from torch's generator, so `torch.manual_seed` makes a sampled call repeatable.
 
-transformers 5.19 does not hand `streamer=`, `tokenizer=` (which `stop_strings=` needs) and `assistant_model=` on to a
+transformers 5.19 does not pass `streamer=`, `tokenizer=` (which `stop_strings=` needs) and `assistant_model=` on to a
 function: pass stop strings as stopping_criteria=[StopStringCriteria(tokenizer, [...])].
 """
 
@@ -44,15 +44,15 @@ from accept_head.pair import output_size
 from accept_head.sampling import Sampling
 
 SAMPLING_WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-# Options that would need another decoding method, and the value at which they change nothing.
+# Options that need another decoding method, with the value that turns each off.
 REFUSED = {"inputs_embeds": None, "num_beams": 1, "penalty_alpha": None, "dola_layers": None}
 
 
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with return_dict_in_generate=True, and one DecodeStats a row.
+    """The result of `generate` with return_dict_in_generate=True, plus one DecodeStats a row.
 
-    scores, logits: as asked for by output_scores and output_logits, one (batch, vocab) a new token; rows that have
-    ended hold zeros.
+    scores, logits: present with output_scores and output_logits, one (batch, vocab) a new token; finished rows hold
+    zeros.
     """
 
     stats: list[DecodeStats] | None = None
@@ -74,12 +74,12 @@ def generate(
 ) -> Tensor | SpeculativeOutput:
     """The function to pass as `custom_generate`. input_ids: (batch, seq), padded on the left.
 
-    draft: the draft model; `assistant_model=` cannot be used, transformers drops it before this is called. policy: a
-    DraftPolicy or its SPEC. batch_size: rows decoded together; all of them when left out. tenants, verifier,
-    allow_lossy: as in `accept_head.inference.generate`.
+    draft: the draft model; `assistant_model=` cannot be used, as transformers drops it before the call. policy: a
+    DraftPolicy or its SPEC. batch_size: rows decoded together; all rows when left out. tenants, verifier, allow_lossy:
+    as in `accept_head.inference.generate`.
 
     Returns (batch, seq + new tokens) ids, padded after each row's end, or a SpeculativeOutput.
-    Raises InputError (a ValueError) for what speculative decoding cannot do, naming the option.
+    Raises InputError (a ValueError) naming an option that speculative decoding does not support.
     """
     if draft is None:
         raise InputError(
@@ -121,7 +121,7 @@ def generate(
 
 
 def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Raises InputError for what another decoding method would have to do."""
+    """Raises InputError for an option that needs another decoding method."""
     for name, neutral in REFUSED.items():
         value = model_kwargs.get(name, getattr(config, name, None))
         if value is not None and value != neutral:
@@ -138,9 +138,10 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
 
 
 def _split(config: GenerationConfig, processors: LogitsProcessorList) -> tuple[Sampling, list[Any]]:
-    """Sampling settings that our loop knows, and what is left of the processors.
+    """Split the processors into sampling settings of our loop and the remaining processors.
 
-    The four warpers are taken out of the list only when they end it, in the order in which `Sampling` applies them.
+    The four warpers are taken out only if they stand at the end of the list, in the order in which `Sampling` applies
+    them.
     """
     if not config.do_sample:
         return Sampling(temperature=0), list(processors)
@@ -170,8 +171,8 @@ def _end_ids(config: GenerationConfig) -> list[int]:
 
 
 def _stopping(criteria: StoppingCriteriaList, device: torch.device) -> Stopping:
-    """The loop looks after end tokens and the longest length itself; they stand among the criteria too, where one that
-    the user gave has taken the place of the config's."""
+    """Split the criteria: the loop itself handles end tokens and the longest length. A user's criterion for end tokens
+    replaces the config's, so end tokens are read from the criteria."""
     ends = [int(token) for c in criteria if isinstance(c, EosTokenCriteria) for token in c.eos_token_id]
     own = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
     return Stopping(ends, own, device)
@@ -187,7 +188,7 @@ def _sequences(input_ids: Tensor, tokens: Sequence[Sequence[int]], config: Gener
 
 
 class _Recorder:
-    """Keeps the target's logits or scores of each emitted token, when they are asked for."""
+    """Keeps the target's logits or scores of each emitted token, if requested."""
 
     def __init__(self, rows: int, scores: bool, logits: bool, sampling: Sampling):
         self.want_scores, self.want_logits, self.sampling = scores, logits, sampling
@@ -200,7 +201,7 @@ class _Recorder:
 
     def watch(self, round_: Round) -> None:
         emitted = (round_.verified.accepted + 1).tolist()
-        for row in round_.rows.live_rows:  # only when scores are asked for
+        for row in round_.rows.live_rows:
             request = round_.rows.requests[row]
             assert request is not None
             slots = slice(None, emitted[row])
@@ -214,7 +215,7 @@ class _Recorder:
     def results(self, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
         longest = max(len(row) for row in tokens)
         wanted = (("scores", self.want_scores, self.scores), ("logits", self.want_logits, self.logits))
-        # A round's last tokens may have been cut by an end token.
+        # An end token may have cut a round's last tokens.
         cut = {
             name: [column[: len(row)] for column, row in zip(columns, tokens, strict=True)]
             for name, is_wanted, columns in wanted
@@ -224,6 +225,6 @@ class _Recorder:
 
 
 def _steps(rows: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
-    """(batch, vocab) of each step."""
+    """One (batch, vocab) tensor a step; zeros for finished rows."""
     nothing = torch.zeros_like(rows[0][0])
     return tuple(torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(longest))

@@ -1,11 +1,11 @@
-"""A head for vLLM's adaptive verification, which trims what is verified and works with asynchronous scheduling.
+"""A head for vLLM's adaptive verification, which trims drafts before verification and schedules asynchronously.
 
-vLLM models the acceptance of draft slot k as σ(ω·f + β_k), f = logit(max q), and refits ω and β by damped Newton steps
-from what is accepted while it serves. Here f is the head's logit: the fit then recalibrates the head for nothing. It
-starts at ω = 1, β = 0, where the prediction is the head's own.
+vLLM models the acceptance of draft slot k as σ(ω·f + β_k), f = logit(max q). While it serves, it refits ω and β to the
+accepted tokens by damped Newton steps. Here f is the head's logit, so the fit recalibrates the head at no extra cost.
+It starts at ω = 1, β = 0, where the prediction is the head's own.
 
-Trimming drops drawn tokens, so the score of a slot must not look at the token drawn there: only a head that reads the
-state before it will do, without log q(Y) among its signals (build.head_of).
+Trimming drops drawn tokens, so the score of a slot must not depend on the token drawn there. The head must read the
+state before that token, and log q(Y) must not be among its signals (build.head_of).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_LOG_ODDS = 40.0  # as vLLM's
 
 
 class HeadAcceptanceEstimator(OnlineAcceptanceEstimator):
-    """vLLM's estimator with another feature. What it learns from, and how, is its own (`step`)."""
+    """vLLM's estimator with the head's logit as its feature. The fit is vLLM's own (`step`)."""
 
     def __init__(self, head: nn.Module, max_num_reqs: int, num_speculative_steps: int, device: torch.device):
         super().__init__(max_num_reqs, num_speculative_steps, device)
@@ -40,17 +40,18 @@ class HeadAcceptanceEstimator(OnlineAcceptanceEstimator):
         draft_step: Tensor,
         confidence: Tensor,
     ) -> None:
-        """hidden: (batch, hidden) that `logits`, (batch, vocab), came from. temperature: by request slot. idx_mapping:
-        (batch,) request slots. draft_step: () int. confidence: (requests, steps), written at [:batch, step]."""
+        """Predict the acceptance of a slot. hidden: (batch, hidden) that `logits`, (batch, vocab), came from.
+        temperature: by request slot. idx_mapping: (batch,) request slots. draft_step: () int. confidence:
+        (requests, steps), written at [:batch, step]."""
         signals = None
         if self.head.config.signals:
             q = draft_distribution(logits, temperature[idx_mapping])
-            # log q(Y) is not among those that this head reads (head_of), so that its place may hold anything.
+            # This head does not read log q(Y) (head_of), so its place may hold anything.
             entropy, max_prob = draft_entropy(q), draft_max_prob(q)
             signals = torch.stack([torch.zeros_like(entropy), entropy, max_prob], dim=-1)
         logit = self.head(hidden, signals)[..., self.head.index_of("token")].float()
         feature = logit.clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
-        step = draft_step.view(1).long()  # stays on the device: as a plain index its value would be read by the host
+        step = draft_step.view(1).long()  # a tensor, as a plain index would make the host wait for its value
         probability = torch.sigmoid(self.slope * feature + self.intercepts.index_select(0, step))
         places = idx_mapping.long(), step.expand(len(hidden))
         self.features.index_put_(places, feature)

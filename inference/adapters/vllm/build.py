@@ -34,16 +34,16 @@ from accept_head.version import VERSION
 
 
 def build_policy(vllm_config: Any, device: torch.device, model: nn.Module | None = None) -> DraftPolicy | None:
-    """None where none is asked for. Raises InputError as `check` and `make_policy` do.
+    """The policy of vLLM's configuration; None if there is none. Raises InputError as `check` and `make_policy` do.
 
-    model: the draft. Without it, before it is loaded, the policy is good for nothing but these errors and its config.
+    model: the draft. Without it, before it is loaded, the policy serves only for these errors and its config.
     """
     settings = check(vllm_config)
     if settings is None:
         return None
     draft = vllm_config.speculative_config.draft_model_config
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)  # vLLM may be loading models of another; heads stay as they were trained
+    torch.set_default_dtype(torch.float32)  # vLLM may have set another one to load models; heads keep their own
     try:
         vocab, hidden = draft.get_vocab_size(), draft.get_hidden_size()
         embeddings = torch.empty(vocab, hidden, device="meta") if model is None else input_embeddings(model, vocab)
@@ -67,7 +67,8 @@ def _announce(settings: Settings, vllm_config: Any) -> None:
 
 
 def _check_use(policy: DraftPolicy, vllm_config: Any) -> None:
-    """Requests bring their own temperatures; whether drafts are sampled is known now."""
+    """Check that the head was trained for this target, and for greedy or sampled drafts. Temperatures are not checked:
+    each request has its own."""
     if (origin := origin_of(policy)) is not None:
         target = vllm_config.model_config
         origin.check_target(Checkpoint(target.model, target.revision))
@@ -75,8 +76,8 @@ def _check_use(policy: DraftPolicy, vllm_config: Any) -> None:
 
 
 def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
-    """(vocab, hidden) the matrix that the draft looks ids up in, before any scaling; under tensor parallelism a copy
-    of all ranks' parts. Raises InputError when the model has none of vLLM's kind."""
+    """(vocab, hidden) the draft's input embedding matrix, before any scaling; under tensor parallelism a copy of all
+    ranks' parts. Raises InputError when the model has no embedding layer of vLLM's."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     kind = VocabParallelEmbedding
@@ -93,7 +94,8 @@ def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
 def build_host(
     vllm_config: Any, device: torch.device, model: nn.Module, tenant_of: Callable[[str], str] | None = None
 ) -> PolicyHost | None:
-    """model: the draft. tenant_of: as PolicyHost has it. Raises InputError as `build_policy` and PolicyHost do."""
+    """The host of the configured policy; None if there is none. model: the draft. tenant_of: as in PolicyHost. Raises
+    InputError as `build_policy` and PolicyHost do."""
     policy = build_policy(vllm_config, device, model)
     settings = Settings.of(vllm_config)
     if policy is None or settings is None:
@@ -122,7 +124,7 @@ def build_host(
 
 
 def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.device) -> None:
-    """What is done for each token, now, so that no request waits for it."""
+    """Compile the work for each token now, so that no request waits for it."""
     draft, logger = spec.draft_model_config, _logger()
     ids = torch.arange(4, device=device)
     logits = (ids[:, None] * torch.linspace(-1, 1, draft.get_vocab_size(), device=device)).to(draft.dtype)
@@ -130,13 +132,13 @@ def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.dev
     sampled = spec.draft_sample_method == "probabilistic"
     while isinstance(policy, BatchStopPolicy):
         policy = policy.policy
-    learns = isinstance(policy, RecalibratedHeadPolicy) and policy.training is not None  # its weights move
+    learns = isinstance(policy, RecalibratedHeadPolicy) and policy.training is not None  # its weights change
     if learns or not isinstance(policy, HeadPolicy):
         host.reader.compile(logits, hidden, sampled=sampled, logger=logger)
         return
     config, score = policy.head.config, _fusible(policy)
-    at_once = score if config.reads == "before" and config.signals else None  # all that it reads is there
-    reads_more = type(policy).score is not HeadPolicy.score  # besides what the head says of them
+    at_once = score if config.reads == "before" and config.signals else None  # its inputs are known with the signals
+    reads_more = type(policy).score is not HeadPolicy.score  # reads signals besides the score
     reader = host.reader
     compiles = reader.compile(
         logits, hidden, sampled=sampled, logger=logger, score=at_once, signals=reads_more or at_once is None
@@ -149,15 +151,15 @@ def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.dev
 
 
 def _fusible(policy: HeadPolicy) -> Score:
-    """The policy's `probability`, as a compiler likes it."""
+    """The policy's `probability`, in a form that compiles well."""
     if type(policy) is not HeadPolicy or policy.head.device.type == "cuda":
-        return policy.probability  # which may be more than the head's word, or has kernels of its own
+        return policy.probability  # may be more than the head's score, or has its own kernels
     return make_scorer(policy.head, "both" if policy.statistic == "gain" else "token", fusible=True)
 
 
 def head_of(policy: DraftPolicy) -> AcceptanceHead:
-    """The head of a policy, for adaptive verification. Raises InputError when its score would look at the token that it
-    may drop."""
+    """The head of a policy, for adaptive verification. Raises InputError when its score depends on the token that may
+    be dropped."""
     if not isinstance(policy, HeadPolicy):
         raise InputError("adaptive verification takes a head: expected a policy like 'head:PATH'")
     if isinstance(policy, RecalibratedHeadPolicy):
@@ -176,11 +178,11 @@ def head_of(policy: DraftPolicy) -> AcceptanceHead:
 def _logger() -> Any:
     from vllm.logger import init_logger
 
-    return init_logger("vllm.accept_head")  # only vLLM's own names are shown
+    return init_logger("vllm.accept_head")  # vLLM shows only its own loggers
 
 
 def _metrics(settings: Settings, limit: int) -> DraftMetrics | None:
-    """Rank 0 counts for all: they decide alike."""
+    """The metrics on rank 0, None on others: all ranks decide alike."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     if get_tensor_model_parallel_rank() != 0:
@@ -189,8 +191,8 @@ def _metrics(settings: Settings, limit: int) -> DraftMetrics | None:
 
 
 def _broadcast(answer: Tensor) -> Tensor:
-    """What rank 0 decided: ranks that ended a round at different tokens would wait for each other for ever, and their
-    sums may differ in the last bit."""
+    """Rank 0's answer, on all ranks. Their own answers may differ, as sums can differ in the last bit; ranks that end a
+    round at different tokens would wait for each other forever."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()

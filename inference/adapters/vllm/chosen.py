@@ -1,4 +1,4 @@
-"""Which policy vLLM is to run: one SPEC, from what the user named or what `tune` found, with absolute paths."""
+"""The policy that vLLM runs: one SPEC with absolute paths, from the user's options or from the result of `tune`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accept_head.inference.policy import DraftPolicy
 
 
 def chosen_spec(head: str | None, policy: str | None, tuned: str | None, shape: DraftShape) -> str | None:
-    """One SPEC with absolute paths, for vLLM starts anywhere. None: only vLLM's own rules."""
+    """One SPEC with absolute paths, since vLLM may start in any folder. None: only vLLM's own rules."""
     if policy is not None and (head is not None or tuned is not None):
         raise InputError(f"--policy {policy}: expected without --head and --tuned, which say the policy too")
     if tuned is not None:
@@ -27,7 +27,7 @@ def chosen_spec(head: str | None, policy: str | None, tuned: str | None, shape: 
 
 
 def absolute(spec: str) -> str:
-    """The SPEC with its files and folders by their absolute paths. Raises InputError for a path that none can hold."""
+    """The SPEC with absolute paths of its files and folders. Raises InputError for a path that a SPEC cannot hold."""
     text, *options = spec.split(",")
     name, _, argument = text.partition(":")
     if name == "head":
@@ -41,7 +41,7 @@ def absolute(spec: str) -> str:
 
 
 def _held(path: str) -> str:
-    """Absolute if there is such a file or folder; what else it is, a number or a name on the Hub, stays."""
+    """The absolute path if the file or folder exists. A number or a name on the Hub is returned unchanged."""
     if not os.path.exists(path) or _number(path):
         return path
     if "," in (place := os.path.abspath(path)):
@@ -50,7 +50,7 @@ def _held(path: str) -> str:
 
 
 def head_parts(argument: str) -> tuple[str, str]:
-    """PATH[:THRESHOLD] → both, the threshold empty if there is none."""
+    """PATH[:THRESHOLD] → path and threshold, "" without a threshold."""
     path, _, last = argument.rpartition(":")
     return (path, last) if path and _number(last) else (argument, "")
 
@@ -64,8 +64,8 @@ def _number(text: str) -> bool:
 
 
 def tuned_spec(path: Path, head: str | None, shape: DraftShape) -> str:
-    """The SPEC that `accept-head tune` found: of that head, or else of the fastest policy that vLLM can run. Raises
-    InputError naming the file."""
+    """The SPEC that `accept-head tune` found for the head; without a head, that of the fastest policy that vLLM can
+    run. Raises InputError naming the file."""
     try:
         rows = sorted(read_json(path)["policies"], key=lambda row: -row["throughput"])
         ranked = [row["spec"] for row in rows if isinstance(row.get("spec"), str)]  # the oracle has none

@@ -1,7 +1,6 @@
 """The options to start vLLM with, for a pair, a policy and a table by batch size.
 
-What vLLM does by itself is left to it: a fixed draft length and a table take neither the plugin nor synchronous
-scheduling.
+vLLM has a fixed draft length and a table of its own: these need neither the plugin nor synchronous scheduling.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Options = dict[str, Any]  # of vLLM's command line, without the two dashes
 
 
 class Serving(NamedTuple):
-    """notes: what the user should know of them."""
+    """vLLM's options. notes: what the user should know about them."""
 
     options: Options
     notes: list[str]
@@ -54,8 +53,9 @@ def serving(
     tensor_parallel_size: int | None,
     trust_remote_code: bool,
 ) -> Serving:
-    """spec: the policy's; None for vLLM's own rules. temperature: of requests; that of the head's traces when left out,
-    else 1. Raises InputError for what vLLM or the adapter would refuse."""
+    """The options and notes for a pair. spec: of the policy; None for vLLM's own rules. temperature: of requests; when
+    left out, that of the head's traces, or 1 without a head. Raises InputError for what vLLM or the adapter would
+    refuse."""
     policy = make_policy(spec, models.shape) if spec is not None else None
     trained = _trained(spec)
     served = Sampling(temperature=_trained_temperature(trained, 1.0) if temperature is None else temperature)
@@ -66,10 +66,10 @@ def serving(
     options = _vllm_options(target, draft, most, served, table, adaptive_verification, tensor_parallel_size)
     notes: list[str] = []
     if policy is not None and not isinstance(policy, FixedPolicy | BatchMapPolicy):
-        # The adapter's own checks, before anything is started.
+        # Run the adapter's own checks before anything is started.
         PolicyHost(policy, rows=1, limit=most, device=models.shape.device, greedy=served.greedy)
         if not adaptive_verification:
-            # Not `async-scheduling: false`, which `vllm serve --config` drops without a word.
+            # Not `async-scheduling: false`, which `vllm serve --config` silently drops.
             options["no-async-scheduling"] = True
         options["additional-config"] = {KEY: {"policy": spec}}
         notes = ["Where vLLM runs, accept-head must be installed too.", *_notes(trained, draft, served)]
@@ -87,7 +87,7 @@ def _vllm_options(
     adaptive: bool,
     tensor_parallel_size: int | None,
 ) -> Options:
-    """What stands there with and without the plugin."""
+    """The options that are the same with and without the plugin."""
     speculation: Options = {
         "method": "draft_model",
         "model": place_of(draft),
@@ -99,7 +99,7 @@ def _vllm_options(
         if tensor_parallel_size < 1:
             raise InputError(f"tensor_parallel_size is {tensor_parallel_size}, expected a positive integer")
         options["tensor-parallel-size"] = tensor_parallel_size
-        speculation["draft_tensor_parallel_size"] = tensor_parallel_size  # vLLM takes no other for a draft model
+        speculation["draft_tensor_parallel_size"] = tensor_parallel_size  # vLLM requires the same for the draft
     if table is not None:
         speculation[FIELD] = [list(row) for row in table]
     if adaptive:
@@ -111,7 +111,7 @@ def _vllm_options(
 
 
 def _table(batch_map: str | None, policy: DraftPolicy | None) -> list[Range] | None:
-    """vLLM's own rule, of the file or of a policy that is the same."""
+    """The table for vLLM's own rule, from the file or from a `batch-map` policy."""
     if isinstance(policy, BatchMapPolicy):
         if batch_map is not None:
             raise InputError("--batch_map and --policy batch-map say the same thing: expected one of them")
@@ -120,10 +120,10 @@ def _table(batch_map: str | None, policy: DraftPolicy | None) -> list[Range] | N
 
 
 def most_tokens(policy: DraftPolicy | None, table: list[Range] | None, wanted: int | None, context: int) -> int:
-    """vLLM's num_speculative_tokens: the least of what policy and table allow, or as many as are wanted up to there.
+    """vLLM's num_speculative_tokens: the smaller limit of policy and table, or `wanted` if it is within that limit.
 
-    A table was measured with drafts of full length. Under a policy that stops early a limit from it is, if anything,
-    too low: what would not be worth drafting for all rows is drafted for the few that go on.
+    A table was measured with drafts of full length. Under a policy that stops early its limit is rather too low: a
+    depth that is not worth drafting for all rows can be worth it for the few rows that go on.
     """
     if policy is None and table is None:
         raise InputError("no policy is named: expected --head, --policy, --tuned or --batch_map")
@@ -144,7 +144,7 @@ def most_tokens(policy: DraftPolicy | None, table: list[Range] | None, wanted: i
 
 
 def check_adaptive(policy: DraftPolicy | None, table: list[Range] | None) -> None:
-    """Raises InputError."""
+    """Raises InputError unless the policy is a head that adaptive verification can use, without a table."""
     if policy is None:
         raise InputError("adaptive verification takes a head: expected --head, or --policy head:PATH")
     head_of(policy)
@@ -156,7 +156,7 @@ def check_adaptive(policy: DraftPolicy | None, table: list[Range] | None) -> Non
 
 
 def _trained(spec: str | None) -> dict[str, Any]:
-    """The trace config of the SPEC's head; empty without one."""
+    """The trace config of the SPEC's head; empty without a head or a config."""
     name, _, argument = (spec or "").partition(",")[0].partition(":")
     if name != "head":
         return {}
@@ -171,7 +171,7 @@ def _trained_temperature(trained: dict[str, Any], otherwise: float) -> float:
 
 
 def _notes(trained: dict[str, Any], draft: str, served: Sampling) -> Iterator[str]:
-    """What still works, but not as well as it could."""
+    """Warnings about settings that work, but not as well as possible."""
     here = any(Path(draft).glob("*.safetensors"))
     if trained and here and trained.get("draft_fingerprint") != checkpoint_fingerprint(draft):
         yield f"The head was trained on another draft ({trained.get('draft')})."
@@ -187,7 +187,7 @@ def _notes(trained: dict[str, Any], draft: str, served: Sampling) -> Iterator[st
 
 
 def command_line(options: Options) -> str:
-    """`vllm serve …`, quoted for a shell."""
+    """The command `vllm serve …`, quoted for a shell."""
     words = ["vllm", "serve", options["model"]]
     for name, value in options.items():
         if name != "model":

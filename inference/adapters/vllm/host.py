@@ -1,14 +1,14 @@
-"""A policy in a draft loop that is not ours: it is told of each forward and says when to end the round.
+"""A policy in another engine's draft loop: the engine reports each forward, and the host decides when a round ends.
 
     begin → (advance → [the engine draws] → drawn) for each draft forward → end;   the next `begin` brings the verdict
 
-What is decided is what our own loop (decode/loop.py) decides from the same numbers: a drawn token is kept, and the
-round ends after it. Rows are requests. They come, go and change places between rounds, and the policy's state follows.
+The decisions are those of our own loop (decode/loop.py) for the same numbers: a drawn token is kept, and the round ends
+after it. Rows are requests. They come, go and change places between rounds, and the policy's state follows.
 
 A round's numbers are kept on the CPU: the engine takes lists, and the host waits for the device once a token anyway.
 
-Losslessness: a row stops after a token that it keeps, or before one is drawn, by what its distribution says (a policy
-that peeks: the engine may have drawn the token already, but the decision does not look at it).
+Losslessness: a row stops after a token that it keeps, or before a draw, by the token's distribution (a policy that
+peeks). In the second case the engine may have drawn the token already, but the decision does not depend on it.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from accept_head.inference.adapters.vllm.stopwatch import Stopwatch
 from accept_head.inference.policies.drafting import Drafting, check_lossless
 from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome
 
-# What a host that does not show its target's logits can give.
+# Signals that vLLM gives without the target's logits.
 KNOWN = OF_Q | {Signal.FED_HIDDEN, Signal.DRAWN_HIDDEN, Signal.SECONDS}
-OPTIONAL = {Signal.ACCEPTANCE, Signal.ALTERNATIVES}  # policies do without: vLLM's test says its outcome, no more
+OPTIONAL = {Signal.ACCEPTANCE, Signal.ALTERNATIVES}  # None: vLLM's test only knows accepted or rejected
 NOTHING = Distribution()
 
 
 class EndOfRound(Exception):
-    """Raised in the host's draft loop to leave it; never leaves the adapter."""
+    """Raised inside vLLM's draft loop to leave it; the adapter catches it."""
 
 
 class Verdict(NamedTuple):
-    """What the target said of the last round, in the order of the rows *now*: tokens of each row."""
+    """The result of the last round: verified and accepted tokens of each row, in the order of the rows *now*."""
 
     submitted: Sequence[int]
     accepted: Sequence[int]
 
 
 class PolicyHost:
-    """policy: what decides. rows: most requests at once. limit: most tokens a round. greedy: drafts are argmax, which
-    makes every rule lossless. agree: makes all tensor-parallel ranks have the same (batch,) numbers or bools; None with
-    one rank. metrics: where rounds are counted; None = nowhere. tenant_of: whose a request is, "" = nobody has said;
-    None where that is not to be known.
+    """Asks a policy for vLLM's draft loop. rows: the most requests at once. limit: the most tokens a round. greedy:
+    drafts are argmax, which makes every rule lossless. agree: gives all tensor-parallel ranks the same (batch,) numbers
+    or bools; None with one rank. metrics: counts rounds; None = no counts. tenant_of: a request's tenant, "" = unnamed;
+    None if tenants are unknown.
 
-    Raises InputError when the policy needs what a host like this does not know, or would bias sampled output.
+    Raises InputError when the policy needs signals that vLLM does not give, or would bias sampled output.
     """
 
     def __init__(
@@ -83,12 +83,11 @@ class PolicyHost:
         self.reads_q, self.reads_fed = bool(policy.needs & OF_Q), Signal.FED_HIDDEN in policy.needs
         self.stopwatch = Stopwatch(device, on=metrics is not None)
         self.requests: list[str] = []  # of the last round, in its order
-        # Of each row. context: its tokens as the round found it. kept: tokens of its draft. submitted: those of them
-        # that are to be verified.
+        # Per row: tokens at the start of the round (context), drafted tokens (kept), tokens to verify (submitted).
         self.context: Sequence[int] = []
         self.kept, self.submitted, self.live = list[int](), list[int](), list[bool]()
         self.most = self.depth = self.forwards = 0
-        self.more = False  # is another token to be drafted?
+        self.more = False  # whether to draft another token
         self.pending: DraftStep | None = None
         self.began = time.perf_counter()
         self.drafting.start(rows, device)
@@ -103,16 +102,16 @@ class PolicyHost:
         limit: int,
         verdict: Verdict | None = None,
     ) -> int:
-        """→ most tokens that any row will draft, at most `limit`; 0 = none, and then `advance` ends the round.
+        """Begin a round → the most tokens that any row will draft, at most `limit`. With 0, `advance` ends the round.
 
-        requests: who the rows are. live: what the other rows draft is thrown away. lengths: tokens of each row now.
-        verdict: on the last round's drafts; None if none was verified.
+        requests: the name of each row's request. live: rows whose drafts count; drafts of other rows are thrown away.
+        lengths: tokens of each row now. verdict: on the last round's drafts; None if nothing was verified.
         """
         with self.stopwatch.timing():
             self._observe(requests, lengths, verdict)
             self._follow(requests, lengths)
             self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), min(limit, self.limit))
-        self.context, self.live = lengths, list(live)  # of the rows as this round finds them
+        self.context, self.live = lengths, list(live)  # at the start of this round
         self.depth = self.forwards = 0
         self.pending = None
         self.most = int(self.progress.budget.max()) if live else 0
@@ -120,7 +119,8 @@ class PolicyHost:
         return self.most
 
     def advance(self, hidden: Tensor) -> bool:
-        """A forward is done; is another token to be drawn from it? hidden: (batch, hidden) at the token fed last."""
+        """Take the result of a forward → whether to draw another token from it. hidden: (batch, hidden) at the token
+        that was fed last."""
         self.forwards += 1
         if self.pending is not None:
             step, self.pending = replace(self.pending, drawn_hidden=hidden), None
@@ -136,11 +136,11 @@ class PolicyHost:
         logits: Tensor | None = None,
         temperature: Tensor | None = None,
     ) -> bool:
-        """A token was drawn for each row; is there to be another forward? token_ids: (batch,). q: (batch, vocab), what
-        they were drawn from; where the draft is greedy, give `logits`, (batch, vocab), instead and the requests'
-        temperatures, (batch,), or None if all are greedy. Either is looked at only if `reads_q`.
+        """Take the token drawn for each row → whether to run another forward. token_ids: (batch,). q: (batch, vocab),
+        the distribution they were drawn from. If the draft is greedy, give `logits`, (batch, vocab), instead, and the
+        requests' temperatures, (batch,), or None if all are greedy. Both are read only if `reads_q`.
 
-        A row's token belongs to its draft if it was active; `end` tells.
+        A row's token belongs to its draft only if the row was active; `end` returns how many do.
         """
         self.depth += 1
         drafting = self.drafting
@@ -163,23 +163,23 @@ class PolicyHost:
         return self.more
 
     def end(self) -> list[int]:
-        """The drafted tokens of each row that are to be verified."""
-        self.forwards = max(self.forwards, 1)  # even without a draft, what was accepted is fed
+        """End the round → the number of drafted tokens of each row to verify."""
+        self.forwards = max(self.forwards, 1)  # even without a draft, accepted tokens are fed
         drafted = submitted = self.progress.lengths
-        if self.drafting.trims and self.depth:  # else there is nothing to drop, and it was shown nothing
+        if self.drafting.trims and self.depth:  # at depth 0 there is nothing to drop
             with self.stopwatch.timing():
                 submitted = self.drafting.trim(drafted)
         self.kept, self.submitted = drafted.tolist(), submitted.tolist()
         return self.submitted
 
-    # --- inside it ---------------------------------------------------------------------------------------------------
+    # --- inside a round ----------------------------------------------------------------------------------------------
 
     def _signals(
         self, token_ids: Tensor, q: Tensor | None, logits: Tensor | None, temperature: Tensor | None
     ) -> Distribution:
         if not self.reads_q:
             return NOTHING
-        with self.stopwatch.timing():  # a head's score can be among them
+        with self.stopwatch.timing():  # the signals can include a head's score
             if q is not None:
                 return self.reader.of_q(q, token_ids, self.hidden)
             assert logits is not None
@@ -210,8 +210,8 @@ class PolicyHost:
             there = row >= 0
             taken = verdict.accepted[row] if there else 0
             now.append(lengths[row] if there else self.context[before])
-            # When one request is too near the end of the context to draft, vLLM verifies zeros instead for all. What
-            # is said of those is not said of our drafts, whose own verdict never comes.
+            # When one request is too near the end of the context to draft, vLLM verifies zeros for all requests. That
+            # verdict is not about our drafts, which are never verified. The lengths then do not match: not live.
             live.append(there and self.live[before] and lengths[row] == self.context[before] + taken + 1)
             submitted.append(min(verdict.submitted[row] if there else 0, self.submitted[before]))
             accepted.append(min(taken, submitted[-1]))
@@ -237,16 +237,16 @@ class PolicyHost:
         self.metrics.record(verified, self.forwards, self.stopwatch.take())
 
     def _stopped(self) -> list[bool]:
-        """Rows whose draft the policy ended."""
+        """Whether the policy ended the row's draft, for each row."""
         ends = zip(self.live, self.kept, self.progress.budget.tolist(), strict=True)
         return [live and kept < budget for live, kept, budget in ends]
 
     def _predicted(self) -> list[list[float]]:
-        """P̂ by depth, the rows' each. The host waits for the device, which has nothing to do here."""
+        """P̂ of each depth, a list of rows each. The host waits for the device, which is idle here."""
         return [values.tolist() for values in self.drafting.predicted]
 
     def _follow(self, requests: Sequence[str], lengths: Sequence[int]) -> None:
-        """Bring the policy's rows into the order of the requests; what it knew of those that are gone is forgotten."""
+        """Bring the policy's rows into the order of the requests, and forget requests that are gone."""
         if requests == self.requests:
             return
         rows = _positions(requests, self.requests)
@@ -258,13 +258,13 @@ class PolicyHost:
             named = {row: tenant for row in new if (tenant := self.tenant_of(requests[row]))}
             if named:
                 self.drafting.set_tenants(self._numbers(list(named)), list(named.values()))
-        self.requests = list(requests)  # the engine changes its own
+        self.requests = list(requests)  # a copy: the engine changes its list
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
 
 
 def _positions(names: Sequence[str], among: Sequence[str]) -> list[int]:
-    """Where each name is; −1 if it is not there."""
+    """The position of each name in `among`; −1 if it is missing."""
     where = {name: position for position, name in enumerate(among)}
     return [where.get(name, -1) for name in names]

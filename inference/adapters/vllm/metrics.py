@@ -1,16 +1,15 @@
-"""What the adapter counts while vLLM serves, and how it gets out of the worker's process.
+"""The adapter's counts while vLLM serves, and how they leave the worker's process.
 
-A worker counts each verified round (DraftMetrics) and at most once a second writes the sums to a JSON file of its own,
-in a folder that the front end made and that an environment variable names, which spawned processes inherit. The front
-end reads the files when vLLM's /metrics or `LLM.get_metrics()` asks (scrape.py). Figures of another process are
-therefore up to a second old, those of an engine in the front end's own process are not. Every `log_every` seconds the
-worker logs them too.
+A worker counts each verified round (DraftMetrics). At most once a second it writes the sums to its own JSON file. The
+folder is made by the front end and named by an environment variable, which spawned processes inherit. The front end
+reads the files for vLLM's /metrics and `LLM.get_metrics()` (scrape.py). So figures of another process are up to a
+second old; those of an engine in the front end's process are current. Every `log_every` seconds the worker logs them.
 
-Not everywhere is there a shared folder or one front end. Several API servers (`--api-server-count`, data parallelism)
-publish only what prometheus_client's own multiprocess files hold, and a worker on another host writes on that host:
-there the log line and the JSON files remain.
+Some setups have no shared folder or several front ends. Several API servers (`--api-server-count`, data parallelism)
+publish only prometheus_client's own multiprocess files. A worker on another host writes its files there. In both cases
+the log line and the JSON files remain.
 
-Importing this imports neither torch, nor vLLM, nor prometheus_client: every process of vLLM does it.
+Every process of vLLM imports this module, so it imports neither torch, nor vLLM, nor prometheus_client.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ if TYPE_CHECKING:
     from accept_head.inference.adapters.vllm.counts import VerifiedRound
 
 FOLDER = "ACCEPT_HEAD_METRICS_DIR"  # environment variable; set it yourself to keep the files
-VERSION = 1  # of a file
+VERSION = 1  # of the file format
 WRITE_EVERY = 1.0  # seconds
 
 Counts = dict[str, Any]
 
 
 class DraftMetrics:
-    """Sums over the verified rounds of one engine, in one worker. Ranks that draft the same need only one of these.
+    """Sums over the verified rounds of one engine, in one worker. Tensor-parallel ranks draft alike and need only one.
 
-    k_max: tokens of the longest draft. publish: write the sums to the folder that FOLDER names, if it names one.
-    logger: for a line every log_every seconds; 0 = never.
+    k_max: tokens of the longest draft. publish: write the sums to the folder that FOLDER names, if it is set. logger:
+    gets a line every log_every seconds; 0 = never.
     """
 
-    in_this_process: ClassVar[weakref.WeakSet[DraftMetrics]] = weakref.WeakSet()  # those that publish
+    in_this_process: ClassVar[weakref.WeakSet[DraftMetrics]] = weakref.WeakSet()  # instances that publish
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(
@@ -60,14 +59,14 @@ class DraftMetrics:
 
         self.counts = DraftCounts(k_max)
         self.rounds, self.draft_forwards, self.policy_seconds = 0, 0, 0.0
-        self.lock = threading.Lock()  # of the sums: the timer's thread and a scrape read them
+        self.lock = threading.Lock()  # guards the sums: the timer's thread and a scrape read them
         self.timer: threading.Timer | None = None
         self.file = self._publish() if publish else None
         self.logger, self.log_every = logger if log_every > 0 else None, log_every
-        self.logged, self.logged_at = self.read(), 0.0  # what the last line said, and since when there is more
+        self.logged, self.logged_at = self.read(), 0.0  # counts of the last log line, and the start of the next
 
     def _publish(self) -> Path | None:
-        """The file to write to; it goes when this engine goes."""
+        """The file to write to; it is deleted together with this object."""
         folder = os.environ.get(FOLDER)
         if not folder:
             return None
@@ -79,11 +78,10 @@ class DraftMetrics:
         return file
 
     def record(self, verified: VerifiedRound, steps: int, seconds: float) -> None:
-        """Count one round of a batch. steps: its draft forwards. seconds: that head and policy took, as far as the host
-        knows."""
+        """Count one round of a batch. steps: its draft forwards. seconds: of head and policy, as far as measured."""
         with self.lock:
             if self.rounds == self.logged["rounds"]:
-                self.logged_at = time.monotonic()  # time without rounds is none of a line's
+                self.logged_at = time.monotonic()  # a log line does not count time without rounds
             self.counts.add(verified)
             self.rounds += 1
             self.draft_forwards += steps
@@ -93,9 +91,9 @@ class DraftMetrics:
     def read(self) -> Counts:
         """The sums so far.
 
-        rounds: of the batch. row_rounds: rounds of single rows, that is their target steps, by what ended the draft:
-        `policy`, `limit`, `none` (nothing was drafted). drafted, verified, accepted: tokens. draft_forwards: of the
-        batch. policy_seconds. depths: at depth 1, 2, … the columns of counts.py.
+        rounds: of the batch. row_rounds: rounds of single rows, which are their target steps, by what ended the draft:
+        `policy`, `limit`, or `none` if nothing was drafted. drafted, verified, accepted: tokens. draft_forwards: of the
+        batch. policy_seconds: of head and policy. depths: the columns of counts.py at depth 1, 2, …
         """
         from accept_head.inference.adapters.vllm.counts import COLUMNS, ENDS
 
@@ -117,7 +115,7 @@ class DraftMetrics:
         }
 
     def _flush_soon(self) -> None:
-        """So that the last rounds before a pause get out too, without a round that would come after them."""
+        """Start a timer, so that the last rounds before a pause are written too."""
         if self.timer is None and (self.file is not None or self.logger is not None):
             self.timer = threading.Timer(WRITE_EVERY, self._on_timer)
             self.timer.daemon = True
@@ -135,7 +133,7 @@ class DraftMetrics:
                     self._flush_soon()
 
     def flush(self) -> Counts:
-        """Write the sums now, and return them. A folder that is gone is none of serving's business."""
+        """Write the sums now, and return them. A missing folder is ignored: it must not stop serving."""
         counts = self.read()
         if self.file is not None:
             with contextlib.suppress(OSError):
@@ -143,7 +141,7 @@ class DraftMetrics:
         return counts
 
     def log(self, counts: Counts) -> None:
-        """One line on the rounds since the last one."""
+        """Log one line about the rounds since the last line."""
         assert self.logger is not None
         now = time.monotonic()
         self.logger.info("%s", log_line(since(counts, self.logged), now - self.logged_at))
@@ -165,10 +163,10 @@ def since(now: Counts, before: Counts) -> Counts:
 
 
 def log_line(counts: Counts, seconds: float) -> str:
-    """In the style of vLLM's "SpecDecoding metrics". Depths that no row reached are left out.
+    """A line in the style of vLLM's "SpecDecoding metrics". Depths that no row reached are left out.
 
-    Tokens per target step: of one row, (accepted + 1 each) / its rounds; vLLM's "mean acceptance length" leaves rounds
-    without a draft out.
+    Tokens per target step: (accepted + 1) per round of a row. vLLM's "mean acceptance length" leaves out rounds without
+    a draft.
     """
     row_rounds = sum(counts["row_rounds"].values())
     ended = ", ".join(f"{name} {value}" for name, value in counts["row_rounds"].items())
@@ -190,10 +188,10 @@ def log_line(counts: Counts, seconds: float) -> str:
 
 
 def predicted(depth: Counts) -> float:
-    """Mean predicted acceptance at one depth, over its scored rows, of which there must be some."""
+    """Mean predicted acceptance at one depth, over its scored rows; there must be at least one."""
     return float(depth["predicted"] / depth["scored"])
 
 
 def observed(depth: Counts) -> float:
-    """The share of the same rows that were accepted."""
+    """The share of the same rows whose token was accepted."""
     return float(depth["scored_accepted"] / depth["scored"])

@@ -1,4 +1,4 @@
-"""Both models as vLLM would take them, from no more than their config.json."""
+"""The sizes of both models as vLLM sees them, from their config.json alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Models(NamedTuple):
 
 
 def read_models(target: str, draft: str, trust_remote_code: bool = False) -> Models:
-    """From both config.json. Raises InputError naming the option when one cannot be read, or when vLLM would refuse the
-    pair: it compares the sizes of the vocabularies, padding included."""
+    """Read both config.json. Raises InputError naming the option when one cannot be read, or when vLLM would refuse the
+    pair: it requires vocabularies of equal size, padding included."""
     configs = [
         _read_config(name, option, trust_remote_code) for name, option in ((target, "--target"), (draft, "--draft"))
     ]
@@ -30,16 +30,16 @@ def read_models(target: str, draft: str, trust_remote_code: bool = False) -> Mod
             "the same only"
         )
     context = min(getattr(config, "max_position_embeddings", None) or 1 << 30 for config in configs)
-    # For heads that read it, which are only looked at here: a shape, no numbers.
+    # For heads that read embeddings: here only the shape is needed.
     embeddings = torch.empty(sizes[1], configs[1].hidden_size, device="meta")
     return Models(DraftShape(configs[1].hidden_size, torch.device("cpu"), embeddings), context)
 
 
 def _read_config(name: str, option: str, trust_remote_code: bool) -> Any:
-    """That of the language model, where there are others around it."""
+    """The config of the language model, also inside a larger model."""
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
-    except Exception as error:  # a wrong name, a damaged file, a bad value: each has a kind of its own
+    except Exception as error:  # a wrong name, a damaged file, a bad value: all raise different types
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"{option} {name}: its config.json cannot be read ({reason})") from None
     for field in ("vocab_size", "hidden_size"):
@@ -49,5 +49,5 @@ def _read_config(name: str, option: str, trust_remote_code: bool) -> Any:
 
 
 def place_of(model: str) -> str:
-    """A folder by its absolute path; a name on the Hub as it is."""
+    """The absolute path of a folder; a name on the Hub unchanged."""
     return os.path.abspath(model) if os.path.isdir(model) else model

@@ -1,11 +1,11 @@
 """The entry point that vLLM calls in each of its processes (group `vllm.general_plugins`).
 
-It must be cheap and harmless: it imports neither torch nor vLLM's workers, and what it swaps in does what vLLM did
-until `--additional-config '{"accept_head": …}'` asks for more. With a vLLM that it is not for it swaps
-nothing, and asking is an error.
+It must be cheap and harmless: it imports neither torch nor vLLM's workers. The replaced classes act as vLLM's own
+unless `--additional-config '{"accept_head": …}'` is given. In an unsupported vLLM it replaces nothing, and that option
+is an error.
 
-Both draft classes are looked up by name when a worker is built, so they are exchanged right after their modules are
-imported; a proposer and a speculator are made nowhere else.
+A worker looks up the draft classes by name when it is built, so they are replaced right after their modules are
+imported. vLLM makes proposers and speculators nowhere else.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accept_head.inference.adapters.vllm.settings import check, installed_versio
 
 
 def register() -> None:
-    """Called once a process; calling it again changes nothing."""
+    """Install the plugin; vLLM calls it once a process. Further calls change nothing."""
     _check_configs()
     if is_supported(installed_version()):
         share_metrics()
@@ -56,8 +56,8 @@ def _swap_handler(module: ModuleType) -> None:
 
 
 def _check_configs() -> None:
-    """Have vLLM's configuration say at once, before anything is loaded, what cannot work; an adapter that is asked for
-    and not used would be worse than an error."""
+    """Make vLLM's configuration check our settings, so that unsupported ones raise before anything is loaded. An error
+    is better than an adapter that is silently unused."""
     from vllm.config.vllm import VllmConfig
 
     original: Callable[[Any], None] = VllmConfig.__post_init__
@@ -74,7 +74,8 @@ def _check_configs() -> None:
 
 
 def after_import(actions: dict[str, Callable[[ModuleType], None]]) -> None:
-    """Call each action with its module: now if that is imported already, else right after it is. Once a process."""
+    """Call each action with its module: now if the module is imported already, else right after its import. Only the
+    first call in a process has an effect."""
     finder = next((finder for finder in sys.meta_path if isinstance(finder, _AfterImport)), None)
     if finder is not None:
         return
@@ -88,13 +89,13 @@ def after_import(actions: dict[str, Callable[[ModuleType], None]]) -> None:
 
 
 class _AfterImport(MetaPathFinder):
-    """Finds nothing itself: it adds the action to what the other finders find."""
+    """Finds no modules itself: it adds the action to what the other finders find."""
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], None]]):
         self.actions = actions
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        action = self.actions.pop(name, None)  # taken out, so that the search below passes this finder by
+        action = self.actions.pop(name, None)  # removed, so that the search below skips this finder
         if action is None:
             return None
         spec = importlib.util.find_spec(name)

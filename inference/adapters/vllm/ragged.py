@@ -1,7 +1,7 @@
-"""Draft lengths on their way to vLLM's scheduler, under its V2 model runner.
+"""Passes draft lengths to vLLM's scheduler, under its V2 model runner.
 
-There each request's draft travels as a list of placeholders, of which only the length matters. `propose` leaves the
-lengths on the batch that it was called with; the handler, which gets the same batch, cuts the lists by them.
+There each request's draft is a list of placeholders, of which only the length matters. `propose` stores the lengths on
+the batch that it was called with. The handler gets the same batch and cuts the lists to these lengths.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LENGTHS = "accept_head_lengths"
 
 
 def leave_lengths(input_batch: Any, lengths: Sequence[int]) -> None:
-    """lengths: drafted tokens of each row to verify."""
+    """Store the lengths on the batch. lengths: drafted tokens of each row to verify."""
     setattr(input_batch, LENGTHS, lengths)
 
 
@@ -26,8 +26,8 @@ HOOKS = ("set_draft_tokens", "get_draft_tokens")
 
 
 def check_handler() -> None:
-    """Raises InputError when vLLM's model runner has a handler that is not ours: it would have columns verified that no
-    row has drawn, and sampled output would be biased."""
+    """Raises InputError when vLLM's model runner has a handler that is not ours. It would have columns verified that no
+    row has drawn, which biases sampled output."""
     from vllm.v1.worker.gpu import model_runner
 
     handler = model_runner.DraftTokensHandler
@@ -40,7 +40,7 @@ def check_handler() -> None:
 
 
 def ragged_handler(base: Any) -> Any:
-    """vLLM's DraftTokensHandler, with lists as long as the adapter says; itself where it is not as we know it."""
+    """vLLM's DraftTokensHandler with lists cut to the adapter's lengths; `base` itself if it lacks the methods."""
     if not all(callable(getattr(base, name, None)) for name in HOOKS):
         return base
 

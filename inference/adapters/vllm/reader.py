@@ -1,4 +1,4 @@
-"""What a policy reads of the distribution that a token was drawn from, as vLLM hands it out: as q or as logits."""
+"""Computes a policy's signals from the draft's distribution as vLLM gives it: as q or as logits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ GREEDY_BELOW = 1e-5  # temperatures that vLLM takes for 0
 
 
 class Distribution(NamedTuple):
-    """The signals of a step, (batch,) each, and what a head makes of them, as DraftStep has them; None if not asked
-    for."""
+    """The signals of a step, (batch,) each, and the head's score of them, as in DraftStep; None if not needed."""
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
@@ -26,11 +25,11 @@ class Distribution(NamedTuple):
 
 
 class SignalReader:
-    """needs: the policy's; what else it names is left to others."""
+    """Reads the signals of q that a policy needs. needs: of the policy; other signals are ignored."""
 
     def __init__(self, needs: frozenset[Signal]):
         self.needs = needs & OF_Q
-        # (q, ids, hidden) and (logits, temperature, ids, hidden) → all signals, and what a head makes of them.
+        # Compiled: (q, ids, hidden) and (logits, temperature, ids, hidden) → all signals and the head's score.
         self.of_q_at_once: Function | None = None
         self.of_logits_at_once: Function | None = None
         self.ones: dict[int, Tensor] = {}  # temperatures of greedy batches
@@ -45,11 +44,12 @@ class SignalReader:
         score: Function | None = None,
         signals: bool = True,
     ) -> bool:
-        """Make one call of it, if that is quicker; whether it did. logits, hidden: like those to come, (batch, vocab)
-        and (batch, hidden). sampled: q will be given, too. score: a head's, (hidden, signals, ids) → (batch,), of the
-        state that a token is drawn from; what it says then comes with the signals, or alone without `signals`."""
+        """Compile the reading into one call if that is faster → whether it was compiled. logits, hidden: examples,
+        (batch, vocab) and (batch, hidden). sampled: q will be given too. score: a head's, (hidden, signals, ids) →
+        (batch,), of the state that a token is drawn from. The score then comes with the signals, or alone if not
+        `signals`."""
         if not self.needs - {Signal.MAX_PROB}:
-            return False  # one or two operations are as quick
+            return False  # one or two operations are as fast
         name = "the draft's signals" if score is None else "the head with the draft's signals"
         state = hidden if score is not None else None
         temperature, ids = logits.new_ones(len(logits), dtype=torch.float32), logits.argmax(-1)
@@ -74,7 +74,7 @@ class SignalReader:
         return True
 
     def of_q(self, q: Tensor, ids: Tensor, hidden: Tensor | None = None) -> Distribution:
-        """q: (batch, vocab). ids: (batch,). hidden: (batch, hidden) that q came from."""
+        """Signals from q: (batch, vocab). ids: (batch,). hidden: (batch, hidden) that q came from."""
         if not self.needs:
             return Distribution()
         if self.of_q_at_once is not None:
@@ -89,8 +89,8 @@ class SignalReader:
     def of_logits(
         self, logits: Tensor, temperature: Tensor | None, ids: Tensor, hidden: Tensor | None = None
     ) -> Distribution:
-        """Of q at the temperature, and plain where that is 0. logits: (batch, vocab). temperature: (batch,); None = all
-        greedy. ids: (batch,). hidden: (batch, hidden) that they came from."""
+        """Signals of the softmax at the temperature; at temperature 0, of the plain softmax. logits: (batch, vocab).
+        temperature: (batch,); None = all greedy. ids: (batch,). hidden: (batch, hidden) that the logits came from."""
         if not self.needs:
             return Distribution()
         if self.of_logits_at_once is None:
@@ -119,7 +119,7 @@ def _scored(
 
 
 def draft_distribution(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """(batch, vocab) float32, as heads are trained on: at the sampling temperature, and plain where that is 0.
+    """(batch, vocab) float32, as in training: the softmax at the sampling temperature; plain at temperature 0.
 
     temperature: (batch,); None = all greedy.
     """

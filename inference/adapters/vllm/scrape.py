@@ -1,8 +1,7 @@
-"""The workers' counts as Prometheus metrics of the front end, so that vLLM's own /metrics and `LLM.get_metrics()` show
-them.
+"""The workers' counts as Prometheus metrics of the front end, shown by vLLM's own /metrics and `LLM.get_metrics()`.
 
-Each is of one engine (label `engine`: the worker's process id); those that end in `_per_pos` have one sample a
-`position`, which counts from 0 as vLLM's do. `LLM.get_metrics()` rounds counters down to integers, /metrics does not.
+Each metric is of one engine (label `engine`: the worker's process id). Metrics that end in `_per_pos` have one sample a
+`position`, counted from 0 as in vLLM. `LLM.get_metrics()` rounds counters down to integers, /metrics does not.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from accept_head.inference.adapters.vllm.metrics import FOLDER, VERSION, Counts, DraftMetrics, observed, predicted
 
 PREFIX = "vllm:accept_head_"
-# name: what it says, and where it is among the counts.
+# name: its description, and its key in the counts.
 TOTALS = {
     "num_rounds": ("Rounds of the batch.", "rounds"),
     "num_draft_forwards": ("Forwards of the draft.", "draft_forwards"),
@@ -47,8 +46,8 @@ RATES = {
 
 
 def share_metrics() -> None:
-    """Called in each process of vLLM; the first one, the front end, makes the folder, and removes it when it ends.
-    Whatever it does twice it does once."""
+    """Register the metrics; called in each process of vLLM. The first process, the front end, makes the folder, and
+    removes it when it ends. A second call in a process has no effect."""
     if not os.environ.get(FOLDER):
         folder = tempfile.mkdtemp(prefix="accept-head-metrics-")
         os.environ[FOLDER] = folder
@@ -57,23 +56,23 @@ def share_metrics() -> None:
 
 
 def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # a fork inherits this too
+    if os.getpid() == owner:  # a forked process inherits the exit handler
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def register_collector() -> None:
-    """Have prometheus_client's registry, which vLLM publishes, read the counts. Once a process."""
+    """Add the counts to prometheus_client's registry, which vLLM publishes. Works once a process."""
     from prometheus_client import REGISTRY
 
-    with contextlib.suppress(ValueError):  # its names are taken: it is there already
+    with contextlib.suppress(ValueError):  # the names are taken: it is registered already
         REGISTRY.register(CountsCollector())
 
 
 class CountsCollector:
-    """A custom collector in prometheus_client's sense; nothing is read before it is asked."""
+    """A custom collector in prometheus_client's sense; it reads the files only when asked."""
 
     def describe(self) -> list[Any]:
-        """Names alone; with them the registry refuses a second one."""
+        """The names alone; the registry then refuses a second collector."""
         return families({})
 
     def collect(self) -> list[Any]:
@@ -107,7 +106,7 @@ class Sample(NamedTuple):
 
 
 def samples(counts: Counts) -> Iterator[Sample]:
-    """Everything that is published of one engine's counts."""
+    """All published samples of one engine's counts."""
     for name, (_, field) in TOTALS.items():
         yield Sample(name, (), float(counts[field]))
     for ended, rounds in counts["row_rounds"].items():
@@ -121,8 +120,8 @@ def samples(counts: Counts) -> Iterator[Sample]:
 
 
 def read_folder() -> dict[str, Counts]:
-    """The counts of all engines that still run, by name. A folder that is gone, and files in it that are not ours, or
-    not whole, count for nothing."""
+    """The counts of all engines that still run, by name. A missing folder, foreign files and incomplete files are
+    ignored."""
     folder = os.environ.get(FOLDER)
     files = sorted(Path(folder).glob("*.json")) if folder else []
     return {file.stem: counts for file in files if (counts := _read(file)) is not None}
@@ -133,7 +132,7 @@ def _read(file: Path) -> Counts | None:
         counts = json.loads(file.read_text(encoding="utf-8"))
         if counts["version"] != VERSION or counts["engine"] != file.stem or not _runs(counts["pid"]):
             return None
-        # One bad value would stop the whole scrape, vLLM's own metrics included.
+        # One bad value would stop the whole scrape, including vLLM's own metrics.
         good = all(math.isfinite(sample.value) for sample in samples(counts))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
@@ -141,7 +140,7 @@ def _read(file: Path) -> Counts | None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether there is such a process."""
+    """Whether a process has this id."""
     try:
         os.kill(pid, 0)
     except PermissionError:

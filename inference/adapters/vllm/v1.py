@@ -1,4 +1,4 @@
-"""vLLM's V1 model runner: rounds that end early, and drafts of different lengths, as lists."""
+"""vLLM's V1 model runner: rounds that end early, and drafts of different lengths, passed as lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where the host may wait for the device although vLLM looks out for that.
+# Allows a sync where vLLM's debug mode reports them.
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
@@ -28,8 +28,8 @@ HOOKS = (
 
 
 class AcceptHeadProposer(DraftModelProposer):
-    """vLLM's own proposer, until accept_head is asked for. Its loop is not copied: the sampling that ends each of its
-    forwards is overridden, and an exception leaves it."""
+    """vLLM's proposer, with our policy if accept_head is set. vLLM's loop is not copied: we override the sampling after
+    each of its forwards, and leave the loop by an exception."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
@@ -45,7 +45,7 @@ class AcceptHeadProposer(DraftModelProposer):
         self.host = build_host(self.vllm_config, self.device, self.model, self.tenant_of)
 
     def tenant_of(self, request: str) -> str:
-        """Whose a request is, "" where it does not say."""
+        """A request's tenant, "" if it names none."""
         sampling = self.runner.requests[request].sampling_params
         name = ((sampling and sampling.extra_args) or {}).get(TENANT)
         return "" if name is None else str(name)
@@ -53,19 +53,19 @@ class AcceptHeadProposer(DraftModelProposer):
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor
     ) -> Any:
-        """Called before `propose` whenever drafts were verified. The count, (batch,), is of sampled tokens, 0 for one
+        """Called before `propose` whenever drafts were verified. valid_sampled_tokens_count: (batch,), 0 for a request
         whose prompt is not fed yet."""
         self.verified = spec_decode_metadata.num_draft_tokens, valid_sampled_tokens_count
         return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
 
     def propose(self, num_speculative_tokens: int, **inputs: Any) -> Tensor | list[list[int]]:
-        """→ lists of drafted ids, one a request, where a policy decides."""
+        """Draft → with a policy, one list of drafted ids a request; else vLLM's own result."""
         verified, self.verified = self.verified, None
         if self.host is None:
             return super().propose(num_speculative_tokens, **inputs)
         with host_reads():
             lengths, verdict = _told(inputs["common_attn_metadata"], verified)
-            # A request whose prompt is not fed yet is drafted, too, for nothing: it must not keep us at it.
+            # vLLM also drafts requests whose prompt is not fed yet. Their drafts do not count and must not prolong it.
             live = (~self.runner.discard_request_mask.np[: len(lengths)]).tolist()
             most = self.host.begin(self.runner.input_batch.req_ids, live, lengths, num_speculative_tokens, verdict)
         self.drawn_ids: list[Tensor] = []
@@ -74,7 +74,7 @@ class AcceptHeadProposer(DraftModelProposer):
             super().propose(most, **inputs)
         counts = self.host.end()
         self._last_draft_probs = torch.stack(self.drawn_from, dim=1) if self.drawn_from else None
-        self.drawn_from = []  # vLLM has planned memory for one of them
+        self.drawn_from = []  # vLLM's memory plan has room for one of them
         with host_reads():
             return _ragged(self.drawn_ids, counts)
 
@@ -87,7 +87,7 @@ class AcceptHeadProposer(DraftModelProposer):
             if not host.advance(hidden_states):
                 raise EndOfRound
         logits = self.model.compute_logits(hidden_states)
-        # Where the request or the draft is greedy, these stay as they are, and there is no q.
+        # For greedy requests or a greedy draft the logits stay unscaled, and there is no q.
         ids, probs = self._sample_from_logits(logits, sampling_metadata)
         self.drawn_ids.append(ids)
         if probs is not None:
@@ -99,20 +99,20 @@ class AcceptHeadProposer(DraftModelProposer):
 
 
 def _told(metadata: Any, verified: tuple[list[int], Tensor] | None) -> tuple[list[int], Verdict | None]:
-    """(tokens of each request now, what became of its draft). What the host knows anyway it does not ask the device
-    for: all but how many tokens were sampled."""
+    """(tokens of each request now, verdict on its draft). Only the number of sampled tokens is read from the device;
+    the host knows the rest."""
     lengths = [fed + 1 for fed in metadata.seq_lens_cpu_upper_bound[: metadata.batch_size()].tolist()]
     if verified is None:
         return lengths, None
     submitted, sampled = verified[0], verified[1].tolist()
-    # The bound is met if all that was drafted was accepted; scheduling is synchronous.
+    # With synchronous scheduling the bound is the length if the whole draft was accepted; subtract the rejected tokens.
     rejected = [drafted + 1 - tokens if drafted else 0 for drafted, tokens in zip(submitted, sampled, strict=True)]
     lengths = [length - tokens for length, tokens in zip(lengths, rejected, strict=True)]
     return lengths, Verdict(submitted, [max(0, tokens - 1) for tokens in sampled])
 
 
 def _ragged(drawn: list[Tensor], counts: list[int]) -> list[list[int]]:
-    """drawn: (batch,) ids a step. counts: how many of them each row keeps."""
+    """The kept ids of each row. drawn: (batch,) ids of each step. counts: number of ids that each row keeps."""
     if not drawn:
         return [[] for _ in counts]
     steps = torch.stack(drawn).tolist() if drawn[0].is_cuda else [ids.tolist() for ids in drawn]

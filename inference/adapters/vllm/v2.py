@@ -1,7 +1,7 @@
 """vLLM's V2 model runner, the default on CUDA.
 
-Synchronous scheduling: rounds that end early, and drafts of different lengths. Asynchronous scheduling, where every
-draft has its length beforehand: the head's logit goes into vLLM's adaptive verification instead (adaptive.py).
+With synchronous scheduling rounds end early and drafts have different lengths. With asynchronous scheduling every
+draft's length is fixed beforehand; the head's logit is then used in vLLM's adaptive verification (adaptive.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Where the host may wait for the device although vLLM looks out for that.
+# Allows a sync where vLLM's debug mode reports them.
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
 from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -30,7 +30,7 @@ HOOKS = ("propose", "sample_draft", "compute_draft_logits", "load_model", "_mayb
 
 
 class AcceptHeadSpeculator(StandaloneARSpeculator):
-    """vLLM's own speculator, until accept_head is asked for. Its loop is not copied: see AcceptHeadProposer."""
+    """vLLM's speculator, with our policy if accept_head is set. vLLM's loop is not copied: see AcceptHeadProposer."""
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
@@ -52,10 +52,10 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
             )
 
     def propose(self, input_batch: Any, *inputs: Any, **options: Any) -> Tensor:
-        """→ (batch, steps) ids as vLLM's own; how many of a row count is left on the batch for `ragged`."""
+        """Draft → (batch, steps) ids, as in vLLM. The lengths of the drafts are stored on the batch for `ragged`."""
         if self.host is None or options.get("dummy_run"):
             return super().propose(input_batch, *inputs, **options)
-        # attn_metadata, slot_mappings, last_hidden_states and aux_hidden_states come before them.
+        # inputs[:4]: attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states.
         num_sampled, num_rejected = inputs[4], inputs[5]
         rows = self.rows = input_batch.num_reqs
         wanted = options.get("num_speculative_tokens")
@@ -71,7 +71,7 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
         with contextlib.suppress(EndOfRound):
             super().propose(input_batch, *inputs, **options)
         leave_lengths(input_batch, self.host.end())
-        return self.draft_tokens[:rows]  # columns that no row reached hold older drafts; nobody is told to verify them
+        return self.draft_tokens[:rows]  # columns that no row reached hold older drafts; the lengths exclude them
 
     def sample_draft(self, hidden_states: Tensor, *inputs: Any, **options: Any) -> Tensor:
         """Called once a draft forward. hidden_states: (batch, hidden), after the final norm."""
@@ -83,7 +83,7 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
             if not host.advance(hidden_states):
                 raise EndOfRound
         ids = super().sample_draft(hidden_states, *inputs, **options)
-        self.draft_tokens[: self.rows, host.depth] = ids  # the caller would, if it got them
+        self.draft_tokens[: self.rows, host.depth] = ids  # the caller does it only if no exception ends the loop
         temperature = self.temperature[self.idx_mapping[: self.rows]] if host.reads_q else None
         with host_reads():
             if not host.drawn(ids, logits=self.logits, temperature=temperature):
