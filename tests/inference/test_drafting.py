@@ -1,0 +1,46 @@
+"""How a policy is asked: whatever it answers, no row drafts beyond its budget, goes on once it has stopped, or submits
+what it did not draft."""
+
+from __future__ import annotations
+
+import torch
+
+from accept_head.inference.policy import RowPolicy
+from tests.inference.support.rounds import one_round
+
+
+class Answers(RowPolicy):
+    """Gives the answers that it is given: the budgets, who goes on after each token, and what is kept."""
+
+    max_draft_tokens = 4
+
+    def __init__(self, budgets, goes_on, kept):
+        self.budgets, self.goes_on, self.kept = budgets, goes_on, torch.tensor(kept)
+
+    def start_round(self, live):
+        return torch.tensor(self.budgets)
+
+    def keep_drafting(self, step):
+        return torch.tensor(self.goes_on[step.depth - 1])
+
+
+class Trimming(Answers):
+    def trim(self, drafted):
+        return self.kept
+
+
+def test_a_row_drafts_its_budget_and_no_more_beside_rows_that_may_draft_more():
+    for room, expected in ((99, [1, 2, 4, 0]), (3, [1, 2, 3, 0])):
+        policy = Answers([1, 2, 4, 4], [[True] * 4] * 4, [])
+        assert one_round(policy, [True, True, True, False], room=room)[0].tolist() == expected
+
+
+def test_a_row_that_has_stopped_does_not_go_on_when_the_policy_says_so():
+    policy = Answers([4, 4], [[False, True], [True, True], [True, True], [True, True]], [])
+    assert one_round(policy, [True, True])[0].tolist() == [1, 4]
+
+
+def test_no_row_submits_more_than_it_drafted_or_less_than_nothing():
+    policy = Trimming([1, 2, 4, 4], [[True] * 4] * 4, [3, 1, -2, 4])
+    drafted, submitted = one_round(policy, [True] * 4)
+    assert drafted.tolist() == [1, 2, 4, 4] and submitted.tolist() == [1, 1, 0, 4]
