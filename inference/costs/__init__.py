@@ -1,4 +1,4 @@
-"""What a forward costs: files of measured seconds, and tables from batch size to draft length.
+"""The costs of forwards: files of measured seconds, and tables from batch size to draft length.
 
 Read first: files.py.
 """

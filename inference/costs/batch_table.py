@@ -1,11 +1,11 @@
-"""Tables from batch size to draft length: made of measured rounds, read, and put as vLLM takes them.
+"""Tables from batch size to draft length: made from measured rounds, read from files, and written as vLLM's option.
 
     goodput(B, K) = AL(K) / ITL(B, K), tokens per second of one row;   K*(B) = argmax over K, 0 allowed
     AL(K) = 1 + Σ_{j≤K} S_j,   S_j = Π_{i≤j} acc_i
 
 ITL: seconds of a round of B rows that draft K tokens each. acc_i: the chance that the i-th drafted token is accepted if
-those before it were; S_j, that the first j are (Su et al., arXiv 2310.18813; vLLM's PR 32374, whose
-`acceptance_rate_per_pos` is S and not acc).
+all tokens before it were. S_j: the chance that the first j are accepted (Su et al., arXiv 2310.18813; vLLM's PR 32374,
+whose `acceptance_rate_per_pos` is S and not acc).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from accept_head.errors import InputError
 from accept_head.files import read_json
 
 FIELD = "num_speculative_tokens_per_batch_size"  # vLLM's name of a table
-Range = tuple[int, int, int]  # of batch sizes: first, last, and the tokens to draft there
+Range = tuple[int, int, int]  # first batch size, last batch size, tokens to draft
 
 
 def checked_table(table: Any) -> list[Range]:
-    """The ranges in order, under the rules of vLLM's own check. Raises InputError naming the row that is wrong."""
+    """The ranges in order, after the checks that vLLM makes. Raises InputError naming the wrong row."""
     if not isinstance(table, list | tuple) or not table:
         raise InputError(f"a batch map is {table!r}, expected a list of rows [from, to, tokens]")
     for row in table:
@@ -56,12 +56,12 @@ def _shown(row: Any) -> str:
 
 
 def tokens_per_round(survival: np.ndarray) -> np.ndarray:
-    """AL(K) of K = 0, 1, 2, … survival: S_1, S_2, …"""
+    """AL(K) for K = 0, 1, 2, … survival: S_1, S_2, …"""
     return np.concatenate([[1.0], 1 + np.cumsum(survival)])
 
 
 def interpolate(values: np.ndarray, batch_sizes: Sequence[int], draft_lengths: Sequence[int]) -> np.ndarray:
-    """(B, K) at the measured sizes and lengths → (largest B, longest K + 1) at 1, 2, … and 0, 1, …, bilinear."""
+    """Bilinear: (B, K) at the measured sizes and lengths → (largest B, longest K + 1) at all sizes and lengths."""
     all_lengths = np.arange(draft_lengths[-1] + 1)
     by_length = np.stack([np.interp(all_lengths, draft_lengths, row) for row in values])
     all_sizes = np.arange(1, batch_sizes[-1] + 1)
@@ -71,9 +71,9 @@ def interpolate(values: np.ndarray, batch_sizes: Sequence[int], draft_lengths: S
 def best_table(
     seconds: np.ndarray, batch_sizes: Sequence[int], draft_lengths: Sequence[int], tokens: np.ndarray
 ) -> list[Range]:
-    """K*(B) of every B from 1 to the largest, the shorter of two that are as good; neighbours of equal K make a range.
+    """K*(B) for every B from 1 to the largest, the shortest of equally good K. Neighbours with equal K make a range.
 
-    seconds: (B, K). tokens: AL(K) of K = 0, 1, … as far as it is known; no more are drafted.
+    seconds: (B, K). tokens: AL(K) for K = 0, 1, …, as far as known; larger K are not used.
     """
     goodput = tokens / interpolate(seconds, batch_sizes, draft_lengths)[:, : len(tokens)]
     table: list[Range] = []
@@ -87,11 +87,11 @@ def best_table(
 
 
 def read_batch_table(path: Path) -> list[Range]:
-    """A table from a file of `accept-head profile --batch_map`, from a speculative config of vLLM, or made of the
-    measurements in a dynamic_speculative_config.json (the first version of vLLM's PR 32374).
+    """A table from a file of `accept-head profile --batch_map` or a speculative config of vLLM.
 
-    vLLM drafts no more than `num_speculative_tokens`; where a file has it, so does this table. Raises InputError
-    naming the file and the field.
+    Or a table made from the measurements in a dynamic_speculative_config.json (the first version of vLLM's PR 32374).
+    vLLM drafts at most `num_speculative_tokens`. When a file has this field, the table respects it too. Raises
+    InputError naming the file and the field.
     """
     values = read_json(path)
     if values.get(FIELD) is not None:
@@ -154,7 +154,7 @@ def _measured(path: Path, stats: Any) -> tuple[np.ndarray, list[int], list[int]]
 
 
 def _by_number(path: Path, field: str, value: Any) -> dict[int, Any]:
-    """JSON has no other keys than texts."""
+    """An object with its keys converted to numbers, because JSON keys are strings."""
     if not isinstance(value, dict) or not value or not all(key.isdecimal() for key in value):
         raise InputError(f"{path}: field {field!r} is {value!r}, expected an object with numbers for keys")
     return {int(key): entry for key, entry in value.items()}
@@ -165,7 +165,7 @@ def _is_number(value: Any) -> bool:
 
 
 def vllm_option(table: Sequence[Range], draft: str) -> str | None:
-    """What `vllm serve` takes on its command line; None where the table never speculates, which vLLM does by itself."""
+    """The option of `vllm serve` for this table. None when the table never speculates: then vLLM needs no option."""
     most = max(k for _, _, k in table)
     if most == 0:
         return None

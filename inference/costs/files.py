@@ -1,4 +1,4 @@
-"""Forward costs from a file of `accept-head profile`, or typed in."""
+"""Forward costs from a file of `accept-head profile`, or from the command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from accept_head.files import read_json
 def read_costs(
     file: str | None, t_draft: float | None, t_target: float | None, target_times: float = 1.0
 ) -> ForwardCosts:
-    """From a file of `accept-head profile` (or of `tune`, which repeats them), or typed in. Raises InputError naming
-    what is missing."""
+    """Costs from a file of `accept-head profile` (or of `tune`, which repeats them), or from given seconds.
+
+    target_times: factor for the target's seconds. Raises InputError naming what is missing.
+    """
     if not 0 < target_times < math.inf:
         raise InputError(f"target_times is {target_times}, expected a positive number")
     if file is not None and (t_draft is not None or t_target is not None):
@@ -34,7 +36,7 @@ def read_costs(
 
 
 def forward_costs(path: Path) -> ForwardCosts:
-    """Of one row. Raises InputError naming the file and the field."""
+    """The costs of one row's forwards. Raises InputError naming the file and the field."""
     values = _values(path)
     for name in ("t_draft", "t_target"):
         if name not in values:
@@ -49,8 +51,10 @@ def forward_costs(path: Path) -> ForwardCosts:
 
 
 def pair_costs(path: Path) -> PairCosts:
-    """Of any number of rows, from the field `batch`; a file without it says the same seconds for all. Raises InputError
-    naming the file and the field."""
+    """The costs for any number of rows, from the field `batch`. Without this field, all numbers of rows cost the same.
+
+    Raises InputError naming the file and the field.
+    """
     batch = _values(path).get("batch")
     if batch is None:
         return PairCosts.constant(forward_costs(path))

@@ -1,4 +1,4 @@
-"""The batch map that `profile` makes of real rounds: which draft length suits each batch size."""
+"""The batch map that `profile` makes from real rounds: the best draft length for each batch size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH_SIZES, DRAFT_LENGTHS = (1, 2, 4, 8, 16, 32), (0, 1, 2, 3, 4, 6, 8)
 
 
 class MapPlan(NamedTuple):
-    """Where the map is written, and the grid that is measured for it, both axes ascending."""
+    """The file of the map, and the grid to measure for it, both axes ascending."""
 
     path: Path
     batch_sizes: tuple[int, ...]
@@ -31,8 +31,10 @@ def planned_map(
     draft_lengths: Sequence[int] | None,
     max_new_tokens: int,
 ) -> MapPlan | None:
-    """From the options of the command line; None when no map is asked for. Raises InputError when they do not fit each
-    other."""
+    """The plan that the options of the command line ask for; None when no map is asked for.
+
+    Raises InputError when the options contradict each other.
+    """
     if batch_map is None:
         if batch_sizes is not None or draft_lengths is not None:
             raise InputError("batch_sizes and draft_lengths are of a batch map: give --batch_map FILE")
@@ -47,7 +49,7 @@ def planned_map(
 
 
 def _axis(name: str, values: Sequence[int] | None, default: tuple[int, ...], first: int) -> tuple[int, ...]:
-    """Ascending. Raises InputError when it does not begin at `first`: nothing can be interpolated below."""
+    """One axis, ascending. Raises InputError when it does not begin at `first`, which interpolation needs."""
     axis = tuple(sorted(set(default if values is None else values)))
     if not axis or axis[0] != first:
         raise InputError(f"{name} are {list(axis)}, expected {first} and larger numbers")
@@ -55,8 +57,11 @@ def _axis(name: str, values: Sequence[int] | None, default: tuple[int, ...], fir
 
 
 def map_values(grid: RoundGrid) -> dict[str, Any]:
-    """A batch map as a file has it: the table by vLLM's name, and what it was made of. acceptance: of a token whose
-    predecessors were accepted. al: tokens a round of 0, 1, 2, … draft tokens. goodput: tokens/s of one row."""
+    """The content of a batch map's file: the table by vLLM's name, and the measurements it was made from.
+
+    acceptance: of a token whose predecessors were accepted. al: tokens per round with 0, 1, 2, … draft tokens. goodput:
+    tokens/s of one row.
+    """
     return {
         FIELD: [list(row) for row in grid.table],
         "batch_sizes": list(grid.batch_sizes),
@@ -72,7 +77,7 @@ def map_values(grid: RoundGrid) -> dict[str, Any]:
 
 
 def map_table(grid: RoundGrid) -> Table:
-    """For a terminal: tokens/s of a row at every measured batch size and draft length, and what to draft."""
+    """For a terminal: tokens/s of one row at every measured batch size and draft length, and the best draft length."""
     table = Table(title="tokens/s of one row, by batch size and draft tokens")
     for name in ("batch size", *map(str, grid.draft_lengths), "to draft"):
         table.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""The machine that is measured: what it is, and how to wait for it."""
+"""The machine that is measured: its description, and waiting for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accept_head.pair import Pair
 
 
 def conditions(target: str, draft: str, pair: Pair, compile: Compile) -> dict[str, Any]:
-    """What a file of measurements says of how they were made."""
+    """The conditions of a measurement, for its file."""
     return {
         "target": target,
         "draft": draft,
@@ -32,13 +32,13 @@ def device_name(device: torch.device) -> str:
     """The processor's name."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    information = Path("/proc/cpuinfo")  # where Linux tells it
+    information = Path("/proc/cpuinfo")  # on Linux
     lines = information.read_text().splitlines() if information.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
 def finish(device: torch.device) -> None:
-    """Wait for what the device has been asked to do."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

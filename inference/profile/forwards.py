@@ -1,7 +1,7 @@
-"""What bare forwards cost, without the decode loop around them.
+"""The costs of bare forwards, without the decode loop.
 
-One row's forwards are timed after real prompts. A batch's are fitted by t = α·(context tokens) + β·(batch tokens) + γ
-(AdaSpec eq. 2), over batch × context × width.
+The forwards of one row are timed after real prompts. Those of a batch are fitted by
+t = α·(context tokens) + β·(batch tokens) + γ (AdaSpec eq. 2), over batch × context × width.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
 def measure_forwards(
     pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4, compile: Compile = "none"
 ) -> ForwardCosts:
-    """Median seconds, after real prompts at batch 1, of bare forwards: a draft step (1 token), a verification
-    (verify_tokens + 1 tokens) and a step of the target alone (1 token).
+    """Median seconds of bare forwards after real prompts, at batch 1.
 
-    They are timed in turns, so that a slower or faster moment of the machine touches all alike. Raises InputError
-    when the context is too short for a verification.
+    Measured are a draft step (1 token), a verification (verify_tokens + 1 tokens) and a step of the target alone
+    (1 token). They are timed in turns, so that a slower or faster moment of the machine affects all alike. Raises
+    InputError when the context is too short for a verification.
     """
     width = verify_tokens + 1
     usable = usable_prompts(pair, prompts, width)
@@ -60,7 +60,7 @@ def measure_forwards(
 
 @torch.no_grad()
 def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5, compile: Compile = "none") -> BatchForwardCost:
-    """α, β, γ of AdaSpec's eq. 2, least squares over medians of forwards at every batch × context × width that fits."""
+    """α, β, γ of AdaSpec's eq. 2, by least squares over median seconds at every batch × context × width that fits."""
     room = context_tokens(model) - max(WIDTHS)
     contexts = [context for context in CONTEXTS if context <= room] or [max(1, room)]
     features, measured = [], []
@@ -78,14 +78,14 @@ def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5, compile: Compile
 
 
 def _as_decoding(model: PreTrainedModel, batch: int, max_length: int, compile: Compile) -> CachedModel:
-    """With the attention that decoding chooses."""
+    """The model with a cache and the attention that decoding chooses."""
     check_served(model, "auto")
     return CachedModel(model, batch, max_length, attention="auto", compile=compile)
 
 
 def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
     starts = torch.full((len(new),), start, device=new.device)
-    if model.static:  # what is captured or compiled when it is first met
+    if model.static:  # the first call captures or compiles
         model.forward(new, starts, start, copy=False)
     finish(new.device)
     begin = time.perf_counter()

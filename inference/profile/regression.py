@@ -1,7 +1,7 @@
-"""What a draft and a target forward cost within the decode loop: eq. 3.1 fitted to rounds of different draft lengths.
+"""The costs of draft and target forwards within the decode loop: eq. 3.1 fitted to rounds of different draft lengths.
 
-T = t_draft·N_draft + t_target·N_target, by least squares. It is wall clock, so each forward carries its share of the
-loop.
+T = t_draft·N_draft + t_target·N_target, by least squares. T is wall-clock time, so each forward includes its share of
+the loop.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from accept_head.inference.profile.prompts import usable_prompts
 from accept_head.pair import Pair
 from accept_head.sampling import Sampling
 
-DRAFT_LENGTHS = (1, 2, 4, 8)  # that the regression is over
-# Rounds that are further than this from the median of their length are left out: somebody else had the processor. In
-# units of the standard deviation, as the median absolute deviation gives it.
+DRAFT_LENGTHS = (1, 2, 4, 8)  # of the rounds in the regression
+# Rounds further than this from the median of their draft length are left out, because another process had the
+# processor. In standard deviations, estimated by the median absolute deviation.
 OUTLIER = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regression:
-    """costs: by least squares of eq. 3.1. r_squared: of the fit over `rounds` rounds."""
+    """Result of the fit. costs: by least squares of eq. 3.1. r_squared: of the fit over `rounds` rounds."""
 
     costs: ForwardCosts
     r_squared: float
@@ -60,9 +60,9 @@ def regress_rounds(
     options: Any = {"batch_size": 1, "greedy": sampling.greedy, "compile": compile}
     decoder = make_decoder(pair.target, pair.draft, make_requests(usable, max_new_tokens), policies[-1], **options)
     processing = Processing(sampling, pair.vocab_size)
-    # What is captured or compiled when it is first met is met now: the same rounds come again.
+    # Everything is captured or compiled now, because the same rounds are timed afterwards.
     warm_up = usable[:1] if compile == "none" else usable
-    seconds: dict[int, list[float]] = {}  # of rounds, by tokens drafted
+    seconds: dict[int, list[float]] = {}  # seconds of rounds, by tokens drafted
     for index, prompt in enumerate([*warm_up, *usable]):
         for policy in policies:
             for drafted, elapsed in _timed_rounds(decoder, prompt, policy, processing, max_new_tokens):
@@ -93,7 +93,7 @@ def _without_outliers(times: Sequence[float]) -> list[float]:
 def _timed_rounds(
     decoder: Decoder, prompt: Sequence[int], policy: FixedPolicy, processing: Processing, max_new_tokens: int
 ) -> list[tuple[int, float]]:
-    """(tokens drafted, seconds) of each round but the first, which has the prefill in it."""
+    """(tokens drafted, seconds) of each round except the first, which includes the prefill."""
     device = decoder.target.model.device
     clock: list[float] = []
     drafted: list[int] = []

@@ -1,6 +1,7 @@
-"""Real rounds of the decode loop at every batch size with every draft length: what they take, and what is accepted.
+"""Times and acceptance of real rounds of the decode loop, at every batch size with every draft length.
 
-From one grid come the table of a batch map and the batch-aware costs of both models, the loop's overhead included.
+One grid of measurements gives the table of a batch map and the batch-aware costs of both models, including the loop's
+overhead.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from accept_head.pair import Pair
 from accept_head.sampling import Sampling
 
 TURNS = 5  # how often each cell is decoded
-ROUNDS = 16  # timed at most, each time: short drafts then see contexts about as long as long ones do
+ROUNDS = 16  # most rounds to time in a turn, so that short drafts have contexts about as long as long drafts
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundGrid:
-    """Real rounds of every batch size (B) with every draft length (K), and what became of the drafted tokens.
+    """Real rounds of every batch size (B) with every draft length (K), and the acceptance of their tokens.
 
-    batch_sizes, draft_lengths: ascending, from 1 and from 0. seconds: (B, K), of a round. context_tokens: (B, K), of
-    all rows together. rounds: (B, K), how many were timed. at_risk, accepted: (longest draft,), of the i-th drafted
-    tokens those whose predecessors were all accepted, and those of them that were accepted too.
+    batch_sizes, draft_lengths: ascending, from 1 and from 0. seconds: (B, K), of a round. context_tokens: (B, K), sum
+    over all rows. rounds: (B, K), how many were timed. at_risk, accepted: (longest draft,), how many i-th drafted
+    tokens had all predecessors accepted, and how many of these were accepted too.
     """
 
     batch_sizes: Sequence[int]
@@ -58,12 +59,12 @@ class RoundGrid:
 
     @property
     def acceptance(self) -> np.ndarray:
-        """acc_i; 0 at a position that no round came to."""
+        """acc_i; 0 at a position that no round reached."""
         return self.accepted / np.maximum(self.at_risk, 1)
 
     @property
     def tokens(self) -> np.ndarray:
-        """AL(K) of K = 0, 1, 2, …"""
+        """AL(K) for K = 0, 1, 2, …"""
         return tokens_per_round(np.cumprod(self.acceptance))
 
     @property
@@ -87,12 +88,13 @@ def measure_rounds(
     turns: int = TURNS,
     compile: Compile = "none",
 ) -> RoundGrid:
-    """Decode so many prompts together with each fixed draft length, in turns, for ROUNDS rounds or until the first of
-    them is done: medians of the rounds, and the share of drafted tokens that is accepted at each position.
+    """Decode prompts in batches of every size with each fixed draft length, and measure the rounds.
 
-    A slower or faster moment of the machine touches all cells alike. batch_sizes, draft_lengths: ascending. Raises
-    InputError when no prompt leaves room for a response of max_new_tokens, or when that is too short for two rounds of
-    the longest draft.
+    Each run has ROUNDS timed rounds, or stops when the first row is done. Seconds are medians over rounds. Cells run in
+    turns, so that a slower or faster moment of the machine affects all alike.
+
+    batch_sizes, draft_lengths: ascending. Raises InputError when no prompt leaves room for a response of
+    max_new_tokens, or when this is too short for two rounds of the longest draft.
     """
     longest = draft_lengths[-1]
     check_rounds_fit(longest, max_new_tokens)
@@ -101,7 +103,7 @@ def measure_rounds(
     policies = {k: FixedPolicy(k) for k in draft_lengths}
     options: Any = {"greedy": sampling.greedy, "compile": compile}
     cells: dict[tuple[int, int], list[_Rounds]] = {}
-    kept: dict[int, Decoder] = {}  # by batch size: what is captured or compiled serves all turns
+    kept: dict[int, Decoder] = {}  # by batch size, so that captured or compiled steps serve all turns
     for turn in range(turns):
         for size in batch_sizes:
             chosen = [usable[(turn * size + row) % len(usable)] for row in range(size)]
@@ -112,7 +114,7 @@ def measure_rounds(
                 planned = make_requests([*chosen, *usable], max_new_tokens)
                 decoder = _kept_decoder(kept, pair, planned, policies[longest], batch_size=size, **options)
             for k, policy in policies.items():
-                if compile != "none":  # what is captured or compiled when it is first met is met now
+                if compile != "none":  # this run captures or compiles everything
                     _full_rounds(decoder, requests, policy, processing)
                 cells.setdefault((size, k), []).append(_full_rounds(decoder, requests, policy, processing))
 
@@ -144,8 +146,11 @@ def _kept_decoder(
     batch_size: int,
     **options: Any,
 ) -> Decoder:
-    """The decoder of this size, a new one if it is not there. If it does not fit beside the others, their memory goes:
-    they are made again when their turn comes. requests: the longest of all turns are among them."""
+    """The decoder for this batch size, made if necessary.
+
+    If it does not fit in memory beside the others, they are freed, and made again in their next turn. requests: must
+    include the longest of all turns.
+    """
     if batch_size not in kept:
         make = partial(make_decoder, pair.target, pair.draft, requests, policy, batch_size=batch_size, **options)
         try:
@@ -162,8 +167,11 @@ def _kept_decoder(
 
 @dataclass(frozen=True)
 class _Rounds:
-    """outcomes: of all rounds. seconds, contexts: of all but the first, which has the prefill in it; a context is the
-    tokens of all rows that the models had been fed."""
+    """The rounds of one run.
+
+    outcomes: of all rounds. seconds, contexts: of all rounds except the first, which includes the prefill. A context is
+    the number of tokens, over all rows, that the models had been fed.
+    """
 
     outcomes: list[VerifyOutcome]
     seconds: list[float]
@@ -174,12 +182,14 @@ class _Rounds:
 
 
 class _Enough(Exception):
-    """No round from here on is wanted."""
+    """Ends a run: no further rounds are needed."""
 
 
 def _full_rounds(decoder: Decoder, requests: Sequence[Request], policy: FixedPolicy, processing: Processing) -> _Rounds:
-    """The first rounds, as long as all rows draft as many tokens as the policy says: a row that is done or near its end
-    does not."""
+    """The first rounds, up to one in which some row drafts fewer tokens than the policy's K.
+
+    A row does so when it is done or near its end.
+    """
     k = policy.max_draft_tokens
     device = decoder.target.model.device
     rounds = _Rounds([], [])
@@ -190,7 +200,7 @@ def _full_rounds(decoder: Decoder, requests: Sequence[Request], policy: FixedPol
         finish(device)
         end = time.perf_counter()
         outcome = round_.outcome
-        # Rows that are done have left the batch, or are in it without being live.
+        # Finished rows have left the batch, or are still in it but not live.
         if len(outcome.live) < len(requests) or not bool((outcome.live & (outcome.drafted == k)).all()):
             raise _Enough
         if rounds.outcomes:
@@ -208,18 +218,18 @@ def _full_rounds(decoder: Decoder, requests: Sequence[Request], policy: FixedPol
 
 
 def _copied(outcome: VerifyOutcome) -> VerifyOutcome:
-    """To keep: graphs write the next one to the same place."""
+    """A copy of the outcome, because graphs write the next outcome to the same memory."""
     names = ("drafted", "accepted", "live", "lengths", "submitted")
     return replace(outcome, **{name: getattr(outcome, name).clone() for name in names})
 
 
 def fit_round_costs(grid: RoundGrid, draft: BatchForwardCost, target: BatchForwardCost) -> dict[str, BatchForwardCost]:
-    """β and γ of both models from the grid's rounds, with the loop's overhead in them; α stays that of bare forwards:
+    """β and γ of both models from the grid's rounds, including the loop's overhead. α stays that of bare forwards.
 
         T(B, K) − (K·α_draft + α_target)·(context tokens) = β_draft·K·B + γ_draft·K + β_target·B·(K + 1) + γ_target
 
-    Least squares of relative errors, none below 0. r_squared: of the rounds' seconds. A grid of one batch size or one
-    draft length says too little: the costs are left as they are.
+    By least squares of relative errors; all coefficients are at least 0. r_squared: of the rounds' seconds. A grid of
+    one batch size or one draft length is not enough: the costs are then returned unchanged.
     """
     if min(len(grid.batch_sizes), len(grid.draft_lengths)) < 2:
         return {"draft": draft, "target": target}
@@ -238,9 +248,10 @@ def fit_round_costs(grid: RoundGrid, draft: BatchForwardCost, target: BatchForwa
 
 
 def count_accepted(drafted: np.ndarray, accepted: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens at risk and tokens accepted at each of the positions 1..longest, (longest,) each, over (rounds,) of rows.
+    """Tokens at risk and tokens accepted at each of the positions 1..longest, (longest,) each.
 
-    At risk is what was drafted and follows accepted tokens only: what follows a rejection was never tested.
+    A drafted token is at risk when all tokens before it were accepted. Tokens after a rejection are never tested.
+    drafted, accepted: (rounds of rows,).
     """
     position = np.arange(1, longest + 1)
     at_risk = (drafted[:, None] >= position) & (accepted[:, None] >= position - 1)
@@ -248,7 +259,7 @@ def count_accepted(drafted: np.ndarray, accepted: np.ndarray, longest: int) -> t
 
 
 def check_rounds_fit(longest: int, max_new_tokens: int) -> None:
-    """The first round has the prefill in it: a row must last for a second one, even if it accepts all tokens."""
+    """Raises InputError when a row can end in its first round, which includes the prefill and is not timed."""
     if max_new_tokens < 2 * (longest + 1):
         raise InputError(
             f"max_new_tokens is {max_new_tokens}, expected {2 * (longest + 1)} or more to measure rounds of {longest} "

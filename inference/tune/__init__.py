@@ -1,4 +1,4 @@
-"""What `accept-head tune` tries, and what it chooses by.
+"""The settings that `accept-head tune` tries, and its objectives.
 
 Read first: rules.py.
 """

@@ -17,7 +17,7 @@ DECODING_NAME = "decoding.json"
 
 
 def write_tuned(path: Path, tuned: Tuned, rows: list[dict[str, Any]]) -> None:
-    """All policies, compared."""
+    """Write the comparison of all policies."""
     values = {
         "costs": asdict(tuned.costs),
         "objective": tuned.objective,
@@ -29,14 +29,13 @@ def write_tuned(path: Path, tuned: Tuned, rows: list[dict[str, Any]]) -> None:
 
 
 def decoding_files(heads: Iterable[str]) -> dict[str, Path]:
-    """Where the choice for each head is written, of those that are local folders. Raises InputError when one of them
-    cannot be written to."""
+    """The file of the choice for each head that is a local folder. Raises InputError when one cannot be written."""
     local = [name for name in heads if Path(name).is_dir()]
     return {name: writable_file(Path(name) / DECODING_NAME, "--head") for name in local}
 
 
 def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """`decoding.json`: how to decode with this head, for which costs, and what to expect."""
+    """The content of `decoding.json`: how to decode with this head, for which costs, and the expected results."""
     chosen = tuned.chosen[head]
     row = next(row for row in rows if row["name"] == chosen.name and row["params"] == chosen.params)
     return {
@@ -52,7 +51,7 @@ def decoding(tuned: Tuned, head: str, rows: list[dict[str, Any]]) -> dict[str, A
 
 
 def described(traces: CoupledTraces) -> dict[str, Any]:
-    """Which traces a figure is of."""
+    """A description of the traces that figures were computed on."""
     return {
         "fingerprint": traces.config.fingerprint(),
         "prompts": len(traces.lengths),

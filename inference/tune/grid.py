@@ -1,4 +1,4 @@
-"""What `tune` tries: thresholds, bounds, lags and rules."""
+"""The grid that `tune` tries: thresholds, bounds, lags and rules."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ K_MIN, K_MAX = (1, 2), (4, 8, 20)
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What to try. thresholds: of heads, and of the rules whose own grid is these probabilities; nats: of entropy.
-    rules: the policies that need no training, by name. search: how heads are tuned."""
+    """The settings to try.
+
+    thresholds: of heads, and of rules on probabilities. nats: thresholds of entropy. rules: the policies that need no
+    training, by name. search: how heads are tuned.
+    """
 
     thresholds: Sequence[float] = PROBABILITIES
     nats: Sequence[float] = EntropyPolicy.grid
@@ -36,7 +39,7 @@ class Grid:
         return [(low, high) for low in self.k_min for high in self.k_max if low <= high]
 
     def of(self, rule: str) -> Sequence[float]:
-        """Thresholds of a rule that needs no training."""
+        """The thresholds to try for a rule that needs no training."""
         own = _own(rule)
         return self.nats if rule == "entropy" else self.thresholds if own == PROBABILITIES else own
 
@@ -55,8 +58,10 @@ def checked_grid(
     *,
     has_heads: bool,
 ) -> Grid:
-    """From the options of the command line; None is what `tune` tries by itself. Raises InputError for values out of
-    range, and for those that nothing would read."""
+    """The grid that the options of the command line ask for. None: the default of `tune`.
+
+    Raises InputError for values out of range, and for values that nothing would read.
+    """
     if search is None:
         search = "cost" if thresholds is k_min is None and objective == "mean" else "grid"
     grid = Grid(
@@ -83,7 +88,7 @@ def _checked(name: str, given: Sequence[Any] | None, default: Sequence[Any], low
 
 
 def _check_read(grid: Grid, has_heads: bool, **given: Sequence[float] | None) -> None:
-    """Raises InputError for thresholds or a k_min that nothing would read: by cost heads have neither."""
+    """Raises InputError for thresholds or a k_min that nothing would read. Heads tuned by cost have neither."""
     readers = {"thresholds": [name for name in RULES if _own(name) == PROBABILITIES], "k_min": list(RULES)}
     for name, values in given.items():
         read = (has_heads and grid.search == "grid") or set(readers[name]) & set(grid.rules)
@@ -96,6 +101,6 @@ def _check_read(grid: Grid, has_heads: bool, **given: Sequence[float] | None) ->
 
 
 def _own(rule: str) -> Sequence[float]:
-    """A rule's thresholds where none are given."""
+    """A rule's default thresholds."""
     own: Sequence[float] = getattr(RULES[rule], "grid", PROBABILITIES)
     return own

@@ -1,4 +1,4 @@
-"""Heads by name, for the draft that they are to be judged with."""
+"""Loading of heads by name, for one draft."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -
         heads[name] = load_head(
             name, hidden_size=hidden_size(draft), device=draft.device, embeddings=input_embeddings(draft)
         )
-        recorded = head_folder(name) / CONFIG_NAME  # whatever version of it: only the draft matters here
+        recorded = head_folder(name) / CONFIG_NAME  # of any version: only the draft matters here
         trained = read_json(recorded) if recorded.is_file() else {}
         if trained.get("draft_fingerprint", fingerprint) != fingerprint:
             raise InputError(f"--head {name}: trained on another draft ({trained.get('draft')}); --draft must be it")

@@ -1,4 +1,4 @@
-"""What `accept-head tune` chooses by: tokens/s of all text or of the worst domain, or how little is drafted in vain."""
+"""The objectives of `accept-head tune`: tokens/s of all text or of the worst domain, or the discard rate."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.walk import Replayed
 
 Objective = Literal["mean", "worst-domain", "discard"]
-SURE = 0.975  # as the upper end of a 95 % interval
+SURE = 0.975  # the upper end of a 95 % interval
 
 
 def objective_of(
     objective: Objective, domains: Sequence[str], costs: ForwardCosts, best_fixed: Replayed, *, seed: int = 0
 ) -> Callable[[Replayed], Any]:
-    """Of replayed policies, the one with the largest value is to be chosen. domains: of each response. best_fixed: the
-    fastest fixed draft length. seed: of the bootstrap. Raises InputError for an unknown objective.
+    """The function to maximise over replayed policies. Raises InputError for an unknown objective.
 
-    mean: tokens/s over all responses. worst-domain: tokens/s in the domain where it is lowest. discard: lowest discard
-    rate among the policies that call the target no more often per token than the best fixed length does, of which one
-    can be sure (`SURE`, by a bootstrap over responses); where none does, the policy that calls it least.
+    mean: tokens/s over all responses. worst-domain: tokens/s in the domain where it is lowest. discard: the lowest
+    discard rate among policies whose verification rate is at most that of the best fixed length, with confidence `SURE`
+    by a bootstrap over responses; if there is none, the lowest verification rate.
+
+    domains: of each response. best_fixed: the fastest fixed draft length. seed: of the bootstrap.
     """
     if objective not in get_args(Objective):
         raise InputError(f"objective is {objective!r}, expected one of {get_args(Objective)}")

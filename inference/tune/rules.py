@@ -1,6 +1,6 @@
-"""The policies that need no training, as `tune` tries them: what their main parameter is, and which values it may have.
+"""The policies that need no training, for `tune`: their main parameter and the values to try.
 
-batch-map is not among them: for one row at a time it is `fixed`. Nor is max-prob-mean, which is max-prob there.
+batch-map and max-prob-mean are left out. For one row at a time they equal `fixed` and max-prob.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.walk import Replayed
 
-# Priced in one pass each, by their thresholds.
+# Each is evaluated in one pass for all its thresholds.
 RULES: dict[str, Callable[..., ThresholdPolicy]] = {
     name: spec.policy
     for name, spec in POLICIES.items()
     if issubclass(spec.policy, ThresholdPolicy) and not issubclass(spec.policy, HeadPolicy)
 }
-# Policies that remember: asked round by round.
+# Policies with memory, which are replayed round by round.
 LEARNERS = {name: spec.tuning for name, spec in POLICIES.items() if spec.tuning is not None}
 EVERY = (*RULES, *LEARNERS)
 
@@ -33,8 +33,10 @@ EVERY = (*RULES, *LEARNERS)
 def ask(
     traces: CoupledTraces, name: str, value: float, costs: ForwardCosts, k_max: int, pair: PairCosts | None = None
 ) -> Replayed:
-    """A learner's replay with one value, one response at a time unless its rows are independent. pair: what a policy
-    predicts seconds by; `costs`, when left out."""
+    """The replay of a learner with one value, one response at a time unless its rows are independent.
+
+    pair: the costs that a policy predicts seconds with; `costs` when left out.
+    """
     learner, spec = LEARNERS[name], POLICIES[name]
     policy = _learner(spec, value, pair or PairCosts.constant(costs), k_max)
     params = {learner.param: value} | ({"k_max": policy.max_draft_tokens} if "k_max" in spec.defaults else {})
@@ -43,7 +45,7 @@ def ask(
 
 
 def _learner(spec: Spec, value: float, costs: PairCosts, k_max: int) -> DraftPolicy:
-    """The policy with one value of its parameter. costs: what it predicts seconds by, if it does."""
+    """The policy with one value of its parameter. costs: for a policy that predicts seconds."""
     tuning = spec.tuning
     assert tuning is not None
     options: dict[str, Any] = {"k_max": k_max} if "k_max" in spec.defaults else {}
@@ -56,7 +58,7 @@ def _learner(spec: Spec, value: float, costs: PairCosts, k_max: int) -> DraftPol
 
 
 def checked_rules(names: Sequence[str] | None) -> tuple[str, ...]:
-    """Raises InputError for a name that cannot be tuned."""
+    """The names of the rules to tune, by default all. Raises InputError for a name that cannot be tuned."""
     if names is None:
         return EVERY
     for name in names:
@@ -66,8 +68,10 @@ def checked_rules(names: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def spec_of(row: Mapping[str, Any], costs_file: str | None = None) -> str:
-    """A row's policy as `--policy` takes it: its name, the file of costs if it takes one, and the parameters that are
-    not the usual ones."""
+    """The SPEC of a row's policy, as `--policy` takes it.
+
+    It has the name, the file of costs if the policy takes one, and the parameters that differ from their defaults.
+    """
     name, params = row["name"].partition(":")[0], row["params"]
     shown = row["name"]
     if name in LEARNERS and (argument := LEARNERS[name].argument):
@@ -80,5 +84,5 @@ def spec_of(row: Mapping[str, Any], costs_file: str | None = None) -> str:
 
 
 def _options(name: str) -> dict[str, Any]:
-    """A policy's options with their defaults. A head's lag is 1 where it is not said."""
+    """A policy's options with their defaults. The default lag of a head is 1."""
     return POLICIES[name].defaults | ({"lag": 1} if name == "head" else {})

@@ -1,4 +1,4 @@
-"""The search: every setting of every policy replayed on the same traces, and the best one of each chosen."""
+"""The search: replay every setting of every policy on the same traces, and choose the best setting of each."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def search_all(
     *,
     seed: int = 0,
 ) -> Tuned:
-    """Replay everything and choose. heads: by the name that a SPEC would give them. pair: for `ask`. truth: for the
-    informed bound. seed: for `objective_of`."""
+    """Replay all settings and choose.
+
+    heads: by their names in a SPEC. pair: for `ask`. truth: for the informed bound. seed: for `objective_of`.
+    """
     none, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     families = {name: _replay_head(traces, name, head, grid, costs) for name, head in heads.items()}
     for name in grid.rules:
@@ -56,7 +58,7 @@ def search_all(
 
 
 def _values(name: str, costs: ForwardCosts) -> Sequence[float]:
-    """What to try of a learner. Leviathan's c is known; others may do better, as its i.i.d. model is not the truth."""
+    """The values to try for a learner. Leviathan's c is known, but other values may do better than its i.i.d. model."""
     values = LEARNERS[name].values
     return sorted({round(costs.ratio, 4), *values}) if name == "leviathan" else values
 
@@ -74,8 +76,11 @@ def _replay_head(
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The search's outcome. fixed: every draft length. families: all settings that were tried of each. chosen: the best
-    of each family. informed: None where the target was not asked."""
+    """The outcome of the search.
+
+    fixed: every draft length. families: all tried settings, by policy. chosen: the best setting of each family.
+    informed: None when there is no `truth`.
+    """
 
     traces: CoupledTraces
     costs: ForwardCosts
@@ -88,8 +93,7 @@ class Tuned:
     informed: Replayed | None = None
 
     def rows(self, seed: int = 0, costs_file: str | None = None) -> list[dict[str, Any]]:
-        """One row a policy, in the form of the public surface (architecture page); spec: what `--policy` takes, with
-        costs_file for policies that predict seconds."""
+        """One row per policy. spec: its SPEC for `--policy`, with costs_file if the policy predicts seconds."""
         bounds = [self.informed, self.oracle] if self.informed else [self.oracle]
         policies = [self.none, *self.fixed, *self.chosen.values(), *bounds]
         rows = compare([policy.measured() for policy in policies], self.costs, seed=seed)
@@ -101,5 +105,5 @@ class Tuned:
 
 
 def fastest(policies: Sequence[Replayed], costs: ForwardCosts) -> Replayed:
-    """By tokens/s."""
+    """The policy with the most tokens/s."""
     return max(policies, key=lambda policy: float(throughputs(policy.counts.sum(0), costs)))

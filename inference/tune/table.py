@@ -1,4 +1,4 @@
-"""What `tune` found, for a terminal."""
+"""The results of `tune` for a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accept_head.inference.tune.search import Tuned
 
 
 def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
-    """For a terminal: the target alone, the best fixed length and its neighbours, what was tuned, and the bounds."""
+    """A table of the target alone, the best fixed length and its neighbours, the tuned policies, and the bounds."""
     best = tuned.best_fixed.params["k"]
     table = Table(
         title=f"replayed on {len(tuned.traces.lengths)} traces, {tuned.traces.positions} tokens; throughput by eq. 3.1",
@@ -27,7 +27,7 @@ def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
         params = row["params"]
         if "k" in params and abs(params["k"] - best) > 1:
             continue
-        kind, _, rest = row["name"].rpartition("/")  # a head's folder without those it is in
+        kind, _, rest = row["name"].rpartition("/")  # a head's folder without its parents
         table.add_row(
             (f"head:{rest}" if kind else rest) + (f", lag {params['lag']}" if "lag" in params else ""),
             f"{params.get('k_min', 0)} to {params['k_max']}" if "k_max" in params else "",
@@ -42,14 +42,14 @@ def tuned_table(rows: list[dict[str, Any]], tuned: Tuned) -> Table:
 
 
 def _span(row: Mapping[str, Any], name: str) -> str:
-    """The interval of a share, of what was tuned."""
+    """The interval of a share, for tuned policies."""
     low, high = row["ci95"][name]
     tuned = row["name"].partition(":")[0] not in ("none", "fixed", *BOUNDS)
     return f"{100 * low:.1f} to {100 * high:.1f}" if tuned else ""
 
 
 def remarks(rows: list[dict[str, Any]], tuned: Tuned) -> Iterator[str]:
-    """What the table alone would not tell."""
+    """Remarks that complete the table."""
     if tuned.objective == "discard":
         for name, policy in tuned.chosen.items():
             if policy.total.verification_rate > tuned.best_fixed.total.verification_rate:
