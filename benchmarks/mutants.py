@@ -1,0 +1,710 @@
+"""Question: do the tests notice when the product is broken on purpose?
+
+A mutant is one line of the product that says something else, and the tests that have to fail then. The commit that is
+checked out is copied to a temporary folder. There all of these tests run as they are, and must pass; then one mutant
+after the other is put in, and its own tests run.
+
+    python benchmarks/mutants.py                   all of them, and results/mutants.json
+    python benchmarks/mutants.py --only adaspec    those whose names hold this word; nothing is written
+
+It ends with status 1 if a mutant is not caught. A mutant whose text is not in its file exactly once is out of date: the
+script names it and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from record import REPOSITORY, write_result
+
+PASSED, FAILED = 0, 1  # exit statuses of pytest
+TIMEOUT = 150  # seconds a test: what has been broken may never end
+
+
+class Mutant(NamedTuple):
+    """name: what is broken. file: of the product. text: as it is there, once; becomes: what it is replaced by. tests:
+    node ids, in tests/, at least one of which must fail."""
+
+    name: str
+    file: str
+    text: str
+    becomes: str
+    tests: tuple[str, ...]
+
+
+def lossless(policy: str) -> str:
+    """The enumeration of docs/lossless.md, of one policy."""
+    return f"inference/test_lossless_policies.py::test_a_policy_is_lossless_under_both_verifiers[{policy}]"
+
+
+# --- one or more for every policy of the table in docs/lossless.md ---------------------------------------------------
+
+THRESHOLD = "inference/test_threshold_policies.py::test_"
+HISTORY = "inference/test_history_rules.py::test_"
+RULES = "inference/test_rules.py::test_"
+COSTS = "inference/test_cost_rules.py::test_"
+HF = "inference/test_hf_rules.py::test_"
+RECALIBRATION = "inference/test_recalibration.py::test_"
+TRAINING = "inference/test_online_training.py::test_"
+MEMORY = "inference/test_online_memory.py::test_"
+BATCH_STOP = "inference/test_batch_stop.py::test_"
+
+POLICIES = (
+    Mutant(
+        "fixed: one token more than it is told",
+        "inference/policies/fixed.py",
+        "self.max_draft_tokens = k",
+        "self.max_draft_tokens = k + 1",
+        ("inference/test_policy_specs.py::test_none_and_fixed_draft_k_tokens",),
+    ),
+    Mutant(
+        "leviathan: tokens after a rejection count as rejected, too",
+        "inference/policies/leviathan.py",
+        "self.judged + outcome.judged * live",
+        "self.judged + outcome.drafted * live",
+        (HISTORY + "leviathan_is_its_formula_for_each_row_over_many_rounds",),
+    ),
+    Mutant(
+        "leviathan: a row's rounds without drafts stay where they were when rows move",
+        "inference/policies/leviathan.py",
+        "self.judged[rows], self.idle[rows]\n\n    def start_round",
+        "self.judged[rows], self.idle\n\n    def start_round",
+        (HISTORY + "leviathan_is_its_formula_for_each_row_over_many_rounds",),
+    ),
+    Mutant(
+        "hf-heuristic: it may go down to 0",
+        "inference/policies/hf_heuristic.py",
+        ".clamp(1, self.max_draft_tokens)",
+        ".clamp(0, self.max_draft_tokens)",
+        ("inference/test_plain_rules.py::test_the_heuristic_never_drafts_nothing",),
+    ),
+    Mutant(
+        "hf-confidence: it learns of tokens after a rejection",
+        "inference/policies/hf_confidence.py",
+        "slots < outcome.judged[:, None]",
+        "slots < outcome.submitted[:, None]",
+        (HF + "the_threshold_is_transformers_own_after_every_round",),
+    ),
+    Mutant(
+        "confidence: log q in place of q",
+        "inference/policies/confidence.py",
+        "return step.logprob.exp()",
+        "return 1 + step.logprob",
+        (THRESHOLD + "confidence_stops_after_an_unlikely_token",),
+    ),
+    Mutant(
+        "cumulative-confidence: the least q in place of the product",
+        "inference/policies/cumulative_confidence.py",
+        'statistic = "product"',
+        'statistic = "minimum"',
+        ("inference/test_plain_rules.py::test_cumulative_confidence_is_the_product_of_q",),
+    ),
+    Mutant(
+        "max-prob: max q squared",
+        "inference/policies/max_prob.py",
+        "return step.max_prob\n",
+        "return step.max_prob.square()\n",
+        ("inference/test_plain_rules.py::test_max_prob_stops_after_a_token_where_max_q_was_less",),
+    ),
+    Mutant(
+        "max-prob-mean: rows that have stopped are part of the mean",
+        "inference/policies/max_prob.py",
+        "torch.where(step.active, step.max_prob, 0.0).sum()",
+        "step.max_prob.sum()",
+        (RULES + "the_mean_rule_stops_all_rows_together",),
+    ),
+    Mutant(
+        "entropy: the comparison turned round",
+        "inference/policies/entropy.py",
+        "return -step.entropy",
+        "return step.entropy - 2 * 0.6",
+        (THRESHOLD + "entropy_stops_after_a_token_whose_distribution_is_too_spread_out",),
+    ),
+    Mutant(
+        "svip: another constant",
+        "inference/policies/svip.py",
+        "SCALE = 0.15",
+        "SCALE = 0.2",
+        ("inference/test_plain_rules.py::test_svip_stops_by_the_root_of_the_scaled_entropy",),
+    ),
+    Mutant(
+        "adaedl: what was drafted in place of what might have been",
+        "inference/policies/adaedl.py",
+        "full = outcome.accepted == self.max_draft_tokens",
+        "full = outcome.accepted == outcome.drafted",
+        (RULES + "adaedl_is_its_formula_for_each_row_over_many_rounds",),
+    ),
+    Mutant(
+        "adaedl: acceptance rates stay where they were when rows move",
+        "inference/policies/adaedl.py",
+        "self.levels[rows], self.rates[rows]\n\n    def draw_next",
+        "self.levels[rows], self.rates\n\n    def draw_next",
+        (RULES + "adaedl_forgets_a_row_that_is_given_to_another_request_and_follows_rows_that_move",),
+    ),
+    Mutant(
+        "online-logistic: k_min off by one",
+        "inference/policies/online/logistic.py",
+        "if step.depth < self.k_min",
+        "if step.depth <= self.k_min",
+        (COSTS + "online_logistic_keeps_the_token_after_which_survival_is_too_small",),
+    ),
+    Mutant(
+        "online-logistic: the first rejected token is labelled accepted",
+        "inference/policies/online/estimator.py",
+        "label = (depths < accepted[:, None])",
+        "label = (depths <= accepted[:, None])",
+        ("inference/test_estimator.py::test_every_step_is_that_of_a_dense_newton_solve",),
+    ),
+    Mutant(
+        "dsde: one round of calibration more",
+        "inference/policies/dsde.py",
+        "self.rounds < self.calibration",
+        "self.rounds <= self.calibration",
+        (HISTORY + "dsde_is_its_equations_for_each_row_over_many_rounds",),
+    ),
+    Mutant(
+        "dsde: the largest divergence is neither forgotten nor moved with its row",
+        "inference/policies/dsde.py",
+        '"count", "peak", "draft")',
+        '"count", "draft")',
+        (HISTORY + "dsde_is_its_equations_for_each_row_over_many_rounds",),
+    ),
+    Mutant(
+        "bandit: rewards are on the scale of the last round",
+        "inference/policies/bandit.py",
+        "self.top = torch.maximum(self.top, reward)",
+        "self.top = torch.where(reward > 0, reward, self.top)",
+        (HISTORY + "bandit_is_its_formula_over_many_rounds",),
+    ),
+    Mutant(
+        "batch-map: a row of the table begins one batch size late",
+        "inference/policies/batch_map.py",
+        "right=True",
+        "right=False",
+        ("inference/test_batch_map.py::test_the_policy_drafts_what_vllm_drafts_at_every_batch_size",),
+    ),
+    Mutant(
+        "goodput: tokens after a rejection count as rejected, too",
+        "inference/policies/goodput.py",
+        "for count in (outcome.judged, outcome.accepted)",
+        "for count in (outcome.submitted, outcome.accepted)",
+        (COSTS + "goodput_is_its_formula_over_many_rounds",),
+    ),
+    Mutant(
+        "adaspec: what is dropped depends on the token drawn there",
+        "inference/policies/adaspec.py",
+        "self.before.append(self.s * step.max_prob)",
+        "self.before.append(self.s * step.logprob.exp())",
+        (lossless("adaspec"),),
+    ),
+    Mutant(
+        "adaspec: what is dropped depends on tokens drawn later",
+        "inference/policies/adaspec.py",
+        ">= self.least)).long()",
+        ">= self.least * self.goodput / self.last.clamp(min=1e-3))).long()",
+        (lossless("adaspec"),),
+    ),
+    Mutant(
+        "budget: what is dropped depends on the token drawn there",
+        "inference/policies/budget.py",
+        "p = self.estimator.predict(step)",
+        "p = self.estimator.predict(step) / (1 + step.token_ids)",
+        (lossless("budget"),),
+    ),
+    Mutant(
+        "budget: depths are counted from the deepest on",
+        "inference/policies/budget.py",
+        "torch.where(real, survivals, -1.0).T.flatten()",
+        "torch.where(real, survivals, -1.0).T.flip(0).flatten()",
+        (COSTS + "equal_survivals_are_taken_depth_by_depth",),
+    ),
+    Mutant(
+        "head, lag 0: the threshold is one of acceptance, not of rejection",
+        "inference/policies/head.py",
+        "return 1 - threshold",
+        "return threshold",
+        (THRESHOLD + "a_head_stops_by_its_product_at_either_lag",),
+    ),
+    Mutant(
+        "head, lag 1: the state at one token with the signals of the next",
+        "inference/policies/head.py",
+        "replace(earlier, drawn_hidden=step.fed_hidden)",
+        "replace(step, drawn_hidden=step.fed_hidden)",
+        ("inference/test_decode.py::test_the_head_policy_follows_the_product_rule",),
+    ),
+    Mutant(
+        "head that reads before: it waits for the state at the token",
+        "inference/policies/head.py",
+        "self.lag = lag if lag is not None else 0 if before else 1",
+        "self.lag = lag if lag is not None else 1",
+        ("inference/test_policy_specs.py::test_a_head_that_reads_before_has_no_lag_unless_told_0",),
+    ),
+    Mutant(
+        "head that is a base alone: its offset is left out",
+        "accept_head/head/scorer.py",
+        "offset = offset + head.base.bias.detach()",
+        "offset = offset + 0 * head.base.bias.detach()",
+        ("accept_head/test_base.py::test_serving_scores_are_the_probabilities",),
+    ),
+    Mutant(
+        "online-signals: it does not begin at q",
+        "inference/policies/online/signals.py",
+        "head.base.bias.fill_(MEAN[place])",
+        "head.base.bias.fill_(0.0)",
+        ("inference/test_plain_rules.py::test_before_anything_is_learnt_online_signals_go_by_q",),
+    ),
+    Mutant(
+        "head, `online=true`: the first rejected token is labelled accepted",
+        "inference/policy.py",
+        "< self.accepted[:, None]).float()",
+        "<= self.accepted[:, None]).float()",
+        (RECALIBRATION + "every_step_is_that_of_a_dense_solve",),
+    ),
+    Mutant(
+        "head, `online=true`: nothing is forgotten",
+        "inference/policies/online/recalibration.py",
+        "remembered = 2 ** (-self.INTERVAL / self.half_life)",
+        "remembered = 1.0",
+        (RECALIBRATION + "every_step_is_that_of_a_dense_solve",),
+    ),
+    Mutant(
+        "head, `online=true`: rows that move leave their tenants behind",
+        "inference/policies/online/recalibration.py",
+        "self.tenants = self.tenants[rows]",
+        "self.tenants = self.tenants[: len(rows)]",
+        (RECALIBRATION + "tenants_go_with_their_rows_and_admission_makes_rows_anonymous",),
+    ),
+    Mutant(
+        "head, `online=true,train=true`: a token after the rejected one is remembered as judged",
+        "inference/policies/online/training.py",
+        "(depth < told) & labels",
+        "(depth <= told) & labels",
+        (MEMORY + "of_outcomes_alone_the_first_rejected_token_is_the_last_that_is_learnt",),
+    ),
+    Mutant(
+        "head, `online=true,train=true`: a place in the memory that is taken again keeps its verdict",
+        "inference/policies/online/training.py",
+        "memory.weight[here] = 0.0\n",
+        "memory.weight[here, 1:] = 0.0\n",
+        (MEMORY + "a_place_that_is_taken_again_by_tokens_without_a_verdict_is_empty",),
+    ),
+    Mutant(
+        "head, `online=true,train=true`: decisions are made by the last step, not by the average",
+        "inference/policies/online/training.py",
+        "own.lerp_(learnt, self.AVERAGE)",
+        "own.lerp_(learnt, 1.0)",
+        (TRAINING + "decisions_are_made_by_the_average_of_the_steps_and_the_given_head_stays",),
+    ),
+    Mutant(
+        "head, `costs=`: the price of a step is that of all rows, also of idle ones",
+        "inference/policies/batch_stop.py",
+        "self.costs.draft_seconds(rows, context), self.costs",
+        "self.costs.draft_seconds(0.0 * rows + len(live), context), self.costs",
+        (BATCH_STOP + "the_rule_is_its_formula_over_many_rounds",),
+    ),
+    Mutant(
+        "head, `costs=`: a head that feeds the token to judge it is not charged for that",
+        "inference/policies/batch_stop.py",
+        "step.depth + 1, self.steps)",
+        "step.depth, self.steps)",
+        (BATCH_STOP + "steps_in_vain_are_counted",),
+    ),
+    Mutant(
+        "max-prob, `costs=`: a row goes on although its own token does not pay",
+        "inference/policies/batch_stop.py",
+        "& (gain > self.token_price)",
+        "& active",
+        (BATCH_STOP + "a_row_is_trimmed_where_its_own_token_does_not_pay",),
+    ),
+)
+
+# --- the core --------------------------------------------------------------------------------------------------------
+
+ENUMERATION = "inference/test_enumeration.py::test_"
+LOSSLESS = "inference/test_lossless.py::test_"
+DRAFTING = "inference/test_drafting.py::test_"
+VERIFIERS = "inference/test_verifiers.py::test_"
+DECODE = "inference/test_decode.py::test_"
+REPLAY = "inference/test_replay.py::test_"
+CACHE = "inference/test_cache.py::test_"
+BY_FORMULA = LOSSLESS + "verify_accepts_as_often_as_the_formula_says_at_every_depth"
+
+CORE = (
+    Mutant(
+        "verification: redrawn from p, not from the residual",
+        "inference/kernels/verify.py",
+        "residual(p_next, q_next), p_next)",
+        "p_next, p_next)",
+        (ENUMERATION + "a_row_alone",),
+    ),
+    Mutant(
+        "verification: accepts a little too often",
+        "inference/kernels/verify.py",
+        "_leading(accept_uniform < acceptance, drafted)",
+        "_leading(accept_uniform < 1.1 * acceptance, drafted)",
+        (BY_FORMULA,),
+    ),
+    Mutant(
+        "verification: accepted tokens after a rejected one count",
+        "inference/kernels/verify.py",
+        ".long().cumprod(-1).sum(-1)",
+        ".long().sum(-1)",
+        (BY_FORMULA,),
+    ),
+    Mutant(
+        "verification: one token more than the row has drafted",
+        "inference/kernels/verify.py",
+        "device=passed.device) < drafted[:, None]",
+        "device=passed.device) <= drafted[:, None]",
+        (LOSSLESS + "every_policy_leaves_the_targets_distribution[confidence-T=1]",),
+    ),
+    Mutant(
+        "verification: the bonus token is redrawn from the residual",
+        "inference/kernels/verify.py",
+        "rejected = (accepted < drafted)[:, None]",
+        "rejected = (accepted <= drafted)[:, None]",
+        (ENUMERATION + "a_row_alone",),
+    ),
+    Mutant(
+        "acceptance: the ratio the other way round",
+        "accept_head/acceptance.py",
+        "return _ratio(p, q, y).clamp(max=1.0)",
+        "return _ratio(q, p, y).clamp(max=1.0)",
+        ("accept_head/test_acceptance.py::test_acceptance_probability_is_the_clipped_likelihood_ratio",),
+    ),
+    Mutant(
+        "rows: the end token is left out",
+        "inference/kernels/rows.py",
+        "ends.int().argmax(-1) + 1, emitted)",
+        "ends.int().argmax(-1), emitted)",
+        ("inference/test_stopping.py::test_end_tokens_end_a_response_and_are_part_of_it",),
+    ),
+    Mutant(
+        "rows: the draft is taken to have been fed its last token",
+        "inference/kernels/rows.py",
+        "torch.minimum(verified, counts.drafted - 1)",
+        "torch.minimum(verified, counts.drafted)",
+        (DECODE + "drafts_are_sampled_from_the_drafts_own_distribution_given_the_prefix",),
+    ),
+    Mutant(
+        "rows: forwards that drew nothing are not counted",
+        "inference/kernels/rows.py",
+        "rows.draft_forwards.add_(counts.drafted + counts.extra_forwards)",
+        "rows.draft_forwards.add_(counts.drafted)",
+        (DECODE + "a_head_read_at_lag_0_costs_one_more_draft_forward_each_time_it_stops_a_round",),
+    ),
+    Mutant(
+        "steps: the draft's random number decides about acceptance, too",
+        "inference/decode/steps.py",
+        "rows.uniforms[:, DecodeStream.ACCEPT, :k]",
+        "rows.uniforms[:, DecodeStream.DRAFT, :k]",
+        (LOSSLESS + "every_policy_leaves_the_targets_distribution[fixed:2-T=1]",),
+    ),
+    Mutant(
+        "steps: all tokens of a draft are drawn by one number",
+        "inference/decode/steps.py",
+        "DecodeStream.DRAFT, depth - 1]",
+        "DecodeStream.DRAFT, 0]",
+        (LOSSLESS + "every_policy_leaves_the_targets_distribution[fixed:2-T=1]",),
+    ),
+    Mutant(
+        "steps: the last token of a response is drafted, too",
+        "inference/decode/steps.py",
+        "rows.max_lengths - rows.lengths - 1)",
+        "rows.max_lengths - rows.lengths)",
+        (DECODE + "forwards_and_tokens_add_up",),
+    ),
+    Mutant(
+        "loop: what the policy drops is verified",
+        "inference/decode/loop.py",
+        "drafted.submit(drafting.trim(drafted.lengths))",
+        "drafting.trim(drafted.lengths)",
+        (VERIFIERS + "dropped_tokens_are_drafted_and_discarded_but_not_verified",),
+    ),
+    Mutant(
+        "loop: a drawn token is fed before it is asked for",
+        "inference/decode/loop.py",
+        "if drafting.looks_ahead and depth < most else None",
+        "if depth < most else None",
+        (DECODE + "a_policy_that_stops_early_costs_one_draft_forward_a_token",),
+    ),
+    Mutant(
+        "loop: a policy that reads the state at a token is asked before it is fed",
+        "inference/decode/loop.py",
+        "if drafting.looks_ahead and depth < most else None",
+        "if drafting.looks_ahead and depth + 1 < most else None",
+        (DECODE + "the_head_policy_follows_the_product_rule",),
+    ),
+    Mutant(
+        "drafting: one token more than the budget",
+        "inference/policies/drafting.py",
+        "(lengths < progress.budget)",
+        "(lengths <= progress.budget)",
+        (DRAFTING + "a_row_drafts_its_budget_and_no_more_beside_rows_that_may_draft_more",),
+    ),
+    Mutant(
+        "drafting: rows that have stopped go on when the policy says so",
+        "inference/policies/drafting.py",
+        "active = progress.active & wanted",
+        "active = wanted",
+        (DRAFTING + "a_row_that_has_stopped_does_not_go_on_when_the_policy_says_so",),
+    ),
+    Mutant(
+        "drafting: a policy may keep more than it drafted",
+        "inference/policies/drafting.py",
+        "torch.minimum(kept, drafted).clamp(min=0)",
+        "kept.clamp(min=0)",
+        (DRAFTING + "no_row_submits_more_than_it_drafted_or_less_than_nothing",),
+    ),
+    Mutant(
+        "cache: positions are one too far",
+        "inference/engine/cache.py",
+        "positions = starts[:, None] + torch.arange(width, device=starts.device)",
+        "positions = starts[:, None] + torch.arange(width, device=starts.device) + (starts[:, None] > 0)",
+        (CACHE + "cached_forwards_equal_a_full_forward_after_rollbacks",),
+    ),
+    Mutant(
+        "cache: a forward does not look at its own last slot",
+        "inference/engine/cache.py",
+        "given = input_ids, starts, self._extent(longest_start + width), reach",
+        "given = input_ids, starts, self._extent(longest_start + width - 1), reach",
+        (CACHE + "cached_forwards_equal_a_full_forward_after_rollbacks",),
+    ),
+    Mutant(
+        "cache: long prompts are fed with holes",
+        "inference/engine/cache.py",
+        "rest = [(row, start + width, end)",
+        "rest = [(row, start + width + 1, end)",
+        (CACHE + "filling_in_pieces_and_some_rows_only_equals_a_full_forward",),
+    ),
+    Mutant(
+        "replay, the walk: no token after those accepted",
+        "inference/replay/walk.py",
+        "torch.minimum(place + accepted + 1, end)",
+        "torch.minimum(place + accepted.clamp(min=1), end)",
+        (REPLAY + "fixed_lengths_replay_as_the_slow_walk",),
+    ),
+    Mutant(
+        "replay, the walk: forwards that drew nothing are counted of rows that are done",
+        "inference/replay/walk.py",
+        "(extra_forwards[here, lane] & live)",
+        "extra_forwards[here, lane]",
+        (REPLAY + "threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answers",),
+    ),
+    Mutant(
+        "replay, thresholds: a lag is not looked at",
+        "inference/replay/thresholds.py",
+        "later = 1 + policy.lag",
+        "later = 1",
+        (REPLAY + "lags_are_told_apart",),
+    ),
+    Mutant(
+        "replay, thresholds: a statistic at the level stops",
+        "inference/replay/thresholds.py",
+        "(running >= policy.level_of(threshold))",
+        "(running > policy.level_of(threshold))",
+        (REPLAY + "threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answers",),
+    ),
+    Mutant(
+        "replay, asking: rows that have stopped are shown as active",
+        "inference/replay/asking.py",
+        "active=progress.active,",
+        "active=progress.budget > 0,",
+        (REPLAY + "a_policy_is_told_what_the_decode_loop_would_tell_it",),
+    ),
+    Mutant(
+        "replay, asking: the divergence is of the next position",
+        "inference/replay/asking.py",
+        "slots = (here[:, None] + torch.arange(int(submitted.max())))",
+        "slots = (here[:, None] + torch.arange(int(submitted.max())) + 1)",
+        (REPLAY + "a_policy_is_told_what_the_decode_loop_would_tell_it",),
+    ),
+    Mutant(
+        "enumeration: the residual the other way round",
+        "inference/replay/lossless.py",
+        "left = np.maximum(p - q, 0)",
+        "left = np.maximum(q - p, 0)",
+        ("inference/test_lossless_policies.py::test_one_slot_is_emitted_by_the_formula",),
+    ),
+    Mutant(
+        "enumeration: nothing is dropped",
+        "inference/replay/lossless.py",
+        "drafting.trim(drafted) if drafting.trims and progress.budget.any() else drafted",
+        "drafted",
+        ("inference/test_lossless_policies.py::test_the_policies_that_trim_did",),
+    ),
+    Mutant(
+        "collect: one random number couples and redraws",
+        "training/collect/score.py",
+        "couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)",
+        "couple_with_target(p_of_x, q, x, accept_uniform, accept_uniform)",
+        ("training/test_score.py::test_every_column_equals_that_of_a_slow_loop",),
+    ),
+    Mutant(
+        "collect: a distribution is read one position late",
+        "training/collect/score.py",
+        "columns = starts[rows] + steps - 1",
+        "columns = starts[rows] + steps",
+        ("training/test_score.py::test_every_column_equals_that_of_a_slow_loop",),
+    ),
+    Mutant(
+        "train, the base: the ridge is its inverse",
+        "training/learn/base.py",
+        "C=1 / ridge",
+        "C=ridge",
+        ("training/test_base.py::test_it_is_the_optimum_of_weighted_cross_entropy_and_ridge",),
+    ),
+    Mutant(
+        "train, the base: accepted and rejected tokens weigh alike",
+        "training/learn/base.py",
+        "w_rej * reject.numpy()",
+        "w_acc * reject.numpy()",
+        ("training/test_base.py::test_it_is_the_optimum_of_weighted_cross_entropy_and_ridge",),
+    ),
+    Mutant(
+        "train, mixing: r is the share of the draft's tokens",
+        "training/learn/mixing.py",
+        "torch.where(uniform < r, response_ids, draft_ids)",
+        "torch.where(uniform < r, draft_ids, response_ids)",
+        ("training/test_mixing.py::test_mixed_token_is_the_targets_exactly_where_the_uniform_is_below_r",),
+    ),
+    Mutant(
+        "train, packing: a proposal sees the target's token in its place",
+        "training/learn/mixing.py",
+        "torch.arange(trunk) < torch.arange(start, trunk).unsqueeze(-1)",
+        "torch.arange(trunk) <= torch.arange(start, trunk).unsqueeze(-1)",
+        ("training/test_mixing.py::test_packed_state_at_every_proposal_equals_that_of_a_forward_of_its_own",),
+    ),
+    Mutant(
+        "train, the loss: rejected tokens do not weigh more",
+        "training/learn/gradient.py",
+        "both = accept + w_rej * positions.reject",
+        "both = accept + positions.reject",
+        ("training/test_gradient.py::test_value_and_gradients_are_autograds",),
+    ),
+    Mutant(
+        "head: the mean of the signals is folded in with the wrong sign",
+        "accept_head/head/scorer.py",
+        "return scale, -(scaled @ head.signal_mean)",
+        "return scale, scaled @ head.signal_mean",
+        ("accept_head/test_base.py::test_serving_scores_are_the_probabilities",),
+    ),
+    Mutant(
+        "costs: tokens/s without what is discarded",
+        "accept_head/cost.py",
+        "costs.t_draft * (1 + discard_rate) + (costs",
+        "costs.t_draft * 1 + (costs",
+        ("accept_head/test_cost.py::test_time_per_token_is_equation_5_1",),
+    ),
+    Mutant(
+        "costs: the oracle pays for a rejection at the last position",
+        "accept_head/cost.py",
+        "target_forwards = min(rejections + 1, generated)",
+        "target_forwards = min(rejections + 2, generated)",
+        ("accept_head/test_cost.py::test_the_oracle_is_the_cheapest_of_all_schedules",),
+    ),
+    Mutant(
+        "vLLM: a verdict on zeros is taken for one on our drafts",
+        "inference/adapters/vllm/host.py",
+        "there and self.live[before] and lengths[row] == self.context[before] + taken + 1)",
+        "there and self.live[before])",
+        ("inference/test_vllm_host.py::test_a_verdict_on_other_drafts_than_ours_counts_for_nothing",),
+    ),
+    Mutant(
+        "vLLM: a verdict is in the order of the rows now",
+        "inference/adapters/vllm/host.py",
+        "rows = _positions(self.requests, requests)",
+        "rows = [min(row, len(requests) - 1) for row in range(len(self.requests))]",
+        ("inference/test_vllm_host.py::test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on",),
+    ),
+    Mutant(
+        "vLLM: a token is judged by the state before it",
+        "inference/adapters/vllm/host.py",
+        "step, self.pending = replace(self.pending, drawn_hidden=hidden), None",
+        "step, self.pending = replace(self.pending, drawn_hidden=self.hidden), None",
+        ("inference/test_vllm_host.py::test_heads_read_the_state_that_they_were_trained_on",),
+    ),
+)
+
+MUTANTS = POLICIES + CORE
+
+
+def out_of_date(mutants: tuple[Mutant, ...], tree: Path) -> list[str]:
+    """What is wrong with mutants of text that is not in the tree exactly once."""
+    found = []
+    for mutant in mutants:
+        count = (tree / mutant.file).read_text(encoding="utf-8").count(mutant.text)
+        if count != 1:
+            found.append(f"out of date: {mutant.name}: {mutant.file} has {mutant.text!r} {count} times")
+    return found
+
+
+def copy_commit(tree: Path) -> None:
+    """The commit that is checked out, links as links."""
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=REPOSITORY, check=True, capture_output=True).stdout
+    subprocess.run(["tar", "x"], cwd=tree, check=True, input=archive)
+
+
+def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
+    """Run them in the tree → pytest's status, and what it printed."""
+    # No bytecode: it is told from its source by size and second, which a mutant may share with what it replaces.
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={TIMEOUT}"]
+    command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
+    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def broken_by(tree: Path, mutant: Mutant) -> str | None:
+    """The test that fails with this mutant; None if all pass. Raises RuntimeError where they do not run."""
+    path = tree / mutant.file
+    original = path.read_text(encoding="utf-8")
+    path.write_text(original.replace(mutant.text, mutant.becomes), encoding="utf-8")
+    status, printed = run_tests(tree, mutant.tests)
+    path.write_text(original, encoding="utf-8")
+    if status not in (PASSED, FAILED):
+        raise RuntimeError(f"{mutant.name}: its tests do not run\n{printed}")
+    failed = [line for line in printed.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return failed[0].split(" ", 1)[1].split(" - ")[0] if status == FAILED else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a word of the names of those to try")
+    only = parser.parse_args().only
+    mutants = tuple(mutant for mutant in MUTANTS if only in mutant.name)
+    if not mutants:
+        sys.exit(f"no mutant has {only!r} in its name")
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy_commit(tree)
+        if wrong := out_of_date(mutants, tree):
+            sys.exit("\n".join(wrong))
+        tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
+        status, printed = run_tests(tree, tests)
+        if status != PASSED:
+            sys.exit(f"without any mutant the tests do not pass:\n{printed}")
+        print(printed.strip().splitlines()[-1], "without any mutant", flush=True)
+        for mutant in mutants:
+            began = time.perf_counter()
+            test = broken_by(tree, mutant)
+            seconds = round(time.perf_counter() - began)
+            rows.append({**mutant._asdict(), "caught": test is not None, "failed": test, "seconds": seconds})
+            print(f"{'caught' if test else 'NOT caught'}: {mutant.name} ({seconds} s)", flush=True)
+    caught = sum(row["caught"] for row in rows)
+    print(f"{caught} of {len(rows)} caught")
+    if not only:
+        write_result("mutants", {"mutants": len(rows), "caught": caught, "rows": rows})
+    sys.exit(caught < len(rows))
+
+
+if __name__ == "__main__":
+    main()
