@@ -510,7 +510,7 @@ CORE = (
         "inference/replay/thresholds.py",
         "(running >= policy.level_of(threshold))",
         "(running > policy.level_of(threshold))",
-        (REPLAY + "threshold_rules_replay_as_the_slow_walk_and_as_the_policy_itself_answers",),
+        ("inference/test_replay_ties.py::test_a_token_that_scores_the_threshold_goes_on",),
     ),
     Mutant(
         "replay, asking: rows that have stopped are shown as active",
