@@ -1,6 +1,6 @@
-"""The arms of a bench: policies by SPEC, the target alone and static draft lengths always among them.
+"""The arms of a bench: policies by SPEC, always including the target alone and static draft lengths.
 
-In a SPEC, `slo_ms=p90` stands for the limit of time per output token of the cell at hand.
+In a SPEC, `slo_ms=p90` stands for the present cell's limit of time per output token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ P90 = "slo_ms=p90"
 
 
 def arm_names(policies: Sequence[str], statics: Sequence[int]) -> list[str]:
-    """All arms. Raises InputError when a policy is given twice."""
+    """The names of all arms. Raises InputError when a policy is given twice."""
     reference = ["none", *(f"fixed:{k}" for k in statics)]
     names = [*reference, *(spec for spec in policies if spec not in reference)]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -38,8 +38,10 @@ def check_all_lossless(
 
 
 def arm_maker(name: str, pair: Pair, limit: float = 1.0) -> Callable[[], DraftPolicy]:
-    """Makes a policy that has learnt nothing. One whose steps can be captured is made once, and forgets, so that what
-    was captured for it serves all its runs."""
+    """A function that returns the policy in its initial state.
+
+    A policy whose steps can be captured is made once and reset, so that its captured steps serve all its runs.
+    """
     made: list[DraftPolicy] = []
 
     def make() -> DraftPolicy:
@@ -53,5 +55,5 @@ def arm_maker(name: str, pair: Pair, limit: float = 1.0) -> Callable[[], DraftPo
 
 
 def resolved(name: str, limit: float) -> str:
-    """The SPEC with the limit, in seconds a token, in its place."""
+    """The SPEC with `slo_ms=p90` replaced by the limit. limit: seconds per token."""
     return name.replace(P90, f"slo_ms={1e3 * limit:.4f}")

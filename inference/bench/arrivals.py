@@ -3,7 +3,7 @@
 Azure      CSV    TIMESTAMP (date and time), ContextTokens, GeneratedTokens
 BurstGPT   CSV    Timestamp (seconds), Request tokens, Response tokens
 Mooncake   JSONL  timestamp (milliseconds), input_length, output_length
-Any of them may be gzipped. Requests without output, which is how BurstGPT notes a failed one, are left out.
+Any of them may be gzipped. Requests without output are left out; in BurstGPT these are failed requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from accept_head.inference.decode.rows import Request
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a trace. seconds: since the first one. prompt_tokens, output_tokens: as its service had them."""
+    """One request of a trace. seconds: since the first request. prompt_tokens, output_tokens: from the real service."""
 
     seconds: float
     prompt_tokens: int
@@ -34,7 +34,7 @@ class Arrival:
 
 
 class Fields(NamedTuple):
-    """What a format calls its three numbers."""
+    """A format's names for its three numbers."""
 
     time: str
     prompt: str
@@ -49,10 +49,10 @@ CSV_FORMATS = (
 
 
 def read_trace(path: Path, requests: int | None = None, start: float = 0.0) -> list[Arrival]:
-    """Arrivals in the order of time, the first at 0 seconds. requests: so many at most. start: seconds of the trace to
-    pass over.
+    """Arrivals in the order of time, the first at 0 seconds.
 
-    Raises InputError naming the file, and the line where one is wrong.
+    requests: the most requests to read. start: seconds of the trace to skip. Raises InputError naming the file, and the
+    line if one is wrong.
     """
     found = sorted(_arrivals(path), key=lambda arrival: arrival.seconds)
     if not found:
@@ -65,7 +65,7 @@ def read_trace(path: Path, requests: int | None = None, start: float = 0.0) -> l
 
 
 def _arrivals(path: Path) -> Iterator[Arrival]:
-    """Those with output, in the file's order; seconds are since any moment."""
+    """The requests with output, in the file's order. seconds: since an arbitrary moment."""
     lines = _lines(path)
     first = next(lines, None)
     if first is None:
@@ -75,7 +75,7 @@ def _arrivals(path: Path) -> Iterator[Arrival]:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, line) of each line that is not blank."""
+    """(line number, line) for each line that is not blank."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
@@ -126,7 +126,7 @@ def _csv_lines(path: Path, first: tuple[int, str], rest: Iterable[tuple[int, str
 
 
 def _moment(text: str, field: str, where: str) -> float:
-    """Seconds of a date and time; one without a time zone is taken as UTC, which makes no difference here."""
+    """A date and time in seconds. Without a time zone it is read as UTC; only differences matter here."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
@@ -148,7 +148,7 @@ def _tokens(value: Any, field: str, where: str) -> int:
 
 
 def _number(value: Any) -> float:
-    """A number of 0 or more, or not a number."""
+    """The value as a number of at least 0, otherwise NaN."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -157,11 +157,11 @@ def _number(value: Any) -> float:
 
 
 def match_prompts(arrivals: Sequence[Arrival], lengths: Sequence[int]) -> tuple[list[int], Literal["length", "order"]]:
-    """Which prompt stands for each arrival, and how it was chosen. lengths: tokens of each prompt.
+    """Which prompt is used for each arrival, and how prompts were chosen. lengths: tokens of each prompt.
 
-    `length`: the one of the nearest length that is not used yet, if at least half of the arrivals are neither shorter
-    nor longer than all prompts; else `order`, as the prompts come, because most would be nearest to the same few. When
-    all are used, they are used again.
+    `length`: the unused prompt of the nearest length. This is used when at least half of the arrivals have a length
+    between the shortest and the longest prompt. Otherwise most arrivals would be nearest to the same few prompts, and
+    prompts are taken in `order`. After all prompts were used, they are used again.
     """
     low, high = min(lengths), max(lengths)
     if 2 * sum(low <= arrival.prompt_tokens <= high for arrival in arrivals) < len(arrivals):
@@ -178,9 +178,9 @@ def match_prompts(arrivals: Sequence[Arrival], lengths: Sequence[int]) -> tuple[
 
 
 class Paced(Iterator[Request | None]):
-    """Hands requests to the decode loop not before their times: None as long as the next has not arrived.
+    """Gives requests to the decode loop at their times. Yields None while the next request has not arrived.
 
-    seconds: of each request, since the first time that the loop asks, in ascending order. clock: seconds, monotonic.
+    seconds: arrival of each request, since the loop first asked, in ascending order. clock: monotonic seconds.
     """
 
     def __init__(
@@ -188,12 +188,12 @@ class Paced(Iterator[Request | None]):
     ):
         assert len(requests) == len(seconds)
         self.arrivals, self.clock = list(zip(requests, seconds, strict=True)), clock
-        self.handed: list[float] = []  # seconds at which each was taken, in the order of arrival
+        self.handed: list[float] = []  # seconds at which the loop took each request, in the order of arrival
         self.begin: float | None = None
 
     @property
     def now(self) -> float:
-        """Seconds since the loop asked first."""
+        """Seconds since the loop first asked."""
         if self.begin is None:
             self.begin = self.clock()
         return self.clock() - self.begin

@@ -52,9 +52,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all cells share. names: of the arms, the target alone first; a name is a SPEC, in which `slo_ms=p90` stands
-    for the milliseconds a token that --slo is about, of this cell. by_domain: whether a chunk is of one domain. costs:
-    of one row's forwards."""
+    """The settings that all cells share.
+
+    names: SPECs of the arms, the target alone first. In a SPEC, `slo_ms=p90` stands for the cell's limit in
+    milliseconds per token. by_domain: whether each chunk has a single domain. costs: of one row's forwards.
+    """
 
     pair: Pair
     prompts: Sequence[Prompt]
@@ -80,7 +82,7 @@ class Job:
         return [name for name in self.names if name.startswith("fixed:")]
 
     def measure(self, batch: int, sampling: Sampling) -> dict[str, Any]:
-        """One cell of prompts in chunks."""
+        """Measure one cell on chunks of prompts."""
         tenants = [prompt.tenant for prompt in self.prompts]
         requests = make_requests([prompt.ids for prompt in self.prompts], self.max_new_tokens, tenants=tenants)
         stage, arms, twin = self._prepare(batch, sampling, requests)
@@ -109,8 +111,8 @@ class Job:
         }
 
     def replay(self, arrivals: Sequence[Arrival], batch: int, sampling: Sampling) -> dict[str, Any]:
-        """One cell of a trace."""
-        order = np.random.default_rng(self.seed).permutation(len(self.prompts))  # files tend to be sorted by domain
+        """Measure one cell on a trace."""
+        order = np.random.default_rng(self.seed).permutation(len(self.prompts))  # files are often sorted by domain
         prompts = [self.prompts[index] for index in order]
         requests, by = trace_requests(
             arrivals, [p.ids for p in prompts], self.max_new_tokens, [p.tenant for p in prompts]
@@ -139,11 +141,11 @@ class Job:
         }
 
     def _same_tokens(self, sampling: Sampling) -> bool:
-        """Whether a prompt's tokens should not depend on the policy."""
+        """Whether all policies should give a prompt the same tokens."""
         return sampling.greedy or self.verifier == "match"
 
     def _prepare(self, batch: int, sampling: Sampling, requests: Sequence[Request]) -> tuple[Stage, Arms, str]:
-        """The stage, warmed up; all arms; and the static K that runs twice, which is the fastest of the warm-up."""
+        """(the stage after warm-up, all arms, the static K that runs twice: the fastest in the warm-up)."""
         arms = {name: arm_maker(name, self.pair) for name in self.names}
         policies = [make() for make in arms.values()]
         for policy in policies:
@@ -170,6 +172,6 @@ class Job:
 
 
 def _shown(items: Iterator[Item], what: str, total: int) -> list[Item]:
-    """All items; how far they are is shown on a terminal."""
+    """All items. Their progress is shown on a terminal."""
     shown: Iterable[Item] = track(items, what, total, transient=True, disable=not sys.stdout.isatty())
     return list(shown)

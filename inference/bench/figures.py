@@ -1,4 +1,4 @@
-"""What a cell's runs say: speed and its interval, time per output token, rates, gain over static K, the noise floor."""
+"""The figures of a cell: speed and its interval, time per output token, rates, gain over static K, the noise floor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from accept_head.inference.replay.comparison import Measured, compare
 
 SLO_SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 SLO_PERCENTILE = 90
-TWIN = " again"  # the static K that runs twice, the second time under this name
+TWIN = " again"  # suffix of the second arm of the static K that runs twice
 Clock = Literal["wall", "cpu"]
 COUNTS = ("generated", "drafted", "submitted", "accepted", "rounds", "draft_forwards")
 
 
 class Cell:
-    """All runs of one batch size and temperature. names: of the arms; statics: those that draft a fixed number of
-    tokens; twin: the one of them that ran twice. order: the arms in the order in which they ran, for each chunk.
-    cpu_share: of the time, this process had a processor."""
+    """All runs of one batch size and temperature.
+
+    names: of the arms. statics: the arms with a fixed draft length. twin: the static arm that ran twice. order: the
+    arms in the order of their runs, for each chunk. cpu_share: share of the time in which this process had a processor.
+    """
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class Cell:
         return self.names.index(name)
 
     def speeds(self, domain: str | None = None) -> np.ndarray:
-        """(arm,) tokens/s, over all chunks or those of a domain."""
+        """(arm,): tokens/s over all chunks, or over the chunks of a domain."""
         mine = [index for index, chunk in enumerate(self.chunks) if domain is None or chunk.domain == domain]
         return self.tokens[..., mine].sum((1, 2)) / self.seconds[..., mine].sum((1, 2))
 
@@ -66,12 +68,12 @@ class Cell:
         return sorted({chunk.domain for chunk in self.chunks if chunk.domain is not None})
 
     def best_static(self, domain: str | None = None) -> str:
-        """The fastest static K, over all chunks or those of a domain."""
+        """The fastest static K over all chunks, or over the chunks of a domain."""
         speeds = self.speeds(domain)
         return max(self.statics, key=lambda name: float(speeds[self.place(name)]))
 
     def different(self, name: str) -> int:
-        """Responses whose tokens are not those of the target alone."""
+        """Number of responses whose tokens differ from those of the target alone."""
         return sum(
             ids != self.answers["none", repeat, index]
             for (arm, repeat, index), ids in self.answers.items()
@@ -82,9 +84,13 @@ class Cell:
 def rows(
     cell: Cell, *, same_tokens: bool, limits: Mapping[str, float] | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """One row an arm. throughput: tokens/s. gain_over_best_fixed: over the static K that is fastest in this cell.
-    ci95: bootstrap over chunks, drawn jointly for all arms. same_tokens: whether all arms should emit the same. limits:
-    of time per output token, by scale."""
+    """One row per arm.
+
+    In a row, throughput: tokens/s. gain_over_best_fixed: over the fastest static K of this cell. ci95: bootstrap over
+    chunks, drawn jointly for all arms.
+
+    same_tokens: whether all arms should emit the same tokens. limits: of time per output token, by scale.
+    """
     speeds, best, none = cell.speeds(), cell.place(cell.best_static()), cell.place("none")
     drawn = _resampled_speeds(cell, seed)  # (resample, arm)
     floor = noise_floor(cell, seed)["floor"]
@@ -125,7 +131,7 @@ def rows(
 
 
 def rates(stats: Sequence[DecodeStats]) -> dict[str, Any]:
-    """Counts and the rates that follow from them. mean_drafted, mean_submitted: tokens of a row in a round."""
+    """Counts and the rates that follow from them. mean_drafted, mean_submitted: tokens per row and round."""
     total = DecodeCounts.total(row.counts for row in stats)
     counts = {name: sum(getattr(row, name) for row in stats) for name in COUNTS}
     return {
@@ -139,7 +145,7 @@ def rates(stats: Sequence[DecodeStats]) -> dict[str, Any]:
 
 
 def static_by_domain(cell: Cell) -> dict[str, Any]:
-    """The fastest static K of each domain, and tokens/s if each domain had its own; None where chunks are mixed."""
+    """The fastest static K of each domain, and tokens/s if each domain used its own. None when chunks are mixed."""
     best = {domain: cell.best_static(domain) for domain in cell.domains}
     tokens = seconds = 0.0
     for index, chunk in enumerate(cell.chunks):
@@ -150,8 +156,11 @@ def static_by_domain(cell: Cell) -> dict[str, Any]:
 
 
 def noise_floor(cell: Cell, seed: int = 0) -> dict[str, Any]:
-    """Two arms that are the same policy: how far from 1 is the ratio of their tokens/s? floor: the farther end of the
-    95 % interval of the ratio over all runs; a gain that is smaller cannot be told from noise."""
+    """The ratio of tokens/s of two arms with the same policy, compared with 1.
+
+    floor: distance from 1 to the farther end of the ratio's 95 % interval over all runs. A smaller gain cannot be
+    distinguished from noise.
+    """
     pair = [cell.place(cell.twin), cell.place(cell.twin + TWIN)]
     tokens, seconds = cell.tokens[pair], cell.seconds[pair]  # (2, repeat, chunk)
     first, second = tokens / seconds
@@ -174,8 +183,10 @@ def noise_floor(cell: Cell, seed: int = 0) -> dict[str, Any]:
 def priced(
     cell: Cell, oracle: Mapping[int, DecodeCounts], costs: ForwardCosts, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Arms by eq. 3.1 from their counts, with the seconds of one row's forwards: what they would gain in a loop without
-    overhead at batch 1, and the share of the gap to the oracle that they close."""
+    """Predicted figures of the arms by eq. 3.1, from their counts and the seconds of one row's forwards.
+
+    They hold for a loop without overhead at batch 1: the gain, and the share of the gap to the oracle that is closed.
+    """
     prompts = sorted(oracle)
     measured = []
     for name in cell.names:
@@ -194,12 +205,12 @@ def priced(
 
 
 def times_per_token(stats: Sequence[DecodeStats]) -> np.ndarray:
-    """Seconds from admission to the end, a token, of each response."""
+    """For each response, the seconds from admission to its end, per token."""
     return np.array([row.seconds / row.generated for row in stats])
 
 
 def slo_limits(alone: Sequence[DecodeStats]) -> dict[str, float]:
-    """Seconds a token, by scale: multiples of the 90th percentile of the target decoding alone (AdaSpec, §7.1)."""
+    """Seconds per token, by scale: multiples of the target's 90th percentile when it decodes alone (AdaSpec, §7.1)."""
     return {f"{scale:g}": scale * slo_base(alone) for scale in SLO_SCALES}
 
 
@@ -208,7 +219,7 @@ def slo_base(alone: Sequence[DecodeStats]) -> float:
 
 
 def attainment(seconds: np.ndarray, limits: Mapping[str, float]) -> dict[str, float]:
-    """Share of responses whose time per output token is within the limit, by scale."""
+    """By scale, the share of responses whose time per output token is within the limit."""
     return {scale: float((seconds <= limit).mean()) for scale, limit in limits.items()}
 
 
@@ -217,6 +228,6 @@ def percentiles(values: np.ndarray, which: Sequence[int] = (50, 99)) -> dict[str
 
 
 def _resampled_speeds(cell: Cell, seed: int) -> np.ndarray:
-    """(resample, arm) tokens/s of chunks drawn with replacement, all repeats of a chunk together."""
+    """(resample, arm): tokens/s of chunks drawn with replacement, all repeats of a chunk together."""
     drawn = draws(len(cell.chunks), seed=seed)
     return np.asarray((drawn @ cell.tokens.sum(1).T) / (drawn @ cell.seconds.sum(1).T))

@@ -1,4 +1,4 @@
-"""The head of a bench's file: how, where and when it was measured, and all that a cell's figures depend on."""
+"""The header of a bench's file: how, where and when it was measured, and everything that its figures depend on."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from accept_head.prompts import prompts_fingerprint
 SETTINGS = (
     *("max_new_tokens", "top_k", "repeats", "chunk_prompts", "slo", "clock", "seed", "verifier", "allow_lossy"),
     *("compile", "attention", "chunk", "trace_requests", "trace_start", "time_scale", "load"),
-)  # parameters of the verb, as they are
+)  # parameters of the verb that are recorded unchanged
 
 
 def header(
     job: Job, verb: Callable[..., None], given: Mapping[str, Any], traces: Mapping[str, Sequence[Arrival]]
 ) -> dict[str, Any]:
-    """given: the verb's values by parameter. In the result, settings: all that a cell's figures depend on, whatever
-    other cells there are."""
+    """The header. given: the verb's values by parameter.
+
+    In the result, settings: everything that a cell's figures depend on. They do not depend on the other cells.
+    """
     where = {"device": device_name(job.pair.target.device), "threads": torch.get_num_threads()}
     versions = {name: version(name) for name in ("accept-head", "torch", "transformers")}
     return {
@@ -60,7 +62,7 @@ def _digest(arrivals: Sequence[Arrival]) -> str:
 
 
 def command_line(verb: Callable[..., None], given: Mapping[str, Any]) -> str:
-    """The command that gives these values: options that are not the usual ones."""
+    """The command with these values. Options with their default value are left out."""
     words = ["accept-head", verb.__name__]
     for name, parameter in inspect.signature(verb).parameters.items():
         if (value := given[name]) != parameter.default:

@@ -1,4 +1,4 @@
-"""Side by side: on each chunk of prompts every policy runs in turn; a slow moment of the machine touches all alike."""
+"""Side by side: every policy runs in turn on each chunk of prompts. A slow moment of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from accept_head.pair import Pair, end_ids
 from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
 
-LEAST_PROMPTS = 4  # of a chunk: with fewer the clock's own jitter shows
+LEAST_PROMPTS = 4  # per chunk: with fewer, the clock's jitter matters
 WARM_UP_TOKENS = 16
-PILOT_PROMPTS = 16  # at least
-LONGEST = 20  # tokens that the oracle's pass drafts: what is drawn next is nearly always rejected before
+PILOT_PROMPTS = 16  # least number
+LONGEST = 20  # tokens that the oracle's pass drafts; a rejection nearly always comes earlier
 
-Arms = Mapping[str, Callable[[], DraftPolicy]]  # by name; each call makes a policy that has learnt nothing
+Arms = Mapping[str, Callable[[], DraftPolicy]]  # by name; each call returns a policy in its initial state
 
 
 class Chunk(NamedTuple):
-    """Prompts that are decoded in one run of the loop. domain: theirs, or None when they are of several."""
+    """Prompts that are decoded in one run of the loop. domain: of the prompts; None when they are mixed."""
 
     domain: str | None
     requests: list[Request]
 
 
 class Timed(NamedTuple):
-    """One arm on one chunk. wall, cpu: seconds of the run, on the wall and of this process, prompts and draining
-    included. rounds: of the loop."""
+    """One run of one arm on one chunk.
+
+    wall, cpu: wall-clock and process seconds of the run, including prefill and draining. rounds: of the loop.
+    """
 
     repeat: int
     chunk: int
@@ -52,7 +54,7 @@ class Timed(NamedTuple):
 
 
 class Stage:
-    """What all arms of a cell share: the decoder, and how tokens are drawn and tested."""
+    """The parts that all arms of a cell share: the decoder, the sampling and the verification."""
 
     def __init__(
         self, decoder: Decoder, pair: Pair, sampling: Sampling, *, verifier: Verifier = "ratio", lossy: bool = False
@@ -82,7 +84,7 @@ class Stage:
     def time(
         self, requests: Sequence[Request], policy: DraftPolicy, seed: int
     ) -> tuple[float, float, int, list[Finished]]:
-        """Seconds by the clock on the wall and of this process, rounds of the loop, and the responses."""
+        """(wall-clock seconds, process seconds, rounds of the loop, responses) of one run."""
         rounds = 0
 
         def count(_: Round) -> None:
@@ -95,7 +97,7 @@ class Stage:
 
 
 def each_fills(prompts: Sequence[Prompt], batch: int) -> bool:
-    """Does each domain fill a batch? Then chunks are of one domain each, and show which static K is best for it."""
+    """Whether each domain fills a batch. Then each chunk can have one domain and show its best static K."""
     domains = [prompt.domain for prompt in prompts]
     return all(domains.count(domain) >= batch for domain in set(domains))
 
@@ -103,10 +105,10 @@ def each_fills(prompts: Sequence[Prompt], batch: int) -> bool:
 def make_chunks(
     requests: Sequence[Request], domains: Sequence[str | None], *, batch: int, prompts: int | None = None, seed: int = 0
 ) -> list[Chunk]:
-    """Chunks of one domain each, in random order. domains: of each request; None for all mixes them.
+    """Chunks of one domain each, in random order. domains: of each request; None for all requests mixes them.
 
-    prompts: of a chunk, about; twice the batch when left out, so that rows are refilled at least once, as far as the
-    domain has so many.
+    prompts: approximate size of a chunk. Twice the batch when left out, if the domain has enough, so that rows are
+    refilled at least once.
     """
     random = np.random.default_rng(seed)
     chunks = []
@@ -120,8 +122,10 @@ def make_chunks(
 
 
 def side_by_side(stage: Stage, arms: Arms, chunks: Sequence[Chunk], *, repeats: int, seed: int) -> Iterator[Timed]:
-    """Run every arm on every chunk, in an order that is drawn for each chunk; in each repeat with new random numbers,
-    and with a new policy, which then goes on learning from chunk to chunk."""
+    """Run every arm on every chunk, in a random order for each chunk.
+
+    Each repeat has new random numbers and new policies. A policy keeps learning from chunk to chunk.
+    """
     names = list(arms)
     for repeat in range(repeats):
         policies = {name: arms[name]() for name in names}
@@ -132,8 +136,10 @@ def side_by_side(stage: Stage, arms: Arms, chunks: Sequence[Chunk], *, repeats: 
 
 
 def warm_up(stage: Stage, arms: Arms, requests: Sequence[Request]) -> dict[str, float]:
-    """Run every arm once on a batch of short responses → tokens a CPU second of each, a first guess. Where steps are
-    captured, responses are as long as they come: what is captured now is not when it is timed."""
+    """Run every arm once on a batch of short responses. Returns tokens per CPU second of each arm, as a first guess.
+
+    When steps are captured, responses have their full length, so that nothing is captured during timed runs.
+    """
     most = WARM_UP_TOKENS if stage.decoder.backend is None else sys.maxsize
     short = [
         replace(request, max_new_tokens=min(request.max_new_tokens, most))
@@ -153,9 +159,11 @@ def pilot(stage: Stage, requests: Sequence[Request], seed: int) -> list[DecodeSt
 
 
 def count_oracle(stage: Stage, requests: Sequence[Request], seed: int) -> dict[int, DecodeCounts]:
-    """What the oracle would need for each request, by index (theorem 4.1): an untimed pass that drafts LONGEST tokens
-    a round shows where proposals are rejected. A token that comes after LONGEST accepted ones was not proposed, and
-    counts as accepted."""
+    """The oracle's counts for each request, by index (theorem 4.1).
+
+    An untimed pass that drafts LONGEST tokens per round shows where proposals are rejected. The token after LONGEST
+    accepted ones was not proposed. It counts as accepted.
+    """
     unseen = dict.fromkeys((request.index for request in requests), 0)
 
     def watch(round_: Round) -> None:
@@ -168,7 +176,7 @@ def count_oracle(stage: Stage, requests: Sequence[Request], seed: int) -> dict[i
 
     counts = {}
     for done in stage.run(requests, FixedPolicy(LONGEST), seed, watch):
-        # A response's last round ends with its last token, which the oracle's count leaves out.
+        # The last round ends with the response's last token, which the oracle's count leaves out.
         rejections = done.stats.rounds - 1 - unseen[done.request.index]
         counts[done.request.index] = oracle_counts(generated=done.stats.generated, rejections=rejections)
     return counts

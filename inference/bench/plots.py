@@ -1,4 +1,4 @@
-"""A bench's figures: speed against batch size, attainment of the limit, and a trace's latency and draft lengths."""
+"""The plots of a bench: speed against batch size, attainment of the limit, and a trace's latency and draft lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accept_head.inference.bench.tables import short
 from accept_head.inference.report.plots import MARKERS, STYLES
 from accept_head.inference.report.svg import LIGHT, Plot, figure_style, finish, line_label, new_figure
 
-MOST_LOSS = -50  # per cent that is shown
+MOST_LOSS = -50  # largest loss that is shown, per cent
 Row = Mapping[str, Any]
 
 
@@ -53,7 +53,7 @@ def _is_reference(name: str) -> bool:
 
 
 def _shown(cell: Row) -> list[str]:
-    """All arms but the one that is there for the noise floor."""
+    """All arms except the one for the noise floor."""
     return [row["name"] for row in cell["policies"] if not row["name"].endswith(TWIN)]
 
 
@@ -182,7 +182,7 @@ def _latency(cell: Row) -> Plot:
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], look: _Look) -> None:
-    """One policy a line, the first on top."""
+    """Draw one bar per policy, the first on top."""
     places = range(len(names))[::-1]
     axes.barh(places, values, 0.7, color=[look(name)["color"] for name in names])
     axes.set_yticks(places, [short(name, 30) for name in names])
@@ -215,7 +215,7 @@ def _speculation(cell: Row) -> Plot:
 
 
 def _line(axes: Axes, look: _Look, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    """One policy; a static draft length has its number at the end."""
+    """Draw the line of one policy. The line of a static draft length has its number at the end."""
     axes.plot(x, y, **look(name), label=short(name, 30))
     if name.startswith("fixed:"):
         place: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points"}
@@ -229,7 +229,7 @@ def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def _legend(axes: Axes, names: Sequence[str]) -> None:
-    """Above the axes; all static K but the first are told by their numbers."""
+    """Draw a legend above the axes. Of the static K only the first has an entry; their lines have numbers."""
     handles, labels = axes.get_legend_handles_labels()
     seen: list[int] = []
     for index, name in enumerate(names):
@@ -251,12 +251,12 @@ def _legend(axes: Axes, names: Sequence[str]) -> None:
 
 
 def _legend_height(names: Sequence[str]) -> float:
-    """Inches."""
+    """Height of the legend in inches."""
     shown = 1 + sum(not name.startswith("fixed:") for name in names)
     return 0.2 * -(-shown // 2)
 
 
 def _file_name(cell: Row) -> str:
-    """Of a trace's cell."""
+    """File name of a trace's cell, without its ending."""
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(cell["trace"]).name.partition(".")[0]).strip("-")
     return f"{stem}-b{cell['batch_size']}-T{cell['temperature']:g}"

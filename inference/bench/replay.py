@@ -1,6 +1,7 @@
-"""A trace's requests against the loop, in wall clock: latency, queueing, and how long drafts are as the load changes.
+"""Replay of a trace's requests in wall-clock time: latency, queueing, and draft lengths under changing load.
 
-One policy after the other sees the same arrivals. AdaSpec's figures 10, 11 and 13 are made of these numbers.
+All policies get the same arrivals, one policy after the other. These are the numbers of AdaSpec's figures 10, 11 and
+13.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BINS = 40  # of the time axis
 
 
 class Step(NamedTuple):
-    """One round. seconds: when it ended. drafted, live: (batch,)."""
+    """One round. seconds: its end. drafted, live: (batch,)."""
 
     seconds: float
     drafted: Tensor
@@ -30,7 +31,7 @@ class Step(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """One arm's replay. handed, ended: seconds since the start, of each request in the order of arrival."""
+    """One arm's replay. handed, ended: for each request in the order of arrival, seconds since the start."""
 
     repeat: int
     arm: str
@@ -46,8 +47,10 @@ def trace_requests(
     max_new_tokens: int,
     tenants: Sequence[str] | None = None,
 ) -> tuple[list[Request], str]:
-    """One request an arrival, its index being its place, and how prompts were chosen. A response is as long as the
-    trace's, if that is shorter than max_new_tokens. tenants: of the prompts."""
+    """One request for each arrival, with its place as index, and how prompts were chosen. tenants: of the prompts.
+
+    A response has the length in the trace, but at most max_new_tokens.
+    """
     chosen, by = match_prompts(arrivals, [len(prompt) for prompt in prompts])
     texts = [prompts[index] for index in chosen]
     keys = content_ids(texts)
@@ -60,15 +63,17 @@ def trace_requests(
 
 
 def time_scale_for(load: float, busy: float, span: float) -> float:
-    """Seconds of replay for a second of the trace. busy: seconds in which the target alone does all the work; span: of
-    the arrivals. 0 when all arrive at once."""
+    """Seconds of replay per second of the trace. 0 when all requests arrive at once.
+
+    busy: seconds that the target alone needs for all requests. span: seconds from the first to the last arrival.
+    """
     return busy / load / span if span else 0.0
 
 
 def replay_all(
     stage: Stage, arms: Arms, requests: Sequence[Request], seconds: Sequence[float], *, repeats: int, seed: int
 ) -> Iterator[Replay]:
-    """Every arm in turn, in an order that is drawn for each repeat. seconds: arrival of each request."""
+    """Replay every arm in turn, in a random order for each repeat. seconds: arrival of each request."""
     names = list(arms)
     for repeat in range(repeats):
         for index in np.random.default_rng([seed, repeat]).permutation(len(names)):
@@ -87,7 +92,7 @@ def _replay(
     paced, steps = Paced(requests, seconds), list[Step]()
     ended, finished = [0.0] * len(requests), []
 
-    def watch(round_: Round) -> None:  # to look into tensors would be a sync; those of graphs are used again
+    def watch(round_: Round) -> None:  # copies tensors, because graphs reuse them; reading values would be a sync
         steps.append(Step(paced.now, round_.outcome.drafted.clone(), round_.outcome.live.clone()))
 
     for done in stage.run(paced, arms[name](), seed, watch):
@@ -99,9 +104,11 @@ def _replay(
 def replay_rows(
     replays: Sequence[Replay], names: Sequence[str], seconds: Sequence[float], *, same_tokens: bool
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """One row an arm, and the limits of time per output token by scale. latency: from arrival to the last token.
-    time_per_token: from admission to the last token, a token. Figures are over the requests of all repeats, but for the
-    timeline, which is the first repeat's."""
+    """One row per arm, and the limits of time per output token by scale.
+
+    In a row, latency: from arrival to the last token. time_per_token: from admission to the last token, per token.
+    Figures are over the requests of all repeats, except the timeline, which is from the first repeat.
+    """
     mine = {name: [replay for replay in replays if replay.arm == name] for name in names}
     stats = {name: [done.stats for replay in mine[name] for done in replay.finished] for name in names}
     latencies = {name: np.concatenate([np.subtract(r.ended, seconds) for r in mine[name]]) for name in names}
@@ -135,7 +142,7 @@ def replay_rows(
 
 
 def latency_noise(replays: Sequence[Replay], seconds: Sequence[float], twin: str) -> dict[str, Any]:
-    """How far two replays of one policy are apart: of mean latencies, and request by request."""
+    """The difference between two replays of one policy, in mean latency and for single requests."""
     in_order = sorted(replays, key=lambda replay: replay.repeat)
     first, second = (
         np.concatenate([np.subtract(replay.ended, seconds) for replay in in_order if replay.arm == name])
@@ -146,8 +153,10 @@ def latency_noise(replays: Sequence[Replay], seconds: Sequence[float], twin: str
 
 
 def timeline(steps: Sequence[Step], end: float, bins: int = BINS) -> dict[str, list[float | None]]:
-    """Rounds in bins of time from 0 to `end` seconds: tokens drafted by a row in a round, and rows that take part; None
-    in a bin without rounds. seconds: the middle of each bin."""
+    """Rounds in bins of time from 0 to `end` seconds: tokens drafted per row and round, and live rows.
+
+    None in a bin without rounds. seconds: the middle of each bin.
+    """
     edges = np.linspace(0, end, bins + 1)
     place = np.clip(np.searchsorted(edges, [step.seconds for step in steps], side="right") - 1, 0, bins - 1)
     drafted, live, rounds = np.zeros(bins), np.zeros(bins), np.bincount(place, minlength=bins)

@@ -1,4 +1,4 @@
-"""All cells of a bench, one after the other. An interrupted run goes on with the next one."""
+"""Runs all cells of a bench, one after the other. An interrupted run continues with the next cell."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accept_head.sampling import Sampling
 
 
 class Place(NamedTuple):
-    """What a cell is of. trace: its file, if it is of a trace."""
+    """The setting of one cell. trace: the file of its trace, or None."""
 
     trace: str | None
     batch: int
@@ -33,7 +33,7 @@ class Place(NamedTuple):
 def measured(
     job: Job, wanted: Sequence[Place], traces: Mapping[str, Sequence[Arrival]], kept: Unfinished, console: Console
 ) -> list[dict[str, Any]]:
-    """All cells, each shown when it is there. Those that an interrupted run has finished are not measured again."""
+    """The results of all cells, each shown when finished. Cells from an interrupted run are not measured again."""
     cells = {record["cell"]: record for record in kept.records.values()}
     if cells:
         console.print(f"going on: {len(cells)} cells are there", highlight=False)

@@ -1,4 +1,4 @@
-"""A bench's cells for a terminal."""
+"""Tables of a bench's cells for a terminal."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def trace_table(cell: Mapping[str, Any]) -> Table:
 
 
 def different(cell: Mapping[str, Any]) -> str:
-    """A sentence, if responses differ that should not."""
+    """A sentence if responses differ that should be equal."""
     wrong = {row["name"]: row["differs_from_none"] for row in cell["policies"] if row["differs_from_none"]}
     counts = ", ".join(f"{short(name)} {count}" for name, count in wrong.items())
     return f" Responses that are not the target's own: {counts}." if wrong else ""
 
 
 def short(name: str, longest: int = 30) -> str:
-    """A policy's name without the folders of a path in it."""
+    """A policy's name, with paths in it cut to their last part."""
     kind, colon, rest = name.partition(":")
     text = printable(f"{kind}{colon}{rest.rpartition('/')[2]}")
     return text if len(text) <= longest else "…" + text[1 - longest :]

@@ -1,4 +1,4 @@
-"""One HTML page, and PNGs, of what every policy costs and of single rounds.
+"""A report as one HTML page and PNGs: the costs of every policy, and single rounds.
 
-Read first: data.py, then build.py, which fills it, and page.py, which shows it.
+Read first: data.py, then build.py, which makes the data, and page.py, which shows it.
 """

@@ -1,4 +1,4 @@
-"""A report's data: every policy replayed on the traces, compared, and looked at round by round."""
+"""Makes a report's data: replays every policy on the traces, compares them, and collects single rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from accept_head.inference.report.rounds import view_responses
 from accept_head.inference.report.rules import Choice, Rule, rules_of, short_name
 
 SHARES = ("gain_over_best_fixed", "oracle_gap_closed", "informed_gap_closed")
-NEIGHBOURS = 2  # fixed lengths on either side of the best that the main table shows
+NEIGHBOURS = 2  # fixed lengths that the main table shows on either side of the best
 
 
 def build_report(
@@ -44,8 +44,11 @@ def build_report(
     command: str = "",
     truth: InformedTables | None = None,
 ) -> ReportData:
-    """Replay everything that the page shows. chosen: settings from elsewhere; the rest is chosen on these traces.
-    truth: for the informed bound."""
+    """Replay everything that the page shows.
+
+    chosen: settings that were chosen on other traces; the rest is chosen on these traces. truth: for the informed
+    bound.
+    """
     rules = rules_of(traces, heads, costs, chosen)
     _, *fixed = replay_fixed(traces, range(traces.k_max + 1))
     none = replay_fixed(traces, [0])[0]
@@ -56,7 +59,7 @@ def build_report(
     domains = _domains(traces, everything, costs)
     speeds = {row["name"]: row["throughput"] for row in rows}
     best = max(fixed, key=lambda policy: speeds[policy.name])
-    # What was chosen on these very traces is shown, not recommended.
+    # Settings that were chosen on these traces are shown, but not recommended.
     elsewhere = [curve[-1].name for name, curve in curves.items() if not rules[name].chosen_here]
     recommended = max(elsewhere, key=lambda name: speeds[name], default=None)
     rule_families = [name for name, curve in curves.items() for _ in curve]
@@ -97,7 +100,7 @@ def build_report(
 
 
 def _domains(traces: CoupledTraces, policies: Sequence[Replayed], costs: ForwardCosts) -> list[dict[str, DomainResult]]:
-    """Of each policy, its figures in each domain."""
+    """For each policy, its figures in each domain."""
     results: list[dict[str, DomainResult]] = [{} for _ in policies]
     names = traces.domains
     for domain in sorted(set(names)):
@@ -154,7 +157,7 @@ def _viewed(
 
 
 def _in_turn(domains: Sequence[str], count: int) -> list[int]:
-    """The first responses of each domain in turn, `count` in all, in order."""
+    """Indices of `count` responses, taken from the domains in turn, in ascending order."""
     seen: dict[str, int] = {}
     ranks = []
     for index, domain in enumerate(domains):

@@ -1,4 +1,4 @@
-"""How well a head's predictions hold at each depth of a round, on coupled traces."""
+"""The calibration of a head's predictions at each depth of a round, on coupled traces."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ BINS = 10
 
 
 def calibrate_depths(traces: CoupledTraces, head: str, predicted: Tensor) -> list[CalibrationCurve]:
-    """Predicted against true acceptance at each depth, over the tokens whose predecessors in the round were all
-    accepted, in rounds that are as long as can be: at any shorter ones the head itself would have chosen the tokens.
+    """Predicted against true acceptance at each depth, over tokens whose predecessors in the round were all accepted.
 
-    predicted: (M,) P̂ of each token. The truth is a(Y) = min(1, p/q), of which verification's coin is a draw.
+    Rounds have the greatest possible length. In shorter rounds, the head itself would have selected the tokens.
+
+    predicted: (M,), P̂ of each token. The true acceptance is a(Y) = min(1, p/q).
     """
     starts = round_starts(traces, traces.drafts)
     reached = torch.minimum(traces.drafts, traces.leading + 1)[starts]

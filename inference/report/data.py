@@ -1,7 +1,7 @@
-"""What a report is made of: plain, frozen data. build.py fills it by replaying policies, page.py shows it.
+"""The data of a report, as frozen data classes. build.py makes it by replaying policies, and page.py shows it.
 
-Rates, gains and shares are fractions, not per cent; times are seconds; throughputs are tokens a second; entropies are
-nats. A number that has no value (a gap where the oracle is no faster than the best fixed K) is NaN or None.
+Rates, gains and shares are fractions, not per cent. Times are in seconds, throughputs in tokens per second, entropies
+in nats. A number without a value (a gap when the oracle is not faster than the best fixed K) is NaN or None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NOT_RULES = ("fixed", "none", *BOUNDS)  # families without a threshold
 class DomainResult:
     """One policy on the prompts of one domain.
 
-    gain_over_best_fixed: over the fixed K that is best in this domain. prompts: how many the domain has.
+    gain_over_best_fixed: over the best fixed K in this domain. prompts: number of prompts in the domain.
     """
 
     throughput: float
@@ -38,15 +38,17 @@ class DomainResult:
 class PolicyResult:
     """One policy at one setting, over all prompts.
 
-    name: unique in a report, "head:0.5". family: what shares a curve: "fixed", "none", "informed", "oracle", or a rule
-    of stopping ("head", "confidence", "entropy", a head's name where there are several). parameter: K or the
-    threshold, the place on the family's curve; None where there is none.
-    informed_gap_closed: the gain as a share of the informed bound's; None where that is not known.
+    name: unique in a report, for example "head:0.5".
+    family: policies of one family share a curve: "fixed", "none", "informed", "oracle", or a stopping rule ("head",
+        "confidence", "entropy", or a head's name when there are several).
+    parameter: K or the threshold, the place on the family's curve; None when there is none.
+    informed_gap_closed: the gain as a share of the informed bound's gain; None when this is not known.
     ci95: 95 % intervals [low, high] of "gain_over_best_fixed" and of both shares.
-    draft_lengths: rounds that drafted 0, 1, 2, … tokens. at_risk, accepted: per depth 1, 2, …: rounds in which this
-    depth was drafted and every token before it accepted, and those of them whose token was accepted too.
-    domains: by the prompts' domain, "" where they name none.
-    main: whether it stands in the main table and plots. chosen: the recommended one, at most one in a report.
+    draft_lengths: number of rounds that drafted 0, 1, 2, … tokens.
+    at_risk: for depths 1, 2, …, rounds that drafted this depth with every token before it accepted.
+    accepted: the rounds of at_risk whose token at this depth was accepted too.
+    domains: by the prompts' domain, "" when they name none.
+    main: whether the main table and plots show it. chosen: whether it is recommended, at most one in a report.
     """
 
     name: str
@@ -72,10 +74,10 @@ class PolicyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationCurve:
-    """How well one head's predictions hold at one range of depths.
+    """The calibration of one head's predictions at one range of depths.
 
-    depth: its label, "1" or "4-6". count: drafted tokens. predicted, observed, counts: per bin of predicted acceptance,
-    the mean prediction, the mean true acceptance and the tokens in it. ece: expected calibration error.
+    depth: its label, "1" or "4-6". count: drafted tokens. predicted, observed, counts: for each bin of predicted
+    acceptance, the mean prediction, the mean true acceptance and the number of tokens. ece: expected calibration error.
     """
 
     head: str
@@ -91,10 +93,9 @@ class CalibrationCurve:
 class ViewedToken:
     """One drafted token as the round viewer shows it.
 
-    predicted: the policy's P̂ that this token is accepted; survival: the product of P̂ in its round up to here; both None
-    for a policy that predicts nothing. acceptance: the true a(Y) = min(1, p/q); None where the target was never asked,
-    after a rejection. draft_probability: q(Y).
-    status: "discarded" is a token drafted after the round's rejected one.
+    predicted: the policy's P̂ that this token is accepted. survival: the product of P̂ in its round up to here. Both are
+    None for a policy that predicts nothing. acceptance: the true a(Y) = min(1, p/q); None after a rejection, where the
+    target has no distribution. draft_probability: q(Y). status: "discarded" for a token drafted after the rejected one.
     """
 
     text: str
@@ -108,10 +109,10 @@ class ViewedToken:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewedRound:
-    """One round: what was drafted, and the text of the token that the target added.
+    """One round: the drafted tokens, and the text of the token that the target added.
 
-    kind: "redrawn" in place of a rejected token, "bonus" after all were accepted, "end" when a drafted end token ended
-    the response (then `emitted` is "").
+    kind: "redrawn" when it replaces a rejected token, "bonus" when all were accepted, "end" when a drafted end token
+    ended the response (then `emitted` is "").
     """
 
     drafted: Sequence[ViewedToken]
@@ -121,7 +122,7 @@ class ViewedRound:
 
 @dataclass(frozen=True, kw_only=True)
 class ViewedResponse:
-    """One prompt under one policy. The same prompt under several policies is several of these with equal `prompt`."""
+    """One prompt under one policy. The same prompt under several policies has several of these, with equal `prompt`."""
 
     prompt: str
     domain: str = ""
@@ -133,8 +134,8 @@ class ViewedResponse:
 class ReportData:
     """A whole report.
 
-    pair: names of (target, draft). sampling: temperature and its like. prompts, tokens: how many were replayed.
-    policies: a family's in any order; `none`, fixed:K and `oracle` among them where there are such.
+    pair: names of (target, draft). sampling: temperature and so on. prompts, tokens: how many were replayed.
+    policies: in any order within a family, including `none`, fixed:K and `oracle` if there are any.
     provenance: lines for the foot of the page: command, versions, hardware, date, fingerprint of the traces.
     """
 
@@ -163,14 +164,14 @@ class ReportData:
         return [policy for policy in self.policies if policy.main]
 
     def families(self) -> dict[str, list[PolicyResult]]:
-        """Policies by family, in the order in which the families come, each sorted by its parameter."""
+        """Policies by family. Families keep their order, and each is sorted by its parameter."""
         found: dict[str, list[PolicyResult]] = {}
         for policy in self.policies:
             found.setdefault(policy.family, []).append(policy)
         return {name: sorted(members, key=_place) for name, members in found.items()}
 
     def highlights(self) -> list[PolicyResult]:
-        """The few that a plot has room for: the best fixed K, the best main setting of each rule, and the bounds."""
+        """The few policies for plots: the best fixed K, the best main setting of each rule, and the bounds."""
         best = self.best_fixed
         rules = [
             max(members, key=lambda policy: (policy.chosen, policy.throughput))
@@ -186,5 +187,5 @@ def _place(policy: PolicyResult) -> tuple[bool, float]:
 
 
 def printable(text: str) -> str:
-    """One line of text that any font and encoder takes: no lone surrogates, control or direction characters."""
+    """The text as one line for any font and encoder: no lone surrogates, control or direction characters."""
     return "".join("\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cs", "Cf") else c for c in text)

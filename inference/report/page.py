@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing from outside, and its plots as PNGs beside it.
+"""The report as one self-contained HTML file, and its plots as PNGs beside it.
 
-Whatever text comes from a model or a user goes through `words` into HTML, or through `script_json` to the viewer's
-script, which only ever sets textContent.
+All text from a model or a user passes through `words` into HTML, or through `script_json` to the viewer's script, which
+only sets textContent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from accept_head.inference.report.viewer import script_json, viewer, viewer_data
 
 
 def write_report(data: ReportData, path: Path) -> list[Path]:
-    """Write `path` and OUT.pareto.png and its like beside it, each atomically; return what was written, page first."""
+    """Write `path` and the plots beside it (OUT.pareto.png, …), each atomically. Returns the paths, the page first."""
     plots = draw_plots(data)
     pages = {path: render_page(data, plots).encode()}
     pages |= {path.with_name(f"{path.stem}.{plot.name}.png"): plot.png for plot in plots}
@@ -60,7 +60,7 @@ def render_page(data: ReportData, plots: Sequence[Plot]) -> str:
         ),
         "data": script_json(viewer_data(data.responses)),
     }
-    # One pass: what is filled in may itself hold {{braces}}.
+    # In one pass, because an inserted value may itself contain {{braces}}.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 
@@ -70,7 +70,7 @@ def _palette() -> str:
 
 
 def headline(data: ReportData) -> str:
-    """The report in one sentence, as HTML. Without a recommended policy it speaks of the fastest."""
+    """The report in one sentence, as HTML: about the recommended policy, or the fastest if there is none."""
     real = [policy for policy in data.policies if policy.family not in (*BOUNDS, "none")]
     policy = data.chosen or max(real, key=lambda p: p.throughput, default=None)
     costs = data.costs
@@ -103,7 +103,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _sections(data: ReportData, plots: dict[str, Plot]) -> list[tuple[str, str, str]]:
-    """(id, title, HTML) of each."""
+    """(id, title, HTML) of each section."""
     calibrations = [plot for name, plot in plots.items() if name.startswith("calibration")]
     deep = [policy for policy in data.highlights() if policy.at_risk and policy.family not in BOUNDS]
     found = [

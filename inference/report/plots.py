@@ -26,7 +26,7 @@ from accept_head.inference.report.svg import (
 MARKERS = ("o", "s", "^", "D", "v", "P")
 STYLES = ("-", "--", "-.", (0, (1, 1.2)), (0, (6, 2, 1, 2, 1, 2)), "-")
 LEVELS = {"oracle": "oracle", "informed": "informed bound", "none": "target alone"}
-LEAST_AT_RISK = 10  # an acceptance rate of fewer rounds says nothing
+LEAST_AT_RISK = 10  # an acceptance rate over fewer rounds is not shown
 
 
 def draw_plots(data: ReportData) -> list[Plot]:
@@ -53,13 +53,13 @@ class _Look:
 
 
 def _short(name: str, longest: int = 24) -> str:
-    """A name that leaves room for the plot; a path is told by its end."""
+    """The name, short enough for a plot. A path keeps its end."""
     text = printable(name)
     return text if len(text) <= longest else "…" + text[1 - longest :]
 
 
 def _label(name: str) -> str:
-    """For a legend, which leaves out what begins with an underscore."""
+    """A label for a legend. Matplotlib leaves out labels that begin with an underscore."""
     text = _short(name)
     return f" {text}" if text.startswith("_") else text
 
@@ -78,7 +78,7 @@ def _pareto(data: ReportData) -> Plot:
             for policy in policies:
                 _beside(axes, policy, f"{policy.parameter:g}" if policy.parameter is not None else "", LIGHT["fixed"])
     shown = [p.discard_rate for p in data.highlights()]
-    right = max(1.0, 2.5 * max(shown, default=0.0))  # a K of 20 may discard ten times what others do
+    right = max(1.0, 2.5 * max(shown, default=0.0))  # K = 20 may discard ten times as much as others
     beyond = any(p.discard_rate > right for p in data.policies)
     right = right if beyond else axes.get_xlim()[1]
     axes.set_xlim(-0.04 * right, right)
@@ -127,7 +127,7 @@ def _ring(axes: Axes, policy: PolicyResult, x: float, y: float, *, below: bool) 
 
 
 def _iso_throughput(axes: Axes, data: ReportData) -> None:
-    """Equation 5.1 is linear in the two rates, so policies of equal throughput lie on a straight line."""
+    """Draw lines of equal throughput. They are straight, because equation 5.1 is linear in the two rates."""
     if not (best := data.best_fixed):
         return
     low, high = axes.get_ylim()
@@ -146,7 +146,7 @@ def _throughput(data: ReportData) -> Plot | None:
     }
     if not rules:
         return None
-    # Probabilities share an axis; a threshold in another unit (entropy, nats) has one of its own.
+    # Thresholds that are probabilities share an axis. Those in another unit (entropy, nats) have their own.
     shared = [family for family, points in rules.items() if all(0 <= (p.parameter or 0) <= 1 for p in points)]
     panels = [panel for panel in [shared, *([family] for family in rules if family not in shared)] if panel]
     figure, look = new_figure(0.3 + 3.0 * len(panels)), _Look(data)
@@ -197,7 +197,7 @@ def _calibrations(curves: Sequence[CalibrationCurve]) -> list[Plot]:
 
 
 def _file_name(head: str, index: int, heads: int) -> str:
-    """Heads may have equal last folder names or none that a file can bear, so they are numbered."""
+    """A file name for a head's plot. Heads are numbered, because folder names may be equal or no valid file names."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", head).strip("-")[-40:]
     return "calibration" if heads == 1 else f"calibration-{index + 1}-{slug}".rstrip("-")
 
@@ -293,7 +293,7 @@ def _depths(data: ReportData) -> Plot | None:
 
 
 def _wilson(rate: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The 95 % interval of a share as distances (below, above) from it: Wilson's, which stays between 0 and 1."""
+    """Wilson's 95 % interval of a share, as distances (below, above) from it. It stays between 0 and 1."""
     z = 1.96
     middle = (rate + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * np.sqrt(rate * (1 - rate) / count + (z / (2 * count)) ** 2)

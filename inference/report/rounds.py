@@ -1,4 +1,4 @@
-"""Single rounds of a policy on coupled traces, token by token, as the report's viewer shows them."""
+"""Single rounds of a policy on coupled traces, token by token, for the report's viewer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def view_responses(
     tokenizer: PreTrainedTokenizerBase,
     predicted: Tensor | None = None,
 ) -> list[ViewedResponse]:
-    """Every round of some responses. lengths: (P,) what a round from each position drafts; predicted: (M,) P̂ of each
-    token, if the policy predicts."""
+    """Every round of some responses.
+
+    lengths: (P,), tokens that a round from each position drafts. predicted: (M,), P̂ of each token, if the policy
+    predicts.
+    """
     starts = round_starts(traces, lengths)
     viewed = []
     for number in responses:
@@ -36,13 +39,13 @@ def view_responses(
 
 
 class Pieces:
-    """The text of single tokens: what each adds to the one before it, so that spaces stay where they belong."""
+    """The text of single tokens: what each token adds to the one before it, so that spaces are kept."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], prompt: int):
         self.tokenizer, self.ids, self.prompt = tokenizer, ids, prompt
 
     def at(self, step: int, token: int, before: int | None = None) -> str:
-        """A token at a step of the response, after `before` or the response's own."""
+        """The text of a token at a step of the response, after the token `before` or the response's previous token."""
         before = self.ids[self.prompt + step - 1] if before is None else before
         both, one = self.text([before, token]), self.text([before])
         return both[len(one) :] if both.startswith(one) else self.text([token])
@@ -72,7 +75,7 @@ def _round(
                 text=text.at(step + depth, int(traces.ids[token]), before),
                 predicted=chance,
                 survival=None if chance is None else survival,
-                # Of what is drafted after a rejection the target was never asked.
+                # The traces have no target distribution after a rejection.
                 acceptance=record["acceptance"][step + depth] if depth <= accepted else None,
                 draft_probability=float(traces.logprob[token].exp()),
                 entropy=float(traces.entropy[token]),
@@ -81,7 +84,7 @@ def _round(
         )
         before = int(traces.ids[token])
     emitted = step + accepted
-    if emitted >= len(record["response_ids"]):  # an accepted end token
+    if emitted >= len(record["response_ids"]):  # the draft's end token was accepted
         return ViewedRound(drafted=tokens, emitted="", kind="end")
     piece = text.at(emitted, record["response_ids"][emitted])
     return ViewedRound(drafted=tokens, emitted=piece, kind="redrawn" if accepted < drafted else "bonus")

@@ -1,7 +1,7 @@
-"""The rules that a report shows, each at the setting that was chosen for it.
+"""The rules that a report shows, each at its chosen setting.
 
-Settings come from where they were chosen: a head's decoding.json, a file by `tune` for the others. What was chosen
-nowhere is chosen on the report's own traces.
+A head's setting comes from its decoding.json, and other settings from a file by `tune`. Missing settings are chosen on
+the report's own traces.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from accept_head.inference.tune.grid import Grid
 from accept_head.inference.tune.rules import RULES
 from accept_head.inference.tune.search import search_all
 
-SHOWN = tuple(name for name in RULES if name != "svip")  # which is `entropy` on another scale: the same curve
+SHOWN = tuple(name for name in RULES if name != "svip")  # svip is `entropy` on another scale, with the same curve
 Choice = dict[str, Any]  # threshold, k_min, k_max and, for some heads, lag
 
 
 def read_choices(heads: Sequence[str], tuned: Mapping[str, Any]) -> dict[str, Choice]:
-    """The setting of each rule that was chosen somewhere: heads and other rules by name."""
+    """The chosen settings that are on record, by name of the head or rule."""
     choices = {}
     for row in tuned.get("policies", []):
         name, _, _ = str(row.get("name")).rpartition(":")
@@ -49,7 +49,7 @@ def rules_of(
     costs: ForwardCosts,
     chosen: Mapping[str, Choice],
 ) -> dict[str, Rule]:
-    """Every rule at the setting chosen elsewhere, or else at the best one here; keys are short names."""
+    """Every rule at its setting in `chosen`, else at the best setting on these traces. Keys are short names."""
     grid = Grid()
     missing = [name for name in (*heads, *SHOWN) if "threshold" not in chosen.get(name, {})]
     found = (
@@ -73,18 +73,18 @@ def rules_of(
 
 
 class Rule:
-    """One family of threshold rules, with the setting that was chosen for it."""
+    """One family of threshold rules, with its chosen setting."""
 
     def __init__(self, policy: ThresholdPolicy, name: str, thresholds: Sequence[float], choice: Choice, here: bool):
         self.policy, self.name, self.thresholds, self.chosen_here = policy, name, thresholds, here
         self.setting = Setting(threshold=choice["threshold"], k_min=choice["k_min"], k_max=choice["k_max"])
 
     def accepting(self, scores: torch.Tensor) -> torch.Tensor:
-        """(M,) P̂ of each token, of its scores."""
+        """(M,): P̂ of each token, from its scores."""
         return scores[..., 0] if self.policy.predicts_next else scores
 
     def curve(self, traces: CoupledTraces) -> list[Replayed]:
-        """Every threshold at the chosen bounds, the chosen one last."""
+        """The replay of every threshold at the chosen bounds, the chosen threshold last."""
         others = [value for value in self.thresholds if value != self.setting.threshold]
         settings = [Setting(threshold=v, k_min=self.setting.k_min, k_max=self.setting.k_max) for v in others]
         return replay_thresholds(traces, self.policy, [*settings, self.setting], self.name)

@@ -1,7 +1,7 @@
-"""One matplotlib figure becomes a PNG for a README and an SVG for the page that takes the page's colours.
+"""One matplotlib figure becomes a PNG for a README and an SVG that takes the page's colours.
 
-A figure is drawn in the light palette. In its SVG every colour of the palette becomes a CSS variable, so that one
-drawing serves light, dark and print.
+A figure is drawn in the light palette. In its SVG, every colour of the palette becomes a CSS variable. So one drawing
+serves light, dark and print.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-# name: (light, dark). Lines are at least 3:1 against the paper, words 4.5:1; hues are apart for the colour-blind too.
-# No two light colours are equal: a colour names its variable.
+# name: (light, dark). Contrast against the paper is at least 3:1 for lines and 4.5:1 for words. Colour-blind readers
+# can distinguish the hues. No two light colours are equal, because a colour identifies its variable.
 PALETTE = {
     "paper": ("#fdfdfc", "#14181c"),
     "panel": ("#f3f4f3", "#1d2328"),
@@ -68,12 +68,12 @@ SETTINGS: dict[Any, Any] = {
     "text.parse_math": False,  # a policy may have $ in its name
     "svg.fonttype": "none",  # words stay words, in the reader's font
 }
-WIDTH = 5.6  # inches: words are still legible when a telephone shows the figure at 60 %
+WIDTH = 5.6  # inches; words stay legible when a telephone shows the figure at 60 %
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """name: of its PNG file. alt: what a reader who cannot see it is told. svg: to be put into HTML as it is."""
+    """A finished plot. name: of its PNG file. alt: text for readers who cannot see it. svg: for direct use in HTML."""
 
     name: str
     title: str
@@ -85,9 +85,9 @@ class Plot:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Draw inside this: rcParams are global, so they are put back."""
+    """A context to draw in. rcParams are global, so they are restored afterwards."""
     with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # names may be in any script
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # names may use any script
         yield
 
 
@@ -98,7 +98,7 @@ def new_figure(height: float) -> Figure:
 
 
 def line_label(axes: Axes, y: float, text: str) -> None:
-    """A horizontal line with its name on it."""
+    """Draw a horizontal line with a label."""
     axes.axhline(y, color=LIGHT["muted"], linewidth=1.1, linestyle=(0, (5, 3)), zorder=1)
     axes.annotate(
         text,
@@ -116,14 +116,14 @@ def line_label(axes: Axes, y: float, text: str) -> None:
 
 
 def legend_above(axes: Axes, columns: int) -> None:
-    """Where no curve can run into it."""
+    """Draw a legend above the axes, where it covers no curve."""
     axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, borderpad=0, handlelength=2.2, columnspacing=1.2
     )
 
 
 def log_counts(axes: Axes) -> None:
-    """A logarithmic axis of counts with plain numbers: matplotlib's own powers need its mathematics."""
+    """Make the axis of counts logarithmic, with plain numbers. Matplotlib's powers would need its math text."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -140,12 +140,12 @@ def finish(figure: Figure, *, name: str, title: str, caption: str, alt: str) -> 
 
 
 def _for_page(svg: str, name: str, alt: str) -> str:
-    """Only what HTML needs: no prologue, no metadata, no style of its own, ids that no other figure has."""
+    """The SVG for HTML: without prologue, metadata and style, and with ids that no other figure has."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|xlink:href="#)', rf"\g<1>{name}-", svg)
-    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # the page's font
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)  # use the page's font
     for variable, colour in LIGHT.items():
         svg = svg.replace(colour, f"var(--{variable})")
     box = re.search(r'viewBox="[^"]*"', svg)

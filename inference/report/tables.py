@@ -1,4 +1,4 @@
-"""The report's tables, and how its numbers are written."""
+"""The report's tables, and the format of its numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 from accept_head.inference.replay.comparison import BOUNDS
 from accept_head.inference.report.data import CalibrationCurve, PolicyResult, ReportData, printable
 
-DOMAINS_A_TABLE = 5  # as many as fit on paper; more make a second table
+DOMAINS_A_TABLE = 5  # as many as fit on paper; further domains get another table
 NO_NUMBER = "–"
 MINUS = "\N{MINUS SIGN}"
 
@@ -32,7 +32,7 @@ def times(value: float) -> str:
 
 
 def per_cent(value: float, *, sign: bool = True) -> str:
-    """+2.9 %, with a true minus and a space that does not break."""
+    """A share like +2.9 %, with a true minus sign and a non-breaking space."""
     if not math.isfinite(value):
         return NO_NUMBER
     text = f"{abs(value) * 100:.1f}\N{NARROW NO-BREAK SPACE}%"
@@ -42,7 +42,7 @@ def per_cent(value: float, *, sign: bool = True) -> str:
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    """'2.8 to 12.6 %', or nothing."""
+    """An interval like '2.8 to 12.6 %', or ''."""
     if not bounds or not all(math.isfinite(bound) for bound in bounds):
         return ""
     low, high = ((MINUS if bound < 0 else "") + f"{abs(bound) * 100:.1f}" for bound in bounds)
@@ -50,7 +50,7 @@ def interval(bounds: Sequence[float] | None) -> str:
 
 
 def table(caption: str, heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """rows: (attributes of the row, cells); all are HTML, the first cell names the row. Scrolls in its own box."""
+    """An HTML table that scrolls in its own box. rows: (attributes of the row, cells), in HTML; cell 0 is a heading."""
     head = "".join(f'<th scope="col">{cell}</th>' for cell in heads)
     body = "".join(
         f'<tr{mark}><th scope="row">{cells[0]}</th>' + "".join(f"<td>{cell}</td>" for cell in cells[1:]) + "</tr>\n"
@@ -105,7 +105,7 @@ def _policy_cells(data: ReportData, policy: PolicyResult) -> list[str]:
 
 
 def domain_tables(data: ReportData) -> str:
-    """Main policies down, domains across, each policy's worst marked. Nothing if the prompts name no domain."""
+    """Tables of main policies by domain, with each policy's worst domain marked. '' if the prompts name no domain."""
     policies = [policy for policy in data.main if policy.domains]
     domains = list(dict.fromkeys(domain for policy in policies for domain in policy.domains))
     if not any(domains):

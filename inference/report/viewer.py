@@ -1,4 +1,4 @@
-"""The report's round viewer: what is on the page, and the data that its script (in page.html) shows."""
+"""The report's round viewer: its HTML, and the data that its script (in page.html) shows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def viewer(responses: Sequence[ViewedResponse]) -> str:
 
 
 def viewer_data(responses: Sequence[ViewedResponse]) -> list[dict[str, Any]]:
-    """Responses by prompt, in the order in which they come. Two prompts of equal text stay two."""
+    """Responses by prompt, in order. Two prompts with equal text stay separate."""
     prompts: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     seen: dict[tuple[str, str, str], int] = {}
     for response in responses:
@@ -74,10 +74,10 @@ def _round(viewed: ViewedRound) -> list[Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Four digits are what the page shows at most."""
+    """The number with four digits, the most that the page shows."""
     return float(f"{value:.4g}") if value is not None and math.isfinite(value) else None
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand in a <script>: ASCII, so that broken Unicode survives as escapes, and no < to end it."""
+    """JSON for a <script>: in ASCII, so that broken Unicode is kept as escapes, and without <, which could end it."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
