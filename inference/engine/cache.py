@@ -1,8 +1,8 @@
-"""A key/value cache in which every row has its own length, and forgetting tokens is arithmetic.
+"""A key/value cache in which every row has its own length, and a rollback only lowers that length.
 
-Keys and values are written at each row's own positions, and the attention mask lets a query at position i see the slots
-0..i. A slot beyond a row's length holds nothing or a rejected token, and is overwritten before anyone may look at it.
-Rolling back is therefore: start the next write earlier. Feeding a token again at its own position changes nothing.
+Keys and values are written at each row's own positions. The attention mask lets a query at position i see slots 0..i. A
+slot beyond a row's length is empty or holds a rejected token, and is overwritten before any query can see it. So a
+rollback starts the next write at an earlier position. Feeding a token again at its own position changes nothing.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from accept_head.pair import Forward, base_model, context_tokens
 
 Compile = Literal["none", "default", "max-autotune", "graphs"]
 
-# Most tokens of one forward that only fills the cache: bounds the memory of long prompts, and is wide enough.
+# The most tokens of a forward that only fills the cache: bounds the memory for long prompts.
 FILL_TOKENS = 2048
-# Widths that a compiled forward is made for: 0, 1, 2, 4, … drafts and the token before them.
+# Widths of compiled forwards: 0, 1, 2, 4, … drafts and the token before them.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
-# Its caches come in multiples of so many tokens: decoders for prompts of other lengths then share the graphs.
+# Caches of compiled forwards are a multiple of this, so that decoders for prompts of other lengths share the graphs.
 CAPACITY_STEP = 64
-# A captured forward looks at the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times so many.
+# A captured forward reads the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times this number.
 LEAST_EXTENT = 128
 
 
 class CachedModel:
-    """A model with a ragged cache for a batch of rows. Positions are the caller's business; there is no hidden state.
+    """A model with a ragged cache for a batch of rows. The caller keeps the positions.
 
-    compile: `none`: each forward has the width it needs and looks at the slots in use. Otherwise shapes are static,
-    with widths from a short list. `graphs`: the model's own kernels, captured as a CUDA graph for each width and extent
-    when it is first met (see `graphs.py`); the cache stays where it is. `default`, `max-autotune`: torch.compile, over
-    all slots; the latter also tunes kernels (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
-    graphs: what captures, CUDA when left out.
+    compile: with `none` each forward has the width it needs and reads the slots in use. Otherwise shapes are static,
+    with widths from a short list. `graphs`: the model's own kernels, captured as a CUDA graph at the first use of a
+    width and extent (see `graphs.py`); the cache keeps its address. `default`, `max-autotune`: torch.compile, over all
+    slots; the latter also tunes kernels (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
+    graphs: what captures; CUDA when left out.
 
-    Raises InputError through `AttentionKinds` for a model whose layers this cache cannot serve.
+    Raises InputError through `AttentionKinds` for a model whose layers this cache does not support.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CachedModel:
         graphs: GraphBackend | None = None,
     ):
         """max_length: longest row, in tokens. with_hidden: also return the last hidden state. attention: see
-        attention/choice.py; `check_served` proves that what it chooses is right."""
+        attention/choice.py; `check_served` tests the chosen one."""
         self.model = model
         self.static = compile != "none"
         self.graphs = Graphs(graphs or graph_backend(model.device)) if compile == "graphs" else None
@@ -73,11 +73,11 @@ class CachedModel:
         self.kinds = AttentionKinds.of(model)
         check_rotary(model, max_length)
         self.place = place = WritePlace(torch.zeros(batch, 1, dtype=torch.long, device=model.device))
-        # One more slot than tokens: where the padding of a ragged forward is written, and nobody ever looks.
+        # One more slot than tokens, for the padding of a ragged forward; no query sees it.
         self.slots = max_length + 1
         backend = choose(model, attention, traced=compile in ("default", "max-autotune"))
         self.attended = Attended(model, backend) if backend else None
-        if backend:  # graphs of static widths must not depend on how near a row is to its end
+        if backend:  # static widths need room for padding at a row's end
             self.slots = backend.slots(self.slots + (WIDTHS[-1] if self.static else 0))
         self.layers = [RaggedLayer(batch, self.slots, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
@@ -91,22 +91,22 @@ class CachedModel:
             self._run, self._base = (self.attended.around(run, whole) for run in (self._run, self._base))
 
     def padded(self, width: int) -> int:
-        """The width of the forward that so many tokens take."""
+        """The width of a forward of so many tokens, with padding."""
         return next((w for w in WIDTHS if w >= width), width) if self.static else width
 
     def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int, *, copy: bool = True) -> Forward:
         """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
 
-        longest_start: the largest of `starts`, which the caller knows: no host sync is needed to look at no more slots
-        than are in use. Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False
-        with graphs returns the graph's own tensors, which the next forward of this width writes over.
+        longest_start: the largest of `starts`, on the host, so that no sync is needed to read only the slots in use.
+        Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
+        own tensors, if there are graphs; the next forward of this width overwrites them.
         """
         width = input_ids.shape[1]
         if (padded := self.padded(width)) > width:
             input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
         reach = (self.max_length if self.static else longest_start) + padded
         given = input_ids, starts, self._extent(longest_start + width), reach
-        if self.graphs is None or not self.layers[0].is_initialized:  # memory of the cache is no part of a graph
+        if self.graphs is None or not self.layers[0].is_initialized:  # the cache is allocated outside of graphs
             logits, hidden = self._forward(*given)
         else:
             logits, hidden = self.graphs("forward", self._forward, *given, copy=True)
@@ -119,7 +119,7 @@ class CachedModel:
         return self._run(input_ids, positions, self._masks(positions))
 
     def _extent(self, slots: int) -> int:
-        """How many slots a forward looks at that needs the first so many."""
+        """How many slots a forward reads that needs the first `slots`."""
         if self.graphs is None or self.attended:
             return self.max_length if self.static else min(slots, self.max_length)
         extent = LEAST_EXTENT
@@ -128,7 +128,7 @@ class CachedModel:
         return min(extent, self.max_length)
 
     def feed(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Tensor:
-        """As `forward`, without the logits → hidden states (batch, new, hidden)."""
+        """Feed tokens as `forward` does, without logits → hidden states (batch, new, hidden)."""
         reach = (self.max_length if self.static else longest_start) + input_ids.shape[1]
         extent = self._extent(longest_start + input_ids.shape[1])
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
@@ -137,7 +137,7 @@ class CachedModel:
     def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
         """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
 
-        All but `tokens` are numbers that the host knows. At most FILL_TOKENS tokens, or one row, go in one forward.
+        A forward has at most FILL_TOKENS tokens, or one row.
         """
         todo = sorted(zip(rows, starts, ends, strict=True), key=lambda item: item[1] - item[2])  # longest first
         todo = [item for item in todo if item[2] > item[1]]
@@ -149,7 +149,7 @@ class CachedModel:
             todo = rest + todo[len(group) :]
 
     def _fill(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> None:
-        """group: (rows, 3), row, start and end of each."""
+        """Feed one group, (rows, 3): row, start and end of each."""
         rows, starts = group[:, 0], group[:, 1]
         reach = longest_start + width
         positions = self._write_at(starts, width, min(reach, self.max_length), reach, rows)
@@ -157,31 +157,31 @@ class CachedModel:
         self._base(**self._call.inputs(ids, positions, self._masks(positions)))
 
     def _write_at(self, starts: Tensor, width: int, extent: int, reach: int, rows: Tensor | None = None) -> Tensor:
-        """Point the cache at the next tokens; returns their positions (rows, width). reach: slots that they may take
-        up, padding included."""
+        """Set where the cache writes the next tokens → their positions (rows, width). reach: slots that they may take,
+        padding included."""
         positions = starts[:, None] + torch.arange(width, device=starts.device)
         self.place.extent = extent
         self.place.slots = positions.clamp(max=self.max_length)
         self.place.rows = rows
-        # A kernel that is told a row's keys has to find as many: not so for the padding of a forward near the end.
+        # A kernel that takes row lengths needs that many slots. Near the end, padding can exceed them: use the mask.
         self.place.whole = self.attended is not None and reach <= self.slots
         return positions
 
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """What the model takes as its attention mask."""
+        """The model's attention mask, or the plan that replaces it."""
         if self.attended is None or not self.place.whole:
             return self.kinds.masks(positions, self.place.extent)
         plan = self.attended.plan(positions, self.place.rows, self.slots)
         return self.kinds.named(plan, plan)
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was; the batch may shrink."""
+        """Row i becomes what row rows[i] was. The batch may shrink."""
         for layer in self.layers:
             layer.select(rows)
         self._moved()
 
     def copy(self, rows: Tensor) -> CachedModel:
-        """Another cache of the same model, in which row i is a copy of row rows[i]: each row may stand many times."""
+        """Another cache of the same model, in which row i is a copy of row rows[i]. A row may be copied many times."""
         other = CachedModel(self.model, len(rows), self.max_length, with_hidden=True)
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             assert mine.keys is not None and mine.values is not None
@@ -190,30 +190,29 @@ class CachedModel:
         return other
 
     def restore(self, batch: int) -> None:
-        """Make room for `batch` rows again, if there is less. What rows hold is of no interest any more."""
+        """Make room for `batch` rows, if there is another number. The rows' content may be lost."""
         if any(layer.batch != batch for layer in self.layers):
             self._drop(batch)
             self._moved()
 
     def free(self) -> None:
-        """Give back the memory of keys and values and of graphs, with what graphs returned. The next forward takes it
-        again."""
+        """Release the memory of keys, values, graphs and their outputs. The next forward allocates it again."""
         self._drop(self.layers[0].batch)
         if self.graphs is not None:
             self.graphs.free()
 
     def _drop(self, batch: int) -> None:
-        """All of the old keys and values go before any of the new ones are made: never are there two caches."""
+        """Drop all old keys and values before new ones are made, so that there are never two caches."""
         for layer in self.layers:
             layer.batch, layer.is_initialized, layer.keys, layer.values = batch, False, None, None
 
     def _moved(self) -> None:
-        """Keys and values are elsewhere now."""
+        """Drop the graphs, as keys and values have new addresses."""
         if self.graphs is not None:
             self.graphs.forget()
 
     @property
     def bytes(self) -> int:
-        """Memory of keys and values."""
+        """Bytes of keys and values."""
         tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""A model's forward on a cache: its inputs, its last hidden state, and the same call compiled."""
+"""A model's forward on a cache: its inputs, its last hidden state, and the compiled call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import Cache, PreTrainedModel
 
 from accept_head.pair import base_model
 
-MOST_COMPILED = 1024  # of one process
+MOST_COMPILED = 1024  # in one process
 
 
 class ModelCall:
-    """A model's forward on a cache, apart from the `CachedModel` it is of: what refers to itself is not freed when the
-    last one who uses it is gone, and a cache is large."""
+    """A model's forward on a cache. It is separate from `CachedModel` to avoid a reference cycle, which would delay
+    freeing the cache."""
 
     def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | None):
         self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
@@ -44,7 +44,7 @@ class ModelCall:
 
 
 class LastHidden:
-    """A model's last hidden state after the final norm: what its base model returned in the forward that wants it."""
+    """A model's last hidden state after the final norm, kept from its base model's output while `wanted`."""
 
     wanted = False
     last: Tensor
@@ -54,7 +54,7 @@ _hooked: WeakKeyDictionary[PreTrainedModel, LastHidden] = WeakKeyDictionary()
 
 
 def hidden_of(model: PreTrainedModel) -> LastHidden:
-    """One hook for the life of a model, idle unless wanted: hooks that come and go would be compiled anew each time."""
+    """The model's LastHidden, with one permanent hook that is idle unless wanted. A new hook would recompile it."""
     if model not in _hooked:
         hidden = _hooked[model] = LastHidden()
 
@@ -67,18 +67,18 @@ def hidden_of(model: PreTrainedModel) -> LastHidden:
 
 
 def compiled_call(call: Any, device: torch.device, *, tuned: bool) -> Any:
-    """`call` by torch.compile. tuned: kernels are tuned, too, which takes longer."""
+    """`call`, compiled by torch.compile. tuned: also tune kernels, which takes longer."""
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    # All decoders compile the same function: once for each model, batch, capacity and width.
+    # All decoders compile the same function, once for each model, batch, capacity and width.
     dynamo.recompile_limit = max(dynamo.recompile_limit, MOST_COMPILED)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, MOST_COMPILED)
     if not tuned or device.type != "cpu":
         return torch.compile(call, dynamic=False, fullgraph=True, mode="max-autotune" if tuned else None)
     compiled = torch.compile(call, dynamic=False, fullgraph=True)
-    # Freezing packs copies of the weights as small matrix products on a CPU want them: 2.5 x on the embedded target.
-    # Not an option of torch.compile, because the tracer has to know of it too.
+    # Freezing packs copies of the weights for small matrix products on a CPU: 2.5 x as fast on the embedded target. It
+    # is no option of torch.compile, because the tracer has to know of it too.
     settings = {"freezing": True, "max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
 
     def run(*arguments: Any) -> Any:

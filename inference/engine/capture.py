@@ -1,4 +1,4 @@
-"""What a CUDA graph has to know of a policy that it holds."""
+"""What a CUDA graph must know of a policy that it contains."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Of a policy whose start_round, draw_next and keep_drafting are functions of tensors alone: they wait for nothing,
-    and all that they read stays as it is and where it is, but for these attributes. `held.name` is an attribute of an
-    object that the policy holds.
+    """The changing attributes of a policy that graphs may contain. Its start_round, draw_next and keep_drafting must be
+    functions of tensors alone, without a sync. All other attributes that they read keep their value and address.
+    `held.name` is an attribute of an object that the policy holds.
 
-    carried: start_round makes them anew, draw_next and keep_drafting change them. read: these three only read them;
-    observe, admit and select bind them to other tensors between rounds. unread: these three do not read them, others
-    bind them to other objects. learnt: tensors that `observe` changes in place, if it, too, is such a function of the
-    outcome and of what is carried; None: it is called as it is, and told the seconds.
+    carried: start_round makes them anew; draw_next and keep_drafting change them. read: these three methods only read
+    them; observe, admit and select bind them to other tensors between rounds. unread: these three methods do not read
+    them; others rebind them. learnt: tensors that `observe` changes in place, if `observe` too is such a function of
+    the outcome and of the carried attributes; None: `observe` is not captured, and gets the seconds.
     """
 
     carried: tuple[str, ...] = ()
@@ -27,13 +27,13 @@ class Capture:
 
 
 class Captured(Protocol):
-    """A policy that graphs may hold. One without `capture`, or whose capture is None, is called as it is."""
+    """A policy that graphs may contain. A policy without `capture`, or with None, is called without graphs."""
 
     @property
     def capture(self) -> Capture | None: ...
 
     def forget(self) -> None:
-        """Be as if new, in the same memory. Only for policies that learn."""
+        """Reset to the initial state, in the same memory. Only for policies that learn."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Small functions of tensors as one native call: their dozens of operations cost more to start than to do.
+"""Compiles a small function of tensors into one native call: starting its operations costs more than their work.
 
-Between two calls the models run and push everything out of the caches. On a CPU an operation of torch then takes 10 to
-20 µs to start, and what torch.compile wraps around its kernel, guards above all, 250 µs. AOTInductor's runner has none
-of that: about 40 µs a call. It checks nothing, therefore `Compiled` does.
+Between two calls the models run and push everything out of the CPU's caches. Then starting an operation of torch takes
+10 to 20 µs on a CPU, and the wrapper of torch.compile, mostly guards, takes 250 µs. AOTInductor's runner takes about
+40 µs a call. It checks nothing, so `Compiled` does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What a function holds stays where it is, whatever it is: no copies, and one compilation for all heads of a shape.
+# Weights that a function holds are not copied into the package: one compilation serves all heads of a shape.
 UNPACKED = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
 
 Function = Callable[..., Any]  # of tensors, to a tensor or a tuple of them
@@ -29,8 +29,8 @@ Run = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Compiled:
-    """`function` as `run` does it, for inputs like `example`; any others it gets itself. An input that is None in the
-    example is not looked at. A function of one result gives that, others a tuple. See `compiled`."""
+    """Calls `run`, the compiled `function`, for inputs like `example`; for all others, `function` itself. Inputs that
+    are None in the example are ignored. Returns one result as it is, several as a tuple. See `compiled`."""
 
     def __init__(self, function: Function, run: Run, example: Example, *, name: str, several: bool):
         self.function, self.run, self.name, self.several = function, run, name, several
@@ -38,7 +38,7 @@ class Compiled:
             (place, each.dtype, each.device, each.shape[1:]) for place, each in enumerate(example) if each is not None
         ]
         self.holds: object = None
-        self.missed = False  # has it met inputs that it was not compiled for?
+        self.missed = False  # whether it got inputs that it was not compiled for
 
     def __call__(self, *inputs: Tensor | None) -> Any:
         ready, batch = [], -1
@@ -65,12 +65,12 @@ class Compiled:
 
 
 def compiled(function: Function, example: Example, *, name: str, logger: logging.Logger | None = None) -> Function:
-    """`function` compiled for any batch from 1, where that can be done; else itself, and the log says why. Takes
-    seconds the first time, less from a cache on disk. Nothing is compiled for other devices than a CPU.
+    """`function`, compiled for any batch from 1. If it cannot be compiled, `function` itself, and the log says why.
+    Takes seconds the first time, less from a cache on disk. Compiles for a CPU only.
 
-    function: pure, of tensors (batch, …); tensors that it holds are used as they are, and may only be changed in place.
-    example: inputs with a batch of 2 or more, which count by their dtypes and their shapes but for the batch; None for
-    one that the function does not read. name: what messages call it. logger: whom they go to.
+    function: pure, of tensors (batch, …). Tensors that it holds are used without a copy, and may only be changed in
+    place. example: inputs with a batch of 2 or more; their dtypes, and shapes without the batch, are fixed. None stands
+    for an input that the function does not read. name: for messages. logger: gets the messages.
     """
     log = logger or _log()
     given = [each for each in example if each is not None]
@@ -79,7 +79,7 @@ def compiled(function: Function, example: Example, *, name: str, logger: logging
     began = time.perf_counter()
     try:
         made = _compile(function, example, name)
-    except Exception as error:  # no compiler, or a torch that cannot: whatever it is, there is another way
+    except Exception as error:  # for example no compiler: the function works without
         reason = " ".join(str(error).split())[:160]
         log.warning("accept-head: %s is not compiled (%s: %s), hence slower", name, type(error).__name__, reason)
         return function
@@ -88,7 +88,7 @@ def compiled(function: Function, example: Example, *, name: str, logger: logging
 
 
 class _Module(nn.Module):
-    """The function of those inputs alone that it reads, as export wants it."""
+    """The function as a module of only the inputs that it reads, as export requires."""
 
     def __init__(self, function: Function, example: Example):
         super().__init__()
@@ -100,13 +100,13 @@ class _Module(nn.Module):
 
 
 class _Holding(nn.Module):
-    """An exported graph, whose constants are buffers here: held0, held1, …"""
+    """An exported graph with its constants as buffers: held0, held1, …"""
 
     def __init__(self, exported: Any):
         super().__init__()
         self.graph = exported.graph_module
         values = {**exported.state_dict, **exported.constants}
-        # Inputs of the graph, in its order; those that name a target are held, the others given.
+        # The graph's inputs in order: one with a target is a constant, the others are arguments.
         targets = [spec.target for spec in exported.graph_signature.input_specs]
         self.held = [None if target is None else f"held{place}" for place, target in enumerate(targets)]
         for name, target in zip(self.held, targets, strict=True):
@@ -119,15 +119,15 @@ class _Holding(nn.Module):
 
 
 def _compile(function: Function, example: Example, name: str) -> Compiled:
-    """Export, compile unless that was done before, load, and try it."""
+    """Export the function, compile it unless the cache has it, load it and test it."""
     from torch._inductor import aoti_compile_and_package, aoti_load_package
     from torch.export import Dim, export
 
-    # vLLM may be building under inference mode, of whose tensors nothing can be exported.
+    # vLLM may build under inference mode, whose tensors cannot be exported.
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = tuple(each.clone() for each in example if each is not None)
-        any_batch = ({0: Dim.DYNAMIC},) * len(inputs)  # an error, not a silent constant, where it cannot be dynamic
+        any_batch = ({0: Dim.DYNAMIC},) * len(inputs)  # raises if the batch cannot be dynamic
         traced = export(_Module(function, example), inputs, dynamic_shapes=(any_batch,), strict=True)
         exported = export(_Holding(traced), inputs, dynamic_shapes=(any_batch,))
         package = _folder() / f"{_key(exported, inputs)}.pt2"
@@ -139,15 +139,15 @@ def _compile(function: Function, example: Example, name: str) -> Compiled:
         model, held = aoti_load_package(str(package)), exported.state_dict
         if names := model.get_constant_fqns():
             model.load_constants({key: held[key] for key in names}, check_full_update=True, user_managed=True)
-        run: Run = model.loader.run  # without the copying of argument trees around it
+        run: Run = model.loader.run  # skips the copying of argument trees
         several = _check(function, example, run)
     made = Compiled(function, run, example, name=name, several=several)
-    made.holds = model, held  # what `run` points at
+    made.holds = model, held  # `run` points at them
     return made
 
 
 def _write(make: Callable[[str], object], package: Path) -> None:
-    """Whole or not at all: other engines may start at the same time."""
+    """Write the package atomically: other engines may start at the same time."""
     package.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=package.parent) as folder:
         made = Path(folder) / "model.pt2"
@@ -156,7 +156,7 @@ def _write(make: Callable[[str], object], package: Path) -> None:
 
 
 def _check(function: Function, example: Example, run: Run) -> bool:
-    """Whether the function has several results. Raises AssertionError if the compiled ones are others."""
+    """Whether the function has several results. Raises AssertionError if the compiled results differ."""
     several = False
     for batch in (1, 2, 5):
         inputs = [None if each is None else each[:1].expand(batch, *each.shape[1:]).contiguous() for each in example]
@@ -167,7 +167,7 @@ def _check(function: Function, example: Example, run: Run) -> bool:
 
 
 def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
-    """Of all that the machine code depends on; the values that the function holds are not part of it."""
+    """A hash of everything that the machine code depends on, without the values of held tensors."""
     said = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(UNPACKED)]
     said += [str(exported.graph_module.code)]
     for name, tensor in [*sorted(exported.state_dict.items()), *enumerate(inputs)]:

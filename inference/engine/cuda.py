@@ -1,4 +1,4 @@
-"""What records a function of tensors on a GPU and replays it: CUDA graphs."""
+"""CUDA graphs: record a function of tensors on a GPU and replay it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accept_head.errors import InputError
 
 
 class GraphBackend(Protocol):
-    """What captures and replays: CUDA, or a stand-in for tests."""
+    """Captures and replays functions: CUDA, or a stand-in in tests."""
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Run it for its own sake. Raises RuntimeError when it waits for the device."""
+        """Run the function before its capture. Raises RuntimeError when it waits for the device."""
         ...
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Record what it does → what does it again."""
+        """Record the function's work → a function that replays it."""
         ...
 
 
@@ -37,7 +37,7 @@ class CudaGraphs:
         self.stream.wait_stream(here)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
-                function()  # libraries are set up now, which may wait for the device
+                function()  # the first run sets up libraries, which may wait for the device
                 with _waiting_is_an_error():
                     function()
         finally:
@@ -45,25 +45,25 @@ class CudaGraphs:
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        # thread_local: what other threads do, those that load data, say, is no part of it.
+        # thread_local: the work of other threads, for example data loaders, is no part of the capture.
         options: Any = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:
             with torch.cuda.device(self.device), torch.cuda.graph(graph, **options):
                 function()
         finally:
-            torch.cuda.set_stream(here)  # torch leaves the other one in place when a capture fails
+            torch.cuda.set_stream(here)  # after a failed capture torch keeps the side stream
         return graph.replay
 
 
 def check_one_device(model: torch.nn.Module) -> None:
-    """Raises InputError for a model that is spread over several."""
+    """Raises InputError for a model on several devices."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1:
         raise InputError(f"compile is 'graphs', which needs a model on one device, but it is on {sorted(devices)}")
 
 
 def graph_backend(device: torch.device) -> GraphBackend:
-    """Raises InputError where there are no CUDA graphs."""
+    """CUDA graphs on this device. Raises InputError for a device without them."""
     if device.type != "cuda":
         raise InputError(f"compile is 'graphs', which needs a CUDA device, but the models are on {device}")
     return CudaGraphs(device)
@@ -73,7 +73,7 @@ def graph_backend(device: torch.device) -> GraphBackend:
 def _waiting_is_an_error() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the mode does not see everything
+        warnings.simplefilter("ignore")  # torch warns that the mode does not detect every sync
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield

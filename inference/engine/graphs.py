@@ -1,17 +1,18 @@
-"""Functions of tensors that are captured once, as CUDA graphs, and replayed: one launch in place of hundreds.
+"""Captures functions of tensors once, as CUDA graphs, and replays them: one launch instead of hundreds.
 
-A replay runs the same kernels on the same memory and nothing of Python. Hence the rules, which `Graphs` keeps:
+A replay runs the same kernels on the same memory, and no Python. So `Graphs` follows these rules:
 
-- What goes in is copied to buffers of the graph, but for tensors whose addresses never change (`keep`).
-- What comes out is copied to buffers, too. All graphs share one pool of memory, for what they need in between: whatever
-  order they are replayed in, nothing that outlives a replay lies there.
-- What is no tensor, a depth, a width, is part of the key: another number is another graph. So are shapes and dtypes.
-- A function is run before it is captured, so that kernels are loaded and buffers have shapes; what it changes in place
-  (`mutates`) is put back. It must not read a value on the host; a call that does is refused while it is tried.
-- An object whose attributes the function rebinds is given as `state`; its `capture` (capture.py) names them: they go in
-  and out like arguments and results, those that the function only reads go in.
+- Inputs are copied to buffers of the graph, except tensors whose addresses never change (`keep`).
+- Results are copied to buffers too. All graphs share one memory pool for intermediate values. Graphs may be replayed in
+  any order, because nothing in the pool outlives a replay.
+- Values that are not tensors, for example a depth or a width, are part of the key, and so are shapes and dtypes.
+  Another value is another graph.
+- A function runs once before its capture, so that kernels are loaded and shapes of buffers are known. Its changes in
+  place (`mutates`) are undone. It must not read a value on the host; the run before the capture detects that.
+- An object whose attributes the function rebinds is given as `state`. Its `capture` (capture.py) names the attributes:
+  carried ones are inputs and results, read ones are inputs.
 
-The result of a call is valid until the next call of that name.
+The result of a call is valid until the next call of the same name.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from accept_head.errors import InputError
 from accept_head.inference.engine.cuda import GraphBackend
 from accept_head.inference.engine.leaves import put_together, take_apart
 
-SMALL = 1 << 14  # numbers of a tensor
-MOST_GRAPHS = 512  # of one model, or of one policy's small functions; what comes later is run as it is
+SMALL = 1 << 14  # elements of a tensor
+MOST_GRAPHS = 512  # of one model, or of one policy's small functions; further calls run without a graph
 
 Function = Callable[..., Any]
 
@@ -46,8 +47,8 @@ class _Graph:
 
 
 class Graphs:
-    """Captured functions by name. also: other graphs; tensors that they keep need no copy here either. beside: graphs
-    that are never in use at the same time as these; both share the memory of their results, and what they keep."""
+    """Captured functions by name. also: other graphs; tensors that they keep are not copied here either. beside: graphs
+    that are never used at the same time as these; both share the buffers of results and the kept tensors."""
 
     def __init__(
         self,
@@ -58,27 +59,26 @@ class Graphs:
     ):
         self.backend, self.also, self.most = backend, list(also), most
         self.captured: dict[Any, _Graph] = {}
-        # Of results; and, by the address of their storage, which cannot be anybody else's meanwhile, what is kept.
+        # Buffers of results, and kept tensors by the address of their storage, which stays theirs while they are kept.
         self.buffers: dict[Any, Tensor] = beside.buffers if beside else {}
         self.kept: dict[int, Tensor] = beside.kept if beside else {}
-        # What `_described` says of the very tensors that come again and again, which lie here so that their ids stay.
+        # `_described` of kept tensors, by id. Holding the tensor here keeps its id from being reused.
         self.known: dict[int, tuple[Tensor, Any]] = beside.known if beside else {}
         self.refused: set[str] = set()
 
     def keep(self, *tensors: Tensor) -> None:
-        """These stay where they are: they may be used as they lie, by calls that are given them and by functions that
-        hold them."""
+        """Declare that these tensors keep their addresses, so that calls use them without a copy."""
         for tensor in tensors:
             self.kept[tensor.untyped_storage().data_ptr()] = tensor
             self.known[id(tensor)] = tensor, self._described(tensor)
 
     def forget(self, *names: str) -> None:
-        """What the functions hold, those of these names or all, is no longer what or where it was."""
+        """Drop the graphs of these names, or all, because values or addresses that they contain have changed."""
         for key in [key for key in self.captured if not names or key[0] in names]:
             del self.captured[key]
 
     def free(self) -> None:
-        """Give all memory back. Nothing that was returned, or that others captured of it, may be used any more."""
+        """Release all memory. Returned tensors, and graphs of others that contain them, must not be used any more."""
         self.captured.clear()
         self.buffers.clear()
         self.kept.clear()
@@ -95,11 +95,11 @@ class Graphs:
         copy: bool = False,
         optional: bool = False,
     ) -> Any:
-        """function(*inputs), whose tensors may stand in tuples, lists, dictionaries and dataclasses.
+        """function(*inputs), by a graph. Tensors may stand in tuples, lists, dictionaries and dataclasses.
 
-        renews: the function makes the state anew: what it was does not count. copy: kept tensors are copied, too: one
-        graph for whatever is given. optional: a function that waits for the device is run as it is, which the log says
-        once; else that is an InputError.
+        renews: the function makes the carried state anew and ignores the old one. copy: copy kept tensors too, so that
+        one graph serves all inputs. optional: a function that waits for the device runs without a graph, which is
+        logged once; otherwise it raises InputError.
         """
         if name in self.refused:
             return function(*inputs)
@@ -131,7 +131,7 @@ class Graphs:
         return known.result
 
     def _described(self, leaf: Tensor, copy: bool = False) -> Any:
-        """(where it lies if that is kept, shape, dtype, device)"""
+        """(address if kept, shape, dtype, device)"""
         if copy:
             return None, leaf.shape, leaf.dtype, leaf.device
         for graphs in (self, *self.also):
@@ -140,7 +140,7 @@ class Graphs:
         return self._address(leaf), leaf.shape, leaf.dtype, leaf.device
 
     def _address(self, leaf: Tensor) -> Any:
-        """Where a kept tensor lies; None for others."""
+        """The address of a kept tensor; None for others."""
         pointer = leaf.untyped_storage().data_ptr()
         if pointer in self.kept or any(pointer in other.kept for other in self.also):
             return pointer, leaf.storage_offset(), leaf.stride()
@@ -187,7 +187,7 @@ class Graphs:
             put_back()
             _restore(state, begun)
         outcome, results = tried[0]
-        # What is handed through is where it was; all else gets a place that no replay of any graph writes to.
+        # A result that is an input needs no buffer; every other result gets one outside the pool.
         own = {id(tensor) for tensor in given}
         out = [
             tensor if id(tensor) in own else self._buffer(name, place, tensor) for place, tensor in enumerate(results)
@@ -207,7 +207,7 @@ class Graphs:
         return _Graph(copied, replay, result, carried)
 
     def _buffer(self, name: str, place: int, like: Tensor) -> Tensor:
-        """One for all graphs of a name whose results have this shape."""
+        """The buffer of a result, shared by all graphs of a name with results of this shape."""
         key = (name, place, like.shape, like.dtype)
         if key not in self.buffers:
             self.buffers[key] = torch.empty(like.shape, dtype=like.dtype, device=like.device)
@@ -216,7 +216,8 @@ class Graphs:
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """From the second to the first of each: small ones of one dtype by one kernel, which has few programs for each."""
+    """Copy the second tensor of each pair to the first. One kernel copies all small ones of a dtype; it has few
+    programs for each tensor, so large ones are copied one by one."""
     together: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for to, tensor in pairs:
         if tensor.is_contiguous() and tensor.numel() <= SMALL:
@@ -228,7 +229,7 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def run_directly(name: str, function: Function, *inputs: Any, **_: Any) -> Any:
-    """In place of `Graphs`, where nothing is captured."""
+    """Used in place of `Graphs` when nothing is captured."""
     return function(*inputs)
 
 
@@ -244,7 +245,7 @@ def _restore(state: Any, carried: dict[str, Any]) -> None:
     for name, value in carried.items():
         *path, last = name.split(".")
         owner = attrgetter(".".join(path))(state) if path else state
-        setattr(owner, last, list(value) if isinstance(value, list) else value)  # a function may append to it
+        setattr(owner, last, list(value) if isinstance(value, list) else value)  # the function may append to it
 
 
 _said: set[str] = set()

@@ -1,4 +1,4 @@
-"""One layer's keys and values in the ragged cache, and where in it the next forward writes."""
+"""One layer's keys and values in the ragged cache, and the place where the next forward writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers.cache_utils import CacheLayerMixin
 
 @dataclass
 class WritePlace:
-    """Where the next forward writes; one for all layers of a model.
+    """Where the next forward writes; shared by all layers of a model.
 
-    slots: (rows, new). rows: (rows,) which rows of the batch take part, or None for all. extent: slots in use. whole:
-    does attention get all there is, of all rows, because its kernel picks what it may see?
+    slots: (rows, new). rows: (rows,) the batch rows that take part; None = all. extent: slots in use. whole: give
+    attention all slots of all rows, because its kernel selects the visible ones.
     """
 
     slots: Tensor
@@ -39,11 +39,11 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write (rows, heads, new, head_dim); return what those rows hold below `extent`, or `whole`."""
+        """Write (rows, heads, new, head_dim) → the rows' keys and values below `extent`, or the `whole` cache."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        slots = self.place.slots.to(key_states.device)  # with a device map, layers live on several
+        slots = self.place.slots.to(key_states.device)  # with a device map, layers are on several devices
         if self.place.rows is None:
             index = slots[:, None, :, None]
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
@@ -58,7 +58,7 @@ class RaggedLayer(CacheLayerMixin):
         return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was; the batch may shrink."""
+        """Row i becomes what row rows[i] was. The batch may shrink."""
         if self.is_initialized:
             assert self.keys is not None and self.values is not None
             self.keys, self.values = (t.index_select(0, rows.to(t.device)) for t in (self.keys, self.values))

@@ -1,4 +1,4 @@
-"""Arguments and results of a function, taken apart into a list of tensors and what is around them."""
+"""Splits a function's arguments and results into a list of tensors and the structure around them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PLAIN = (int, float, bool, str, type(None), frozenset)
 
 
 def take_apart(value: Any, leaves: list[Tensor]) -> Any:
-    """Add its tensors to `leaves` → all else of it, which can be compared and hashed. A round has a dozen calls, each
-    with a dozen values, and after a sync the device waits for them."""
+    """Add the value's tensors to `leaves` → the rest of it, which can be compared and hashed. It must be fast: a round
+    has a dozen calls, each with a dozen values, and after a sync the device waits for them."""
     if isinstance(value, Tensor):
         leaves.append(value)
         return Tensor
@@ -33,14 +33,14 @@ _names: dict[Any, tuple[str, ...]] = {}
 
 
 def _field_names(kind: Any) -> tuple[str, ...]:
-    """Of a dataclass; none of anything else."""
+    """The field names of a dataclass; empty for other types."""
     if kind not in _names:
         _names[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
     return _names[kind]
 
 
 def put_together(shape: Any, leaves: Iterator[Tensor]) -> Any:
-    """The value that `take_apart` took apart."""
+    """The value that `take_apart` split."""
     if shape is Tensor:
         return next(leaves)
     kind, *parts = shape
@@ -51,6 +51,6 @@ def put_together(shape: Any, leaves: Iterator[Tensor]) -> Any:
     values = [put_together(part, leaves) for part in parts]
     if kind is list or kind is tuple:
         return kind(values)
-    # Else a named tuple, or a dataclass, whose fields are in order but may be for keywords alone.
+    # A named tuple, or a dataclass, whose fields may be keyword-only.
     names = _field_names(kind)
     return kind(**dict(zip(names, values, strict=True))) if names else kind(*values)

@@ -1,14 +1,14 @@
-"""How much memory a batch needs, before any of it is taken: weights + caches + logits + head.
+"""Plans the memory of a batch before it is allocated: weights + caches + logits + head.
 
-weights  every parameter and buffer, once (they are there already)
+weights  every parameter and buffer, once (allocated already)
 caches   rows × (longest row + 1) tokens × bytes a token, of both models
 logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
-head     what its kernels pack of it in their first round: weights, and a row for each token of the vocabulary
+head     what its kernels pack in their first round: weights, and a row for each token of the vocabulary
 
-Where they are larger, the activations of the forward that fills the cache with prompts stand in place of the logits:
-tokens at once × ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs a round's
-memory stays taken while prompts are fed: both count; and the logits of each width that was met stay where they are.
-Graphs of further policies add nothing to that: they share it.
+The activations of the forward that fills the cache with prompts replace the logits if they are larger: tokens at once ×
+((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs a round's memory stays
+allocated while prompts are fed, so both count. The logits of each captured width stay allocated too. Graphs of further
+policies share this memory and add none.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.cache import FILL_TOKENS, WIDTHS
 from accept_head.inference.engine.proof import check_served
 
-# Alive at the same time in a round. Greedy: logits alone. Sampling, float32: logits, the filtered scores, p and what a
-# filter sorts at each verified slot; q and its copy in the stack at each drafted slot; and, float64, the sums and
-# thresholds of the one draw of a row.
+# Tensors alive at the same time in a round. Greedy: logits alone. Sampling, in float32: logits, filtered scores, p and
+# the sorted values of a filter at each verified slot; q and its copy in the stack at each drafted slot. In float64: the
+# sums and thresholds of the one draw of a row.
 FLOAT, DOUBLE = 4, 8
 VERIFIED_COPIES, DRAFTED_COPIES, DRAW_COPIES = 3, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes. batch: rows; max_length: tokens of the longest; max_draft_tokens: k; cache_per_token: of both models."""
+    """Sizes in bytes. batch: number of rows. max_length: tokens of the longest row. max_draft_tokens: k.
+    cache_per_token: of both models."""
 
     weights: int
     batch: int
@@ -46,7 +47,7 @@ class MemoryPlan:
     logit_bytes: int
     greedy: bool
     fill: int = 0
-    slots: int = 0  # of a row's cache, where they are more than its tokens and one
+    slots: int = 0  # of a row's cache, if more than its tokens and one
     graphs: bool = False
     head: int = 0
 
@@ -69,7 +70,7 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Logits that captured forwards leave in place: a tensor for each width, of the draft 1 and 2."""
+        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft widths 1 and 2."""
         if not self.graphs:
             return 0
         widest = next((width for width in WIDTHS if width > self.max_draft_tokens), self.max_draft_tokens + 1)
@@ -99,7 +100,7 @@ class MemoryPlan:
         return logits + fill if self.graphs else fill if self.fill > self.logits else logits
 
     def check_fits(self, device: torch.device) -> None:
-        """Raises InputError saying what is needed and what there is."""
+        """Raises InputError naming the needed and the available memory when the plan does not fit."""
         needed, available = self.total - self.weights, available_bytes(device)
         if needed > available:
             raise InputError(
@@ -123,8 +124,8 @@ def plan_memory(
     graphs: bool = False,
     head: int = 0,
 ) -> MemoryPlan:
-    """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: tokens. head: bytes that heads
-    take besides what they have already, see `kernels.head.bytes_to_pack`."""
+    """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: in tokens. head: further bytes
+    that heads will take, see `kernels.head.bytes_to_pack`."""
     models = [target, *([draft] if max_draft_tokens else [])]
     served = [check_served(model, attention) for model in models]
     backends = [choose(model, attention) for model in models]
@@ -145,8 +146,8 @@ def plan_memory(
 
 
 def _fill_bytes(model: PreTrainedModel, tokens: int, extent: int) -> int:
-    """What lives at the peak of a layer: three tensors of its feed-forward part, four of the hidden size, the rotary
-    cosines and sines, and the mask."""
+    """Bytes at the peak of a layer: three tensors of its feed-forward part, four of the hidden size, the rotary cosines
+    and sines, and the mask."""
     text = model.config.get_text_config(decoder=True)
     hidden = text.hidden_size
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -155,7 +156,7 @@ def _fill_bytes(model: PreTrainedModel, tokens: int, extent: int) -> int:
 
 
 def weight_bytes(models: Iterable[PreTrainedModel]) -> int:
-    """Bytes of all parameters and buffers; what is shared counts once."""
+    """Bytes of all parameters and buffers; shared ones count once."""
     storages = {}
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -165,7 +166,7 @@ def weight_bytes(models: Iterable[PreTrainedModel]) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of the device, what torch holds in reserve included."""
+    """Free memory of the device, with torch's unused reserve."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

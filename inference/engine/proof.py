@@ -1,7 +1,7 @@
-"""Proof, once a model, that the ragged cache serves it: a few ragged forwards with a rollback against a plain one.
+"""Tests once for each model that the ragged cache works: compares ragged forwards after a rollback with a plain one.
 
-`AttentionKinds` refuses what transformers declares. This catches what is not declared (say, position biases built from
-a padding mask), and measures what a token costs in cache.
+`AttentionKinds` refuses models by what transformers declares. This test catches undeclared differences, for example
+position biases built from a padding mask. It also measures the cache memory of a token.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from accept_head.inference.engine.attention.choice import Attention, choose, dec
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.pair import output_size
 
-# Share of the logits' spread by which the two may differ: far above rounding in bfloat16, far below a wrong mask.
+# Largest difference as a share of the logits' spread: far above rounding in bfloat16, far below a wrong mask.
 TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
 class Served:
-    """What the proof measured. bytes_per_token: of keys and values, over all layers."""
+    """The measurements of the test. bytes_per_token: of keys and values, over all layers."""
 
     bytes_per_token: int
 
@@ -34,8 +34,8 @@ _served: WeakKeyDictionary[PreTrainedModel, dict[Attention, Served]] = WeakKeyDi
 
 @torch.no_grad()
 def check_served(model: PreTrainedModel, attention: Attention = "sdpa") -> Served:
-    """Raises InputError naming the model when its ragged forwards are not those of a plain forward. Of the attention
-    `auto`, what fails is never chosen again for this model, and a warning says so."""
+    """Test the model. Raises InputError naming it when its ragged forwards differ from a plain forward. With attention
+    `auto`, a backend that fails is not chosen again for this model, and a warning is logged."""
     proofs = _served.setdefault(model, {})
     while (chosen := backend.name if (backend := choose(model, attention)) else "sdpa") not in proofs:
         try:
@@ -57,7 +57,7 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
     try:
         plain = model(ids).logits.float()
         cached.fill(ids, [0, 1], [0, 0], [2, 5])
-        cached.forward(ids[:, :2].flip(0), starts, 5)  # a rejected draft, written over below
+        cached.forward(ids[:, :2].flip(0), starts, 5)  # a rejected draft, overwritten below
         index = starts[:, None] + torch.arange(3, device=starts.device)
         ragged = cached.forward(ids.gather(1, index), starts, 5).logits.float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""Attention on the ragged cache: which positions a query may see, and which kernel reads them.
+"""Attention on the ragged cache: the positions that a query may see, and the kernels that read them.
 
 Read first: kinds.py, then choice.py.
 """

@@ -1,13 +1,13 @@
-"""A kernel that reads the ragged cache as it lies in memory: no mask, no copies, no repeated heads.
+"""An attention kernel that reads the ragged cache directly: no mask, no copies, no repeated heads.
 
-It takes each row's number of keys, and aligns causality to the bottom right: of `new` queries in a row of `length`
-keys, query i sees the first length − new + i + 1. With new tokens written at a row's own end, that is the rule of the
-ragged cache.
+The kernel takes each row's number of keys, and aligns causality to the bottom right: of `new` queries in a row of
+`length` keys, query i sees the first length − new + i + 1. New tokens are written at a row's own end, so this is the
+rule of the ragged cache.
 
-It is registered with transformers under a name of its own, and a model has it while a `CachedModel` runs the model.
-What the model is then given as its attention mask is a *plan*: the row lengths, as an int32 tensor of four dimensions,
-which transformers builds no mask for, but hands on to the attention like any 4-D mask. It is an ordinary input on the
-device: nothing is read by the host, and shapes depend on batch and width alone, so that a captured graph follows it.
+The kernel is registered with transformers under its own name, and a model uses it while a `CachedModel` runs the model.
+The model's attention mask is then a *plan*: the row lengths, as an int32 tensor of four dimensions. transformers passes
+it on to the attention like any 4-D mask. The plan is an ordinary input on the device: the host reads nothing, and
+shapes depend on batch and width alone, so that a captured graph can use it.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 Kernel = Callable[..., Any]
-KERNELS: dict[str, Kernel | None] = {}  # those that were looked for
+KERNELS: dict[str, Kernel | None] = {}  # by name; None if it could not be loaded
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel and how the ragged cache maps to it.
+    """A kernel and its use on the ragged cache.
 
-    plan: (positions (rows, new), cache rows (rows,) or None for all, slots a row, key heads) → the plan. attend: the
-    kernel, query (rows, heads, new, channels), keys and values (batch, key heads, slots, channels), plan, scale, window
-    and cap → (rows, new, heads, channels). page: slots of a row are a multiple of it.
+    plan: (positions (rows, new), cache rows (rows,) or None for all, slots a row, key heads) → the plan. attend: calls
+    the kernel with query (rows, heads, new, channels), keys and values (batch, key heads, slots, channels), plan,
+    scale, window and cap → (rows, new, heads, channels). page: a row's slots are a multiple of it.
     """
 
     name: Literal["flash", "varlen"]
-    registered: str  # with transformers, which takes "flash" in a name for its own
+    registered: str  # name in transformers, which reserves names with "flash"
     load: Callable[[], Kernel]  # raises ImportError, or OSError
     plan: Callable[[Tensor, Tensor | None, int, int], Tensor]
     attend: Callable[..., Tensor]
-    needs: str  # what has to be there
+    needs: str  # the required package
     page: int = 1
-    caps: bool = False  # can it cap the scores?
-    traced: bool = False  # may torch.compile trace through it?
+    caps: bool = False  # whether it can cap the scores
+    traced: bool = False  # whether torch.compile can trace through it
 
     @property
     def kernel(self) -> Kernel | None:
         if self.name not in KERNELS:
             try:
                 KERNELS[self.name] = self.load()
-            except (ImportError, OSError):  # not there, or built for another torch
+            except (ImportError, OSError):  # not installed, or built for another torch
                 KERNELS[self.name] = None
         return KERNELS[self.name]
 
     def slots(self, wanted: int) -> int:
-        """At least so many slots a row."""
+        """The smallest allowed number of slots a row that is at least `wanted`."""
         return -(-wanted // self.page) * self.page
 
 
 class Attended:
-    """A model whose attention is a backend's while it is run through `around`, and its own otherwise."""
+    """A model that uses a backend's attention inside `around`, and its own attention otherwise."""
 
     def __init__(self, model: PreTrainedModel, backend: Backend):
         self.backend = backend
-        # Layers ask their own config; a model may have several.
+        # Each layer reads its own config; a model may have several configs.
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self.configs: list[Any] = list(configs.values())
         capped = caps_scores(model)
@@ -73,11 +73,11 @@ class Attended:
         self.heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
 
     def plan(self, positions: Tensor, rows: Tensor | None, slots: int) -> Tensor:
-        """What stands for the mask; see `Backend`."""
+        """The plan that replaces the mask; see `Backend`."""
         return self.backend.plan(positions, rows, slots, self.heads)
 
     def around(self, run: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
-        """`run`, in which the model's attention is the backend's whenever it is wanted."""
+        """`run` with the backend's attention whenever `wanted()` is True."""
 
         @wraps(run)
         def attended(*arguments: Any, **options: Any) -> Any:
@@ -96,7 +96,7 @@ class Attended:
 
 
 def _attention(backend: Backend, capped: bool) -> Callable[..., tuple[Tensor, None]]:
-    """The backend as transformers calls it."""
+    """The backend as an attention function of transformers."""
 
     def attention(
         module: torch.nn.Module,
@@ -118,6 +118,6 @@ def _attention(backend: Backend, capped: bool) -> Callable[..., tuple[Tensor, No
 
 
 def caps_scores(model: PreTrainedModel) -> bool:
-    """Whether the model caps its scores as it is: under `sdpa` transformers leaves the cap of its config out."""
+    """Whether the loaded model caps its scores. With `sdpa` transformers ignores the cap in the config."""
     text = model.config.get_text_config(decoder=True)
     return bool(getattr(text, "attn_logit_softcapping", None)) and model.config._attn_implementation == "eager"

@@ -1,6 +1,6 @@
-"""Which attention a model gets:
+"""Chooses the attention of a model:
 
-sdpa     torch's scaled_dot_product_attention with an explicit mask: every model, every device; the baseline
+sdpa     torch's scaled_dot_product_attention with an explicit mask; the baseline, for every model and device
 flash    see flash.py
 varlen   see varlen.py
 """
@@ -21,7 +21,7 @@ from accept_head.inference.engine.attention.varlen import VARLEN
 Attention = Literal["auto", "sdpa", "flash", "varlen"]
 BACKENDS = (FLASH, VARLEN)  # in the order of preference
 
-# What the two kernels are built for; tests put a reference in their place on a CPU.
+# Requirements of the two kernels; tests replace the kernels by a reference on a CPU.
 DEVICES: tuple[str, ...] = ("cuda",)
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 COMPUTE_CAPABILITY = (8, 0)
@@ -29,11 +29,11 @@ MOST_HEAD_CHANNELS = 256
 
 
 def choose(model: PreTrainedModel, attention: Attention = "auto", *, traced: bool = False) -> Backend | None:
-    """The backend for this model, None for its own attention with an explicit mask.
+    """The backend for this model; None for its own attention with an explicit mask.
 
-    `auto` takes the first of flash and varlen that computes what the model's `sdpa` does; a model loaded with `eager`
-    keeps it. traced: torch.compile has to trace through it. Raises InputError, saying why, when the one asked for
-    cannot serve the model.
+    `auto` takes the first of flash and varlen that computes the same as the model's `sdpa`. A model loaded with `eager`
+    keeps it. traced: torch.compile must be able to trace through the backend. Raises InputError with the reason when
+    the requested one does not support the model.
     """
     if attention not in get_args(Attention):
         raise InputError(f"attention is {attention!r}, expected one of {get_args(Attention)}")
@@ -49,7 +49,7 @@ def choose(model: PreTrainedModel, attention: Attention = "auto", *, traced: boo
 
 
 def refusal(backend: Backend, model: PreTrainedModel, *, traced: bool = False) -> str | None:
-    """Why a backend cannot serve a model; None = it can, as far as can be told without running it."""
+    """Why a backend does not support a model; None if no reason is known before running it."""
     if backend.name in declined.get(model, {}):
         return declined[model][backend.name]
     text = model.config.get_text_config(decoder=True)
@@ -68,7 +68,7 @@ def refusal(backend: Backend, model: PreTrainedModel, *, traced: bool = False) -
 
 
 def _refused_layers(backend: Backend, model: PreTrainedModel, text: Any) -> str | None:
-    """As `refusal`, for what the attention layers compute."""
+    """As `refusal`, for the computation of the attention layers."""
     name, own = _described(model), model.config._attn_implementation
     if own not in ("sdpa", "eager"):
         return f"{name} has attention implementation {own!r}, expected 'sdpa' or 'eager'"
@@ -88,7 +88,7 @@ def _refused_layers(backend: Backend, model: PreTrainedModel, text: Any) -> str 
     return None
 
 
-# Models that a backend failed on when it was tried, and how.
+# For each model, the backends that failed on it in a test, and the reason.
 declined: WeakKeyDictionary[PreTrainedModel, dict[str, str]] = WeakKeyDictionary()
 
 

@@ -1,7 +1,7 @@
-"""flash_attn_with_kvcache, of the package flash-attn: bfloat16 or float16 on CUDA, Ampere or newer.
+"""flash_attn_with_kvcache, from the package flash-attn: bfloat16 or float16 on CUDA, Ampere or newer.
 
-Keys and values are written before, by the cache layer. The kernel could write them itself, but at length, length + 1,
-…: past a row's slots where a ragged forward's padding ends there.
+The cache layer writes keys and values before the call. The kernel could write them itself, but only at length, length +
+1, …, which can go past a row's slots with the padding of a ragged forward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def _flash_kernel() -> Kernel:
 
 
 def _flash_plan(positions: Tensor, rows: Tensor | None, slots: int, heads: int) -> Tensor:
-    """(1, rows, 1, 1): lengths; or (2, rows, 1, 1): lengths, and which rows of the cache they are."""
-    lengths = (positions[:, -1] + 1).clamp(max=slots)  # an idle row may point beyond its slots; nobody reads it
+    """(1, rows, 1, 1): lengths; or (2, rows, 1, 1): lengths, and the cache row of each."""
+    lengths = (positions[:, -1] + 1).clamp(max=slots)  # an idle row may point beyond its slots; it is not read
     parts = lengths[None] if rows is None else torch.stack([lengths, rows])
     return parts.to(torch.int32)[:, :, None, None]
 
@@ -28,7 +28,7 @@ def _flash_plan(positions: Tensor, rows: Tensor | None, slots: int, heads: int) 
 def _flash_attend(
     query: Tensor, keys: Tensor, values: Tensor, plan: Tensor, scale: float, window: tuple[int, int], cap: float
 ) -> Tensor:
-    # The kernel takes any strides whose channels are contiguous: (batch, slots, heads, channels) is a view.
+    # The kernel takes any strides with contiguous channels, so (batch, slots, heads, channels) is a view.
     return FLASH.kernel(  # type: ignore[misc]
         query.transpose(1, 2),
         keys.transpose(1, 2),

@@ -1,7 +1,7 @@
-"""Which positions a query may see, for each kind of attention layer, and which models the ragged cache can serve.
+"""The positions that a query may see, for each kind of attention layer, and the models that the ragged cache supports.
 
-A model that it cannot serve is refused by name when it is loaded into a decoder; none is ever silently wrong: what
-transformers says of the layers decides first, and then a comparison of a few ragged forwards with a plain one.
+A decoder refuses an unsupported model by name, so that no model is silently wrong. First transformers' description of
+the layers decides, then a comparison of a few ragged forwards with a plain one (proof.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from accept_head.pair import attention_mask_for
 
 @dataclass(frozen=True)
 class AttentionKinds:
-    """The kinds of a model's layers. full: some see everything. window: tokens that others see, if any."""
+    """The kinds of a model's layers. full: whether some layers see all tokens. window: number of tokens that the other
+    layers see; None if there are no others."""
 
     model: PreTrainedModel
     layers: int
@@ -30,7 +31,7 @@ class AttentionKinds:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionKinds:
-        """Raises InputError, naming model and reason, for state that cannot be rolled back by arithmetic."""
+        """Raises InputError, naming model and reason, for layers whose state a lower length cannot roll back."""
         name = f"{type(model).__name__} ({model.config.model_type})"
         text = model.config.get_text_config(decoder=True)
         if model.config.is_encoder_decoder:
@@ -52,8 +53,8 @@ class AttentionKinds:
         return cls(model, len(layers), full, next(iter(windows), None))
 
     def masks(self, positions: Tensor, extent: int) -> Tensor | dict[str, Tensor]:
-        """What queries at `positions` (batch, new) may see of the slots below `extent`, as the model takes it: one
-        mask (batch, 1, new, extent), or one for each kind of layer."""
+        """The model's masks: which slots below `extent` the queries at `positions` (batch, new) may see. One mask
+        (batch, 1, new, extent), or one for each kind of layer."""
         keys = torch.arange(extent, device=positions.device)
         queries = positions[..., None]
         seen = keys <= queries
@@ -64,15 +65,15 @@ class AttentionKinds:
         return self.named(full, attention_mask_for(self.model, (seen & near)[:, None]))
 
     def named(self, full: Tensor | None, sliding: Tensor | None) -> Tensor | dict[str, Tensor]:
-        """What stands for the mask of each kind, as the model takes it: models with one kind take a 4-D tensor as it
-        is, those with two one of each, by these names."""
+        """The masks, or plans, in the form that the model takes: one 4-D tensor for a model with one kind of layers, a
+        dictionary by these names for two kinds."""
         masks = {"full_attention": full if self.full else None, "sliding_attention": sliding if self.window else None}
         there = {name: mask for name, mask in masks.items() if mask is not None}
         return there if len(there) > 1 else next(iter(there.values()))
 
 
 def check_rotary(model: PreTrainedModel, max_length: int) -> None:
-    """Raises InputError, naming the model, when a row's positions would be rotated by what other rows are long."""
+    """Raises InputError, naming the model, when the rotation of a row's positions depends on other rows' lengths."""
     text = model.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)

@@ -1,5 +1,5 @@
-"""torch.nn.attention.varlen.varlen_attn, of torch itself, or, before 2.13, the operation that it calls: bfloat16 or
-float16 on CUDA, Ampere or newer, and no capped scores."""
+"""torch.nn.attention.varlen.varlen_attn of torch; before 2.13, the operation that it calls. bfloat16 or float16 on
+CUDA, Ampere or newer, without capped scores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from accept_head.inference.engine.attention.backend import Backend, Kernel
 
-PAGE = 256  # tokens of a page of its paged cache are a multiple of it
+PAGE = 256  # a page of its paged cache has a multiple of this many tokens
 
 
 def _varlen_kernel() -> Kernel:
     kernel = import_module("torch.nn.attention.varlen").varlen_attn
     if "block_table" in signature(kernel).parameters:
         return kernel
-    operation = torch.ops.aten._flash_attention_forward  # what varlen_attn calls; before 2.13 it hides the row lengths
+    operation = torch.ops.aten._flash_attention_forward  # called by varlen_attn, which has no row lengths before 2.13
     if "seqused_k" not in {argument.name for argument in operation.default._schema.arguments}:
         raise ImportError("this torch has no row lengths")
     return partial(packed_varlen, operation)
@@ -41,9 +41,9 @@ def packed_varlen(
     seqused_k: Tensor,
     block_table: Tensor,
 ) -> Tensor:
-    """`varlen_attn` with one page a row, by an operation that has no pages: keys in one sequence, of which each row's
-    begin where `cu_seq_k` says. Seen so, row b of the cache begins at token b × heads × slots."""
-    tokens = key.stride(0) // key.stride(1)  # from a row to the next: cu_seq_k counts in them
+    """`varlen_attn` with one page a row, by an operation without pages. The operation takes all keys in one sequence;
+    `cu_seq_k` says where each row's keys begin. In this view row b of the cache begins at token b × heads × slots."""
+    tokens = key.stride(0) // key.stride(1)  # from a row to the next, in the units of cu_seq_k
     packed = [
         pages.as_strided(((len(pages) - 1) * tokens + pages.shape[1], *pages.shape[2:]), pages.stride()[1:])
         for pages in (key, value)
@@ -66,8 +66,8 @@ def packed_varlen(
 
 
 def _varlen_plan(positions: Tensor, rows: Tensor | None, slots: int, heads: int) -> Tensor:
-    """(4, rows + 1, 1, 1): lengths; which pages, here rows of the cache, they are; where each row's keys begin, for
-    `packed_varlen`, as with pages the kernel asks for that and does not look at it; where each row's queries do."""
+    """(4, rows + 1, 1, 1): lengths; each row's page, which is its cache row; where each row's keys begin; where each
+    row's queries begin. `packed_varlen` reads the third; with pages the kernel requires it but ignores its values."""
     count, new = positions.shape
     ends = torch.arange(count + 1, device=positions.device)
     lengths = (positions[:, -1] + 1).clamp(max=slots)
@@ -79,11 +79,11 @@ def _varlen_plan(positions: Tensor, rows: Tensor | None, slots: int, heads: int)
 def _varlen_attend(
     query: Tensor, keys: Tensor, values: Tensor, plan: Tensor, scale: float, window: tuple[int, int], cap: float
 ) -> Tensor:
-    # One page a row: with pages the kernel splits the keys among multiprocessors, which few rows need, and any strides
-    # will do, as above. The other way, packed keys, splits nothing.
+    # One page a row: with pages the kernel splits the keys among multiprocessors, which matters for few rows, and takes
+    # any strides. With packed keys it splits nothing.
     count, heads, new, channels = query.shape
     if new == 1 and window[0] < 0:
-        window = (-1, -1)  # the same for one query, and heads of a group then share the reading of their keys
+        window = (-1, -1)  # the same for one query; heads of a group then share reading their keys
     output = VARLEN.kernel(  # type: ignore[misc]
         query.transpose(1, 2).reshape(count * new, heads, channels),
         keys.transpose(1, 2),
@@ -102,7 +102,7 @@ def _varlen_attend(
 
 
 def _wants_key_offsets() -> bool:
-    """torch's own kernel, FlashAttention 2, does; those that can be put in its place do not."""
+    """Whether the kernel needs the key offsets. torch's own, FlashAttention 2, does; its replacements do not."""
     current = getattr(import_module("torch.nn.attention"), "current_flash_attention_impl", lambda: None)
     return current() in (None, "FA2")
 

@@ -1,4 +1,4 @@
-"""Policies that learn from verification while they serve.
+"""Policies that learn from verification while serving.
 
 Read first: recalibration.py.
 """

@@ -1,4 +1,4 @@
-"""The probability that a drafted token is accepted, from max q and its depth, fitted to what verification says."""
+"""Estimates the acceptance probability of a drafted token from max q and its depth, fitted online to verification."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torch import Tensor, nn
 from accept_head.inference.policies.online.newton_sums import arrowhead_slopes
 from accept_head.inference.policy import DraftStep, VerifyOutcome
 
-MOST_LOG_ODDS = 40.0  # a distribution with all its mass on one token has infinite ones
+MOST_LOG_ODDS = 40.0  # they are infinite for a distribution with all mass on one token
 
 
 class AcceptanceEstimator:
     """p_k = σ(ω·f + β_k) for the k-th token of a round, f = logit(max q) (vLLM's OnlineAcceptanceEstimator;
     docs/theory.md §8). f scores the distribution, not the token drawn from it: p_k is known before the draw.
 
-    Every 100 rounds one Newton step on the log-likelihood of the tokens that were judged since: accepted ones are
-    labelled 1, the first rejected one 0; what was drafted after it, or not verified, is censored. Ridge 1e-3; the
-    slope's step is damped by n / (n + 50) with the number of all labels, each intercept's with that of its depth; a
-    step that would make the slope negative is not taken. Then the sums begin anew.
+    Every 100 rounds it takes one Newton step on the log-likelihood of the tokens judged since the last step. Accepted
+    tokens have the label 1, the first rejected one 0. Tokens after it, or not verified, are censored. The ridge is
+    1e-3. The slope's step is damped by n / (n + 50) with n the number of all labels; each intercept's step with the
+    number of labels at its depth. A step that would make the slope negative is not taken. Then the sums restart.
 
-    Global by design: one slope and k_max intercepts for all rows and requests, as long as the object lives. Nothing
-    here waits for the device. Two differences to vLLM: max q is of the processed distribution (top-k and top-p too),
-    in float32, so that logits from about 16 on become 40; sums are in float64 where the device has it.
+    Global by design: one slope and k_max intercepts for all rows and requests, as long as the object lives. There is no
+    sync here. Two differences to vLLM: max q is of the processed distribution (top-k and top-p too), in float32, so
+    that logits from about 16 on become 40; sums are in float64 if the device has it.
     """
 
     SLOPE, INTERCEPT = 0.5, -0.2  # at the start: medians over the models that vLLM's authors fitted
@@ -33,19 +33,19 @@ class AcceptanceEstimator:
         self.forget()
 
     def forget(self) -> None:
-        """Be as if new."""
+        """Reset to the initial state."""
         k_max = self.k_max
         self.slope = torch.tensor(self.SLOPE, dtype=torch.float64)
         self.intercepts = torch.full((k_max,), self.INTERCEPT, dtype=torch.float64)  # of depths 1..k_max
-        # Sums since the last step, a row a depth: w·f², w·f, w, residual·f, residual, labels, with w = p·(1 − p).
+        # Sums since the last step, a row per depth: w·f², w·f, w, residual·f, residual, labels; w = p·(1 − p).
         self.sums = torch.zeros(k_max, 6, dtype=torch.float64)
         self.rounds = 0
-        self.features: list[Tensor] = []  # of this round, (batch,) a depth
-        # Rounds that are not among the sums yet: features (batch, depths); live, judged and accepted, (batch,) each.
+        self.features: list[Tensor] = []  # of this round, (batch,) per depth
+        # Rounds not yet in the sums: features (batch, depths); live, judged and accepted, (batch,) each.
         self.pending: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
 
     def start(self, device: torch.device) -> None:
-        """Decode there from now on. What was learnt stays."""
+        """Move to this device. Keeps what was learnt."""
         self._sum()
         dtype = torch.float32 if device.type == "mps" else torch.float64
         self.slope, self.intercepts, self.sums = (
@@ -57,7 +57,7 @@ class AcceptanceEstimator:
         self.features = []
 
     def predict(self, step: DraftStep) -> Tensor:
-        """(batch,) float32, P(Y_depth accepted | those before it are). Once a depth, in order, with MAX_PROB."""
+        """(batch,) float32, P(Y_depth accepted | those before it are). Call once a depth, in order, with MAX_PROB."""
         assert step.max_prob is not None and step.depth == len(self.features) + 1
         feature = torch.logit(step.max_prob.float().clamp(0, 1)).clamp(-MOST_LOG_ODDS, MOST_LOG_ODDS)
         self.features.append(feature)
@@ -66,7 +66,7 @@ class AcceptanceEstimator:
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from the round whose tokens were predicted last."""
         if self.features:
-            # The host may write the next round's numbers where this one's are.
+            # Copies: the host may overwrite its tensors in the next round.
             kept = outcome.live.clone(), outcome.judged, outcome.accepted.clone()
             self.pending.append((torch.stack(self.features, dim=1), *kept))
         self.features = []
@@ -76,8 +76,8 @@ class AcceptanceEstimator:
             self._step()
 
     def _sum(self) -> None:
-        """Add the rounds since the last time. Slope and intercepts are what they were in each of them, so that all can
-        be done at once: thirty small operations a round would be felt."""
+        """Add the pending rounds to the sums. Slope and intercepts did not change in them, so all are added at once.
+        Adding each round alone would take thirty small operations a round."""
         if not self.pending:
             return
         features, *rows = zip(*self.pending, strict=True)
@@ -88,9 +88,10 @@ class AcceptanceEstimator:
         self._add(torch.cat(padded), live, judged, accepted)
 
     def _add(self, feature: Tensor, live: Tensor, judged: Tensor, accepted: Tensor) -> None:
-        """feature: (rows, depths), NaN where there is none. live, judged, accepted: (rows,), of VerifyOutcome."""
+        """Add rounds to the sums. feature: (rows, depths), NaN for no token. live, judged, accepted: (rows,), of
+        VerifyOutcome."""
         depths = torch.arange(feature.shape[1], device=feature.device)
-        # What idle rows hold may be no number at all.
+        # Idle rows may hold NaN.
         counts = live[:, None] & (depths < judged[:, None]) & ~feature.isnan()
         label = (depths < accepted[:, None]).to(self.sums.dtype)
         f = torch.where(counts, feature, 0.0).to(self.sums.dtype)
@@ -107,7 +108,7 @@ class AcceptanceEstimator:
         gram = (ff.sum() + self.RIDGE).view(1, 1)
         slope = arrowhead_slopes(gram, f_one[:, None], one, residual_f.sum()[None], residual)[0]
         slope = slope * labels.sum() / (labels.sum() + self.DAMPING)
-        slope = torch.where(self.slope + slope >= 0, slope, 0.0)  # nor one that is no number
+        slope = torch.where(self.slope + slope >= 0, slope, 0.0)  # not taken either if NaN
         intercepts = (residual - f_one * slope) / one * labels / (labels + self.DAMPING)
         self.slope = self.slope + slope
         self.intercepts = self.intercepts + torch.nan_to_num(intercepts)

@@ -1,4 +1,4 @@
-"""Stop where the chance that all tokens so far are accepted, by a fit to what was accepted lately, gets small."""
+"""Stop when the probability that all tokens so far are accepted is small, by a fit to recent verification."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from accept_head.inference.policy import DraftStep, RowPolicy, Signal, VerifyOut
     tuning=Tuning(param="threshold", values=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)),
 )
 class OnlineLogisticPolicy(RowPolicy):
-    """Stop after Y_k ⇔ Π_{i≤k} p_i < threshold; never before k_min, always at k_max. p_i are those of vLLM's online
-    estimator, which trims by them; here they end the drafting.
+    """Stop after Y_k ⇔ Π_{i≤k} p_i < threshold; never before k_min, always at k_max. p_i come from vLLM's online
+    estimator. vLLM trims drafts by them; here they end the drafting.
 
-    p_k is known before Y_k is drawn, yet Y_k is drawn and kept: the forward that its distribution came from is paid
-    for, so that to refuse it would save nothing but its place in the verification.
+    p_k is known before Y_k is drawn, yet Y_k is drawn and kept: its draft forward has already run, so dropping it would
+    save only its place in the verification.
 
     Global by design: the estimator is fitted to all rows together and outlives `start`, as vLLM's lives as long as its
     engine. Rows have no state.

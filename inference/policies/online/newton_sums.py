@@ -1,6 +1,6 @@
-"""Sums over tokens of a logistic fit with slopes that all depths share and an intercept a depth; of each tenant's own.
+"""Sums over tokens for a logistic fit of each tenant, with slopes shared by all depths and an intercept per depth.
 
-XᵀWX·Δ = right side    X: x, and a column a depth; W = p·(1 − p); right side: Xᵀ(label − p) at first
+XᵀWX·Δ = right side    X: x, and a column per depth; W = p·(1 − p); right side: Xᵀ(label − p) before `remember`
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass
 class NewtonSums:
-    """gram: (tenants, f, f) Σ w·xxᵀ. cross: (tenants, depths, f) Σ w·x. one: (tenants, depths) Σ w. right_x: (tenants,
-    f) and right: (tenants, depths) the right side. labels: (tenants,) how many tokens."""
+    """The sums. gram: (tenants, f, f) Σ w·xxᵀ. cross: (tenants, depths, f) Σ w·x. one: (tenants, depths) Σ w. right_x:
+    (tenants, f) and right: (tenants, depths) the right side. labels: (tenants,) number of tokens."""
 
     gram: Tensor
     cross: Tensor
@@ -25,7 +25,7 @@ class NewtonSums:
 
     @classmethod
     def zeros(cls, tenants: int, depths: int, f: int, like: Tensor) -> NewtonSums:
-        """On the device and in the dtype of `like`."""
+        """Zero sums on the device and in the dtype of `like`."""
         shapes = (f, f), (depths, f), (depths,), (f,), (depths,), ()
         return cls(*[like.new_zeros(tenants, *shape) for shape in shapes])
 
@@ -36,7 +36,7 @@ class NewtonSums:
         return NewtonSums(*[part.to(device, dtype) for part in self])
 
     def with_one_more(self) -> NewtonSums:
-        """Room for another tenant."""
+        """The sums with room for another tenant."""
         return NewtonSums(*[torch.cat([part, part.new_zeros(1, *part.shape[1:])]) for part in self])
 
     def forget(self, tenant: int) -> None:
@@ -44,7 +44,7 @@ class NewtonSums:
             part[tenant] = 0
 
     def add(self, x: Tensor, p: Tensor, label: Tensor, judged: Tensor, tenant: Tensor, depth: Tensor) -> None:
-        """Tokens. x: (n, f), 0 where not judged; p, label: (n,); judged: (n,) bool; tenant, depth: (n,) int."""
+        """Add tokens. x: (n, f), 0 where not judged; p, label: (n,); judged: (n,) bool; tenant, depth: (n,) int."""
         w, residual, judged = p * (1 - p) * judged, (label - p) * judged, judged.to(x.dtype)
         cell = tenant * self.one.shape[1] + depth
         self.cross.view(-1, x.shape[1]).index_add_(0, cell, w[:, None] * x)
@@ -52,12 +52,13 @@ class NewtonSums:
         self.right_x.index_add_(0, tenant, residual[:, None] * x)
         self.right.view(-1).index_add_(0, cell, residual)
         self.labels.index_add_(0, tenant, judged)
-        for each in range(len(self.gram)):  # one product each: all tokens' outer products would be n·f² numbers
+        for each in range(len(self.gram)):  # a product per tenant: outer products of all tokens would take n·f² numbers
             self.gram[each].addmm_((x * (w * (tenant == each))[:, None]).t(), x)
 
     def remember(self, share: float, fresh: NewtonSums, slopes: Tensor, intercepts: Tensor) -> None:
-        """Keep so much of what is here, and add fresh sums at the parameters that they were taken at, (tenants, f) and
-        (tenants, depths): the right side is then that of Δ = the parameters, not of a step from them."""
+        """Multiply these sums by `share` and add fresh ones. slopes, intercepts: the parameters of the fresh sums,
+        (tenants, f) and (tenants, depths). With them the right side's solution Δ is the parameters themselves, not a
+        step."""
         right_x = (
             fresh.right_x + (fresh.gram @ slopes[..., None])[..., 0] + (fresh.cross * intercepts[..., None]).sum(1)
         )
@@ -66,8 +67,8 @@ class NewtonSums:
             mine.mul_(share).add_(new)
 
     def optimum(self, prior: float) -> tuple[Tensor, Tensor]:
-        """(tenants, f) slopes and (tenants, depths) intercepts of (XᵀWX + prior·1)·Δ = right side; not a number where
-        nothing is known, without a prior."""
+        """The solution of (XᵀWX + prior·1)·Δ = right side: (tenants, f) slopes and (tenants, depths) intercepts. NaN
+        without a prior where there is no token."""
         diagonal = torch.eye(self.gram.shape[-1], dtype=torch.bool, device=self.gram.device)
         gram, one = torch.where(diagonal, self.gram + prior, self.gram), self.one + prior
         slopes = arrowhead_slopes(gram, self.cross, one, self.right_x, self.right)
@@ -75,11 +76,11 @@ class NewtonSums:
 
 
 def arrowhead_slopes(gram: Tensor, cross: Tensor, one: Tensor, right_x: Tensor, right: Tensor) -> Tensor:
-    """The slopes, (…, f), in the solution of XᵀWX·Δ = right side. Depths share nothing but them: the matrix is an
-    arrowhead, and eliminating the intercepts, (right − cross·slopes) / one, leaves f equations.
+    """The slopes, (…, f), in the solution of XᵀWX·Δ = right side. The depths share only the slopes, so the matrix is an
+    arrowhead. Eliminating the intercepts, (right − cross·slopes) / one, leaves f equations.
 
-    gram: (…, f, f) and right_x: (…, f), summed over depths. cross: (…, depths, f). one, right: (…, depths). Waits for
-    nothing: where the matrix is singular the answer is no number.
+    gram: (…, f, f) and right_x: (…, f), summed over depths. cross: (…, depths, f). one, right: (…, depths). There is no
+    sync, so a singular matrix gives NaN, not an error.
     """
     scaled = (cross / one[..., None]).transpose(-1, -2)
     left = gram - scaled @ cross

@@ -1,4 +1,4 @@
-"""A head whose probabilities are corrected, by a calibration fitted beforehand, and by what verification says."""
+"""A head whose probabilities are corrected by a calibration fitted beforehand, and online by verification."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from accept_head.inference.policies.online.recalibration import OnlineRecalibrat
 from accept_head.inference.policies.online.training import OnlineTraining
 from accept_head.inference.policy import DraftStep, Signal, VerifyOutcome, constant_budget
 
-MOST_CHANNELS = 256  # of the head's state that are learnt from: a fit takes their cube
+MOST_CHANNELS = 256  # of the head's state in the online fit, whose time grows with their cube
 
 
 def unit_state(head: AcceptanceHead) -> Callable[[Tensor], Tensor]:
-    """The head's last state, (n, channels) → (n, at most MOST_CHANNELS), scaled to length 1. Of a wider head it is a
-    random projection, always the same one, which keeps lengths and angles on average."""
+    """A function that scales the head's last state, (n, channels), to length 1 → (n, at most MOST_CHANNELS). A wider
+    state is projected first, by a fixed random projection that keeps lengths and angles on average."""
     channels, device = head.config.channels, head.device
     projection = None
     if channels > MOST_CHANNELS:
@@ -39,17 +39,19 @@ def unit_state(head: AcceptanceHead) -> Callable[[Tensor], Tensor]:
 
 
 class RecalibratedHeadPolicy(HeadPolicy):
-    """A head's rule on P̂', not P̂: after the maps of `calibration`, by depth, and then, if `online`, what
-    OnlineRecalibration learns while it decodes: a slope, intercepts and, with `signals`, weights of the draft signals
-    that the head reads, and, with `state`, a correction of its last layer. half_life, prior, tenant_share, per_tenant:
-    its own. With `train` the whole head learns on, by OnlineTraining, in place of that last layer: for traffic that is
-    trusted, as what one tenant teaches it is not bounded.
-    β̂ of the rule `gain` is corrected as P̂ of the depth that it speaks of. `predicted` is what is decided on, P̂'.
+    """A head's rule on a corrected probability P̂'. `predicted` holds P̂'.
 
-    recalibration.learning = False freezes what was learnt; recalibration.learnt().save(folder) keeps it, to be used as
-    `calibration`. Rows can be told apart by tenants, see `set_tenants`.
+    calibration: maps by depth, applied first. online: then apply OnlineRecalibration, which learns while decoding. It
+    learns a slope and intercepts; with `signals` also weights of the draft signals that the head reads; with `state`
+    also a correction of the head's last layer. half_life, prior, tenant_share, per_tenant: of OnlineRecalibration.
+    train: instead of the last layer's correction, train the whole head by OnlineTraining. This is for trusted traffic
+    only, as the influence of one tenant is not bounded. β̂ of the rule `gain` is corrected like P̂ of the depth that it
+    predicts.
 
-    Lossless, as the head's: what is learnt of a round decides on later ones.
+    recalibration.learning = False freezes what was learnt; recalibration.learnt().save(folder) saves it for use as
+    `calibration`. Rows can belong to tenants, see `set_tenants`.
+
+    Lossless like the head's rule: what is learnt from a round affects later rounds only.
     """
 
     by_depth = True
@@ -90,7 +92,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         self.calibration = calibration or None
         learns_signals = signals and bool(head.config.signals)
         self.seen: Tensor | None = None  # signals of the token judged last
-        self.state: Tensor | None = None  # and the head's own last state of it
+        self.state: Tensor | None = None  # the head's last state of the same token
         self.recalibration = (
             OnlineRecalibration(
                 k_max,
@@ -118,13 +120,13 @@ class RecalibratedHeadPolicy(HeadPolicy):
 
     @property
     def in_chunks(self) -> bool:  # type: ignore[override]
-        """Not if it learns with a lag: it would be shown the state at the last token of a round, too, and learn from a
-        token that it does not judge otherwise. Nor if the head trains, whose memory such tokens would fill sooner."""
+        """False if it learns with a lag: it would then also get the state at the last token of a round, and learn from
+        a token that it does not judge otherwise. False if the head trains: such tokens would fill its memory sooner."""
         return self.recalibration is None or (self.lag == 0 and self.training is None)
 
     @property
     def capture(self) -> Capture | None:  # type: ignore[override]
-        """None if the head itself changes, or rows are corrected by what their tenants are."""
+        """None if the head itself changes, or if the correction depends on the row's tenant."""
         online = self.recalibration
         if self.training is not None or (online is not None and online.per_tenant):
             return None
@@ -145,7 +147,7 @@ class RecalibratedHeadPolicy(HeadPolicy):
         return self.seen
 
     def score(self, step: DraftStep) -> Tensor:
-        if step.scored is not None:  # they were not asked for
+        if step.scored is not None:  # then `score` does not read the signals
             self._signals_of(step)
         score = super().score(step)
         if self.recalibration is None or not self.recalibration.state:

@@ -1,12 +1,11 @@
-"""Online recalibration: keeps a head's acceptance probabilities right while serving, by what verification says.
+"""Online recalibration: corrects a head's acceptance probabilities while serving, by the results of verification.
 
     logit P̂'(Y_d) = s·z + u·x + v·h + b_d    z: the logit of the head's P̂(Y_d accepted | those before it were), d: its
                                              depth; x: the draft signals of Y_d, normalised as in the head, if it
                                              reads any; h: the head's own last state of Y_d, scaled to length 1
 
-v corrects the head's last layer: it says which tokens are accepted now that were not before, or the other way round.
-s = 1, u = v = 0, b = 0 is the head itself: what the prior says, and what is fallen back to where nothing is seen any
-more.
+v corrects the head's last layer, so that the correction can differ between kinds of tokens. s = 1, u = v = 0, b = 0 is
+the head itself. The prior is centred there, and parameters return to it when no more tokens are judged.
 """
 
 from __future__ import annotations
@@ -23,47 +22,48 @@ from accept_head.inference.policies.online.newton_sums import NewtonSums
 from accept_head.inference.policies.online.rounds import JudgedRound, Token, gathered
 from accept_head.inference.policy import VerifyOutcome
 
-ANONYMOUS = 0  # the tenant of rows that nobody named
+ANONYMOUS = 0  # the tenant of unnamed rows
 
 
 class OnlineRecalibration:
-    """s, u, v, b of one head, and of each tenant's own rows. θ = (log s, u, v, b_1, …, b_k_max); 0 is the head itself.
+    """s, u, v, b of one head: a pooled fit, and a fit for each tenant's rows. θ = (log s, u, v, b_1, …, b_k_max); θ = 0
+    is the head itself.
 
-    A tenant's θ_t. Every INTERVAL rounds one damped Newton (IRLS) step on the log-likelihood of the tokens of its rows
-    that were judged: accepted ones are labelled 1, the first rejected one 0 (or each with a(Y), by a host that tells
-    it); what was drafted after it, or was not submitted, is censored. Each round's log-likelihood is kept as its
-    second-order expansion at the θ_t of that round, which is sums over tokens, so that the step is at the optimum of
-    all of them together:
+    A tenant's θ_t. Every INTERVAL rounds it takes one damped Newton (IRLS) step on the log-likelihood of the judged
+    tokens of the tenant's rows. Accepted tokens have the label 1, the first rejected one 0; if the host gives a(Y), it
+    is the label. Tokens after a rejection, or not submitted, are censored. Each round's log-likelihood is kept as its
+    second-order expansion at the θ_t of that round, as sums over tokens. The step goes towards the optimum of all
+    rounds together:
 
         (Σ_r g_r·XᵀWX + prior·1)·(s − 1, u, v, b) = Σ_r g_r·(XᵀWX·(s − 1, u, v, b)_r + Xᵀ(label − p))
 
-    with W = p·(1 − p) and g_r = 2^(−age of round r / half_life). No step is longer than STEP in any coordinate, or, of
-    v, than FOLLOWS of the way; and θ_t stays where |log s| ≤ MOST_SLOPE, |u| ≤ MOST_WEIGHT in each coordinate, |b| ≤
-    MOST_INTERCEPT and v is no longer than MOST_STATE.
+    with W = p·(1 − p) and g_r = 2^(−age of round r / half_life). A step is at most STEP in each coordinate, and for v
+    the share FOLLOWS of the way. θ_t is kept within |log s| ≤ MOST_SLOPE, |u| ≤ MOST_WEIGHT in each coordinate, |b| ≤
+    MOST_INTERCEPT and ‖v‖ ≤ MOST_STATE.
 
     Pooled θ, for the rows of all tenants. With n_t the labels of tenant t (each counts g_r) and w_t = min(n_t, VOTES),
 
-        θ  follows  Σ_t w_t·θ_t / max(Σ_t w_t, VOTES / tenant_share),   again in such steps.
+        θ  follows  Σ_t w_t·θ_t / max(Σ_t w_t, VOTES / tenant_share),   in steps of the same size.
 
-    **What one tenant can do.** Let θ° be the pooled θ if tenant a's rows had not been counted, all else equal. Then in
-    every round, whatever a drafts and whatever its verdicts are,
+    **Influence of one tenant.** Let θ° be the pooled θ without the rows of tenant a, all else equal. Then in every
+    round, whatever a drafts and however it is verified,
 
         |log s − log s°| ≤ 2·tenant_share·MOST_SLOPE,  |u − u°| ≤ 2·tenant_share·MOST_WEIGHT,
         |b_d − b°_d| ≤ 2·tenant_share·MOST_INTERCEPT,    ‖v − v°‖ ≤ 2·tenant_share·MOST_STATE,
 
-    the last of which bounds what v does to any logit, as ‖h‖ = 1. docs/theory.md §11 proves it.
-    With per_tenant, rows are corrected by their own tenant's θ_t, and no tenant has any influence on another.
+    The last one bounds the effect of v on any logit, as ‖h‖ = 1. docs/theory.md §11 has the proof. With per_tenant,
+    rows are corrected by their own tenant's θ_t, and no tenant influences another.
 
-    Never absorbing with k_min ≥ 1: Y_1 is drafted and judged in every round; Y_{d+1} is drafted whenever θ says that
-    Y_1..Y_d are likely enough, which is learnt from depths up to d alone; and b_d of a depth that is not reached any
-    more falls back to 0 as its labels fade.
+    Never absorbing with k_min ≥ 1: Y_1 is drafted and judged in every round. Y_{d+1} is drafted whenever Y_1..Y_d are
+    likely enough by θ, which is learnt from depths up to d alone. b_d of a depth that is not reached any more returns
+    to 0 as its labels decay.
 
-    signals: means and deviations of those that x has. state: channels of h; 0, no v. half_life: of what is remembered,
-    in rounds of the batch. prior: Fisher information of θ_t = 0, in each coordinate; a label at depth d tells
-    p·(1 − p) ≤ 1/4 of b_d, and as much of all coordinates of v together. tenant_share: in (0, 1]; the share that one
-    tenant can have in the pooled θ. 1, the default, trusts whoever is served: the only sense where rows have no
-    tenants. State is on the device and nothing here waits for it. What was learnt outlives `start`. learning: set False
-    to freeze it.
+    signals: means and deviations of the signals in x. state: channels of h; 0 = no v. half_life: of the labels, in
+    rounds of the batch. prior: Fisher information of θ_t = 0, in each coordinate. For comparison, a label at depth d
+    has the information p·(1 − p) ≤ 1/4 about b_d, and as much about all coordinates of v together. tenant_share: in
+    (0, 1], the largest share of one tenant in the pooled θ. The default 1 trusts all tenants, and is the only useful
+    value if rows have no tenants. State is on the device, and there is no sync. What was learnt outlives `start`.
+    learning: set False to freeze it.
 
     Raises InputError naming the field when one is out of range.
     """
@@ -72,7 +72,7 @@ class OnlineRecalibration:
     FOLLOWS = 0.25
     MOST_SLOPE, MOST_WEIGHT, MOST_STATE, MOST_INTERCEPT = math.log(4), 3.0, 8.0, 3.0
     VOTES = 200.0
-    TENANTS = 64  # remembered at once; one more takes the place of the one that was named longest ago
+    TENANTS = 64  # remembered at once; a further one replaces the one named longest ago
 
     def __init__(
         self,
@@ -96,25 +96,25 @@ class OnlineRecalibration:
         self.half_life, self.prior, self.tenant_share, self.per_tenant = half_life, prior, tenant_share, per_tenant
         self.learning = True
         self.normal = torch.tensor(signals, dtype=torch.float64)  # (2, signals) mean and deviation
-        # θ has log s and u up to `signals`, what all depths share up to `shared`.
+        # θ[:signals] is log s and u; θ[:shared] also has v; the rest is b.
         self.state, self.signals = state, 1 + self.normal.shape[1]
         self.shared = self.signals + state
         box = [self.MOST_SLOPE] + [self.MOST_WEIGHT] * (self.signals - 1)
         box += [self.MOST_STATE] * state + [self.MOST_INTERCEPT] * k_max
         self.box = torch.tensor(box, dtype=torch.float64)
-        self.served = torch.empty(0)  # what `judge` goes by, as `_prepare` puts it together
+        self.served = torch.empty(0)  # the parameters that `judge` reads, from `_prepare`
         self.forget()
 
     def forget(self) -> None:
-        """Be as if new; `start` comes next."""
+        """Reset to the initial state; call `start` next."""
         size, self.rounds = len(self.box), 0
-        self.own = torch.zeros(1, size, dtype=torch.float64)  # θ_t of the tenants that there are
+        self.own = torch.zeros(1, size, dtype=torch.float64)  # θ_t of each known tenant
         self.pooled = torch.zeros(size, dtype=torch.float64)  # θ
-        # Since the last step; and all that is remembered, with the right side of the equation above.
+        # `fresh`: since the last step. `sums`: all remembered rounds, with the right side of the equation above.
         self.fresh, self.sums = (NewtonSums.zeros(1, size - self.shared, self.shared, self.own) for _ in range(2))
-        self.places: dict[str, int] = {}  # of tenants, the one named longest ago first
-        self.tenants = torch.zeros(0, dtype=torch.long)  # (batch,) places
-        self.tokens: list[Token] = []  # of this round, a depth
+        self.places: dict[str, int] = {}  # index of each tenant, the one named longest ago first
+        self.tenants = torch.zeros(0, dtype=torch.long)  # (batch,) index of each row's tenant
+        self.tokens: list[Token] = []  # of this round, one per depth
         self.pending: list[
             JudgedRound
         ] = []  # not in `fresh` yet: single rounds are too small to be worth the operations
@@ -122,7 +122,7 @@ class OnlineRecalibration:
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def start(self, batch: int, device: torch.device) -> None:
-        """Rows begin, of no named tenant. What was learnt stays."""
+        """Begin a batch of unnamed rows. Keeps what was learnt."""
         self._sum_up()
         dtype = torch.float32 if device.type == "mps" else torch.float64
         for name in ("box", "own", "pooled", "fresh", "sums", "normal"):
@@ -132,18 +132,18 @@ class OnlineRecalibration:
         self._prepare()
 
     def admit(self, rows: Tensor) -> None:
-        """These rows, (n,) int, hold new sequences, of no named tenant."""
+        """These rows, (n,) int, hold new sequences of unnamed tenants."""
         self.tenants = self.tenants.index_fill(0, rows, ANONYMOUS)
 
     def select(self, rows: Tensor) -> None:
-        """From now on row i is what row rows[i], (m,) int, was."""
+        """From now on row i is what row rows[i] was. rows: (m,) int."""
         self.tenants = self.tenants[rows]
         self.tokens = [
             Token(z[rows], *[None if each is None else each[rows] for each in others]) for z, *others in self.tokens
         ]
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
-        """These rows, (n,) int, are of these tenants from now on; to be called after `admit`, which forgets them."""
+        """Name the tenants of these rows, (n,) int. Call it after `admit`, which makes rows unnamed."""
         places = torch.tensor([self._place(key) for key in keys], device=self.tenants.device)
         self.tenants = self.tenants.index_copy(0, rows, places)
 
@@ -171,8 +171,8 @@ class OnlineRecalibration:
             self._prepare()
 
     def _prepare(self) -> None:
-        """What `judge` needs, in one tensor, () or (batch,) of each: s; the weights of signals as they come; v; b a
-        depth with them, and without signals."""
+        """Put the parameters that `judge` reads in one tensor, () or (batch,) each: s; weights of the raw signals; v; b
+        of each depth to use with signals; b of each depth to use without."""
         theta = (self.own[self.tenants] if self.per_tenant else self.pooled).float()
         mean, deviation = self.normal.float()
         weights, plain = theta[..., 1 : self.signals] / deviation, theta[..., self.shared :]
@@ -181,8 +181,8 @@ class OnlineRecalibration:
         self.served = torch.cat([theta[..., :1].exp(), weights, last_layer, intercepts, plain], dim=-1)
 
     def judge(self, probability: Tensor, signals: Tensor | None = None, state: Tensor | None = None) -> Tensor:
-        """P̂ → P̂' of the next depth's tokens, (batch,) each. Once a depth, in order. signals: (batch, signals), not
-        normalised. state: (batch, state), of length 1."""
+        """P̂ → P̂' of the next depth's tokens, (batch,) each. Call it once a depth, in order. signals: (batch, signals),
+        not normalised. state: (batch, state), of length 1."""
         z, served = torch.logit(probability.float()), self.served
         corrected = torch.addcmul(served[..., self.shared + len(self.tokens)], served[..., 0], z)
         for values, first, last in ((signals, 1, self.signals), (state, self.signals, self.shared)):
@@ -197,17 +197,17 @@ class OnlineRecalibration:
         return (values * weights).sum(-1) if self.per_tenant else values @ weights
 
     def look_ahead(self, probability: Tensor) -> Tensor:
-        """β̂ → β̂' of the tokens after those judged last, (batch,) each: by s and b alone, as their signals are not
-        known, and not learnt from."""
+        """β̂ → β̂' of the tokens after those judged last, (batch,) each. Uses s and b alone, as their signals are
+        unknown. Nothing is learnt from β̂."""
         depths = len(self.box) - self.shared
         plain = self.shared + depths + min(len(self.tokens), depths - 1)
         logit = torch.logit(probability.float())
         return torch.sigmoid(torch.addcmul(self.served[..., plain], self.served[..., 0], logit))
 
     def corrected(self, logit: Tensor, depth: Tensor, signals: Tensor | None = None) -> Tensor:
-        """Logits, (n,), of tokens at depths (n,) int, by s, u and b of the pooled θ, and differentiable in `logit`; v
-        is left out. signals: (n, signals), not normalised."""
-        theta = self.pooled.to(torch.float32, copy=True)  # a copy: not one of inference mode
+        """Corrected logits, (n,), of tokens at depths (n,) int, by s, u and b of the pooled θ, without v.
+        Differentiable in `logit`. signals: (n, signals), not normalised."""
+        theta = self.pooled.to(torch.float32, copy=True)  # the copy is not an inference-mode tensor
         moved = torch.addcmul(theta[self.shared :][depth], theta[0].exp(), logit)
         if self.signals > 1:
             assert signals is not None
@@ -215,17 +215,17 @@ class OnlineRecalibration:
             moved = moved + ((signals - mean) / deviation) @ theta[1 : self.signals]
         return moved
 
-    # --- what is learnt of it ----------------------------------------------------------------------------------------
+    # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from the round whose tokens were judged last."""
         tokens, self.tokens = self.tokens, []
         if not self.learning:
             return
-        if tokens:  # copies: the host may write its next round into the same memory
+        if tokens:  # copies: the host may overwrite its tensors in the next round
             judged = torch.where(outcome.live, outcome.judged, 0)
             z, signals, state = (
-                None if parts[0] is None else torch.stack(parts)  # of all, or of none
+                None if parts[0] is None else torch.stack(parts)  # all depths have it, or none
                 for parts in zip(*tokens, strict=True)
             )
             assert z is not None
@@ -259,7 +259,7 @@ class OnlineRecalibration:
         self._prepare()
 
     def _optimum(self) -> Tensor:
-        """(tenants, …) the θ_t that the sums ask for."""
+        """(tenants, …) the θ_t at the optimum of the sums."""
         slopes, intercepts = self.sums.optimum(self.prior)
         log_slope = (1 + slopes[:, :1]).clamp(min=math.exp(-self.MOST_SLOPE)).log()
         return torch.cat([log_slope, slopes[:, 1:], intercepts], dim=-1)
@@ -277,11 +277,11 @@ class OnlineRecalibration:
             moved[..., self.signals : self.shared] = v + self.FOLLOWS * (wanted - v).nan_to_num()
         return moved
 
-    # --- to keep it --------------------------------------------------------------------------------------------------
+    # --- saving ------------------------------------------------------------------------------------------------------
 
     def learnt(self) -> DepthCalibration:
-        """The pooled correction, as numbers that can be saved beside the head. Waits for the device. Raises InputError
-        when it is one of signals or of the head's state, too."""
+        """The pooled correction, in a form that can be saved beside the head. Waits for the device. Raises InputError
+        when the correction also uses signals or the head's state."""
         if self.shared > 1:
             raise InputError(
                 "what was learnt of draft signals or of the head's state is not a calibration by depth: expected "

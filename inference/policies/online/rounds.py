@@ -1,4 +1,4 @@
-"""What recalibration remembers of single rounds until it learns from them."""
+"""Single rounds as recalibration keeps them until it learns from them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What is learnt from; float32 has no probability between this one's and 1.
+# Bounds on the inputs of the fit. In float32 the next probability above that of MOST_LOG_ODDS is 1.
 MOST_SIGNAL, MOST_LOG_ODDS = 6.0, 16.0
 
 
 class Token(NamedTuple):
-    """Of one depth z, (batch,), signals, (batch, signals), and state, (batch, state)."""
+    """Inputs of the fit at one depth: z, (batch,), signals, (batch, signals), and state, (batch, state)."""
 
     z: Tensor
     signals: Tensor | None
@@ -21,7 +21,7 @@ class Token(NamedTuple):
 
 
 class JudgedRound(NamedTuple):
-    """depths: how many were judged. tokens: of all of them, (depths, batch, …) each. tenants, judged: (batch,) int.
+    """A verified round. depths: number of depths. tokens: (depths, batch, …) each. tenants, judged: (batch,) int.
     labels: (batch, depths)."""
 
     depths: int
@@ -32,8 +32,8 @@ class JudgedRound(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Every token of some rounds, (n,) each, x: (n, 1 + signals + state). counts: whether the token was judged. label:
-    whether it was accepted, or a(Y). tenant: its row's. depth: from 0."""
+    """All tokens of some rounds, (n,) each; x: (n, 1 + signals + state). counts: whether the token was judged. label:
+    1 or 0 for accepted or rejected, or a(Y). tenant: of its row. depth: from 0."""
 
     x: Tensor
     label: Tensor
@@ -43,7 +43,7 @@ class Gathered(NamedTuple):
 
 
 def gathered(rounds: Sequence[JudgedRound], normal: Tensor, k_max: int, dtype: torch.dtype) -> Gathered:
-    """normal: (2, signals) mean and deviation of the signals."""
+    """All tokens of the rounds. normal: (2, signals) mean and deviation of the signals."""
     tokens = [each.tokens for each in rounds]
     tenant, judged = (
         torch.cat([values for each in rounds for values in [getattr(each, name)] * each.depths])

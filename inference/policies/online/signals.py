@@ -1,5 +1,4 @@
-"""A head's base, learnt while serving with no traces at all. Before anything is learnt a token is accepted as often as
-the draft thinks it likely."""
+"""A head's base, learnt while serving, without traces. Before anything is learnt, a token's P̂ is its q(Y)."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from accept_head.inference.policies.online.recalibrated import RecalibratedHeadP
 from accept_head.inference.policies.spec import Tuning, named, number
 from accept_head.signals import SIGNALS
 
-# About what BASE_FUNCTIONS are like on two pairs, a published and the embedded one: what is learnt is bounded and held
-# to the prior on this scale.
+# Typical means and deviations of BASE_FUNCTIONS on two pairs, a published and the embedded one. The bounds and the
+# prior of the fit hold on this scale.
 MEAN = (-1.5, 1.5, 0.6, 0.5, 1.0, 2.0, 1.0, -6.0, -1.0)
 DEVIATION = (2.0, 1.5, 0.3, 0.35, 4.0, 3.0, 0.6, 8.0, 2.0)
 
 
 def prior_base() -> AcceptanceHead:
-    """P̂ = q(Y)."""
+    """A head with P̂ = q(Y)."""
     head = AcceptanceHead(
         HeadConfig(
             hidden_size=1,  # of the states, which it does not read
@@ -50,8 +49,8 @@ def prior_base() -> AcceptanceHead:
     tuning=Tuning(param="threshold", values=(0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
 )
 class OnlineSignalsPolicy(RecalibratedHeadPolicy):
-    """A head's rule on P̂(Y accepted) as OnlineRecalibration makes it of q(Y) and of all that a base reads: in some
-    hundred rounds it comes near a base that was fitted to traces. Its options are those of `head` with online=true."""
+    """A head's rule on P̂(Y accepted), which OnlineRecalibration fits from q(Y) and the inputs of a base. In some
+    hundred rounds it comes close to a base fitted to traces. The options are those of `head` with online=true."""
 
     def __init__(
         self,

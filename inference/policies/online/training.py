@@ -1,8 +1,8 @@
-"""Online training: a head goes on learning while it serves, from what verification says of the tokens that it judged.
+"""Online training: trains a head while it serves, on the tokens that it judged and verification's results for them.
 
-Beside OnlineRecalibration, which brings slope, signals and intercepts of the head's logit up to date within some
-hundred rounds, this moves the head's own weights: under a shift they are most of what retraining regains
-(docs/log.md), and they take some hundred responses.
+OnlineRecalibration adapts slope, signal weights and intercepts of the head's logit within some hundred rounds. Online
+training adapts the head's own weights, which takes some hundred responses. After a shift of the data this is most of
+what retraining regains (docs/log.md).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LOGPROB = SIGNALS.index("draft_logprob")
 
 
 class Judged(NamedTuple):
-    """Tokens that the head was asked about, (n, …): what it read, and what came of them.
+    """Tokens that the head has scored, (n, …): the inputs of the head, and the results of verification.
 
-    weight: 1 of those that verification told of, 0 of the others. label: a(Y) where it is known, else 0 or 1.
+    weight: 1 if verification judged the token, else 0. label: a(Y) if known, else 1 for accepted and 0 for rejected.
     """
 
     hidden: Tensor
@@ -39,8 +39,8 @@ class Judged(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """The last `slots` positions that the head was asked about: hidden (slots, hidden_size), signals (slots, 3) and
-    depth (slots,), and of each some draws, (slots, draws): the token that was drafted, then its alternatives."""
+    """The last `slots` positions that the head has scored: hidden (slots, hidden_size), signals (slots, 3) and depth
+    (slots,). The other fields, (slots, draws), hold the drafted token, then its alternatives."""
 
     hidden: Tensor
     signals: Tensor
@@ -52,7 +52,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def empty(cls, slots: int, draws: int, hidden: Tensor) -> Memory:
-        """On the device of `hidden`, (n, hidden_size), and in its dtype."""
+        """An empty memory on the device of `hidden`, (n, hidden_size), and in its dtype."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return hidden.new_zeros(*shape, dtype=dtype)
@@ -62,30 +62,30 @@ class Memory(NamedTuple):
         return cls(states, signals, depth, ids, *[zeros(slots, draws) for _ in range(3)])
 
     def judged(self, places: Tensor) -> Judged:
-        """(n,) of all draws, one position after the other, as the head reads them."""
+        """The draws at these places, in the head's input form. places: (n,) indices into all draws, flattened."""
         slots, draws = places // self.weight.shape[1], places % self.weight.shape[1]
         signals = self.signals[slots]
-        signals[:, LOGPROB] = self.logprob[slots, draws]  # the only one of them that is of the token
+        signals[:, LOGPROB] = self.logprob[slots, draws]  # the only signal that depends on the token
         token_ids, label, weight = (part[slots, draws] for part in (self.token_ids, self.label, self.weight))
         return Judged(self.hidden[slots], signals, token_ids, self.depth[slots], label, weight)
 
 
 class OnlineTraining:
-    """Gradient steps on a head's weights while it decodes. The head that it is given stays as it is.
+    """Takes gradient steps on a copy of a head's weights while decoding. The given head does not change.
 
-    Every INTERVAL rounds STEPS of Adam go down the cross-entropy of tokens drawn from the last SLOTS that were judged
-    (accepted tokens and the first rejected one, as in OnlineRecalibration), of the *corrected* logit: what slope and
-    intercepts say already is not learnt twice. Labels are a(Y) where the host tells it, which is what a head is trained
-    on; the outcome of the test, which is a(Y) on average, where it does not. A host that tells a(Y) tells it of some
-    alternatives to each token, too, and these are learnt from alike (not by a head that reads the state *at* a token:
-    the state at another one is not known). Decisions are made by a running average of the weights, over about 1/AVERAGE
-    steps.
+    Every INTERVAL rounds it takes STEPS steps of Adam on the cross-entropy of tokens sampled from the last SLOTS
+    positions. Only judged tokens count: accepted ones and the first rejected one, as in OnlineRecalibration. The loss
+    is of the *corrected* logit, so that slope and intercepts are not learnt twice. A label is a(Y), as in training, if
+    the host gives it; else it is the outcome of the test, which is a(Y) on average. A host that gives a(Y) also gives
+    it for some alternatives to each token, which are learnt in the same way. A head that reads the state *at* a token
+    does not learn from alternatives, because the state at them is unknown. Decisions use a running average of the
+    weights, over about 1/AVERAGE steps.
 
     lr: of Adam; 0.064 / hidden_size when left out, a sixth of that of `accept-head train`. All judged tokens count
-    alike, whoever they are of: there is no bound on what one tenant can teach it, so it is for traffic that is trusted.
+    alike, whatever their tenant. The influence of one tenant is not bounded, so this is for trusted traffic.
 
-    Takes SLOTS·hidden_size numbers in the dtype of the draft's states, and five times the head's weights. The host
-    waits for nothing. What was learnt outlives `start`; `served` is the head as it is now, which can be saved.
+    Takes SLOTS·hidden_size numbers in the dtype of the draft's states, and five times the head's weights. There is no
+    sync. What was learnt outlives `start`. `served` is the current head, which can be saved.
 
     Raises InputError when lr is out of range, or when the head predicts more than a(Y).
     """
@@ -99,7 +99,7 @@ class OnlineTraining:
             raise InputError(f"online training lr is {lr}, expected a positive number")
         if head.config.predictions != ("token",):
             raise InputError(f"online training is for a head that predicts 'token', this one '{head.config.predicts}'")
-        with torch.inference_mode(False):  # vLLM builds and asks policies within it, where no gradient is known
+        with torch.inference_mode(False):  # vLLM builds and asks policies in inference mode, without gradients
             self.learner, self.served = (_copy(head) for _ in range(2))
         self.served.requires_grad_(False)
         parameters = [parameter.requires_grad_(True) for parameter in self.learner.parameters()]
@@ -115,11 +115,11 @@ class OnlineTraining:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def start_round(self, learning: bool = True) -> None:
-        """learning: whether what is judged from here on is to be remembered."""
+        """Begin a round. learning: whether to remember the tokens that are scored from here on."""
         self.round, self.learning = [], learning
 
     def score(self, hidden: Tensor, signals: Tensor | None = None, token_ids: Tensor | None = None) -> Tensor:
-        """P̂ of the next depth's tokens, (batch,), as HeadPolicy asks for it."""
+        """P̂ of the next depth's tokens, (batch,), with the arguments of HeadPolicy."""
         if self.learning:
             self._note(hidden, signals, token_ids)
         return self.scorer(hidden, signals, token_ids)
@@ -134,8 +134,8 @@ class OnlineTraining:
             self.place = 0
         here = slice(self.place, self.place + rows)
         memory.weight[here] = 0.0
-        # A copy: what the host shows may be written over by its next forward. One state that is no number, of a model
-        # in half precision, say, would stay in Adam's averages for ever.
+        # A copy, because the host's next forward may overwrite its tensors. A NaN, for example from a model in half
+        # precision, would stay in Adam's averages forever.
         memory.hidden[here] = hidden.nan_to_num(0.0, 0.0, 0.0)
         if signals is not None:
             memory.signals[here] = signals.float().nan_to_num(0.0, 0.0, 0.0)
@@ -148,7 +148,7 @@ class OnlineTraining:
         self.noted = max(self.noted, self.place)
 
     def forget_round(self) -> None:
-        """Rows have changed: what was judged last is of none of them any more."""
+        """Forget the last round, because rows have changed."""
         self.round = []
 
     def observe(self, outcome: VerifyOutcome, correction: OnlineRecalibration) -> None:
@@ -166,7 +166,7 @@ class OnlineTraining:
             self._train(len(outcome.live), correction)
 
     def _note_alternatives(self, told: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
-        """The alternatives at a depth of the rows that count, (rows,) bool, where the host tells of any."""
+        """Remember the alternatives at a depth, if the host gives any. counts: (rows,) bool, rows to learn from."""
         if not self.judges_alternatives or told is None or depth >= told.token_ids.shape[1]:
             return
         assert self.memory is not None
@@ -179,7 +179,7 @@ class OnlineTraining:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _train(self, rows: int, correction: OnlineRecalibration) -> None:
-        # As many tokens a step as rows bring: steps cost the same, and each token is drawn as often.
+        # A batch in proportion to the rows: the number of steps is the same, and each token is sampled as often.
         size = min(self.SIZE * rows, self.MOST)
         with torch.inference_mode(False), torch.enable_grad():
             for _ in range(self.STEPS):
@@ -193,7 +193,7 @@ class OnlineTraining:
             self.scorer = make_scorer(self.served, table=False)
 
     def _sample(self, size: int) -> Judged:
-        """(size, …) draws that verification told of, each as likely as any other."""
+        """Sample (size, …) of the judged draws, with equal probabilities."""
         assert self.memory is not None
         upto = self.memory.weight[: self.noted].flatten().double().cumsum(0)
         drawn = torch.rand(size, generator=self.random, device=upto.device, dtype=torch.float64) * upto[-1]
@@ -208,10 +208,10 @@ class OnlineTraining:
         )[..., 0]
         read = self.learner.signal_inputs(tokens.signals) if config.signals else None
         corrected = correction.corrected(logits.float(), tokens.depth, read)
-        # Where nothing is known yet the sample has the weight 0.
+        # If nothing is judged yet, the sample has the weight 0.
         return nn.functional.binary_cross_entropy_with_logits(corrected, tokens.label, weight=tokens.weight)
 
 
 def _copy(head: AcceptanceHead) -> AcceptanceHead:
-    """With weights of its own, and the same embedding matrix."""
+    """A copy of the head with its own weights, but the same embedding matrix."""
     return copy.deepcopy(head, {id(head.embeddings): head.embeddings})
