@@ -28,6 +28,7 @@ from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.dsde import DsdePolicy
 from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
@@ -212,7 +213,8 @@ def compared(name: str, values: tuple[float, float]) -> dict[str, Any]:
 
 def row_of(name: str, policy: DraftPolicy, found: list[Enumerated]) -> dict[str, Any]:
     """Of all pairs of all shapes together."""
-    row: dict[str, Any] = {"policy": name, "says": sorted(policy.lossless), "trims": policy.trims}
+    asked = Drafting(policy)
+    row: dict[str, Any] = {"policy": name, "says": sorted(asked.lossless), "trims": asked.trims}
     for verifier in ("ratio", "match"):
         values = [value for one in found for value in getattr(one, verifier)]
         row[verifier] = {"mean": sum(values) / len(values), "max": max(values)}

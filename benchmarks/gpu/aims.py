@@ -42,9 +42,7 @@ def report(out: Path) -> list[dict[str, Any]]:
     rows = aims(results)
     tiny = any(values.get("tiny") for values in results.values())
     write_json(out / "aims.json", {"tiny": tiny, "aims": rows})
-    table = Table(
-        title="aims" + (": --tiny, so these figures only show that they are computed" if tiny else "")
-    )
+    table = Table(title="aims" + (": --tiny, so these figures only show that they are computed" if tiny else ""))
     for column in ("aim", "measured", "holds", "of"):
         table.add_column(column)
     for row in rows:

@@ -30,6 +30,7 @@ from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 
 from accept_head import AcceptanceHead, HeadConfig, Sampling
 from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.steps import step_of
 from accept_head.inference.engine.attention.choice import choose
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
@@ -117,7 +118,7 @@ def measure(scene: Scene, mode: str, way: str, replays: int) -> Cell:
         def step(needs: frozenset[Any]) -> tuple[DraftStep, torch.Tensor]:
             fed, scores, q, ids = drawn()
             of = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
-            return DraftStep.of(needs, 1, ids, active, of, fed, fed), ids
+            return step_of(needs, 1, ids, active, of, fed), ids
 
         calls: dict[str, Call] = {"forward": forward, "drawn": drawn, "signals": lambda: step(OF_Q)}
         for name, policy in heads.items():

@@ -17,8 +17,12 @@ from torch import Tensor
 
 from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig
+from accept_head.inference.decode.drafted import Drafted
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.rows import Request
+from accept_head.inference.decode.run import Run
+from accept_head.inference.engine.capture import Capture
+from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policy import DraftStep
 from accept_head.pair import hidden_size, input_embeddings
@@ -38,16 +42,22 @@ class RecordedDecoder(Decoder):
         rows = self.rows
         return (rows.keys + rows.lengths - self.prompt_tokens).clamp(min=0, max=len(self.record.leading) - 1)
 
-    def _verify(self, drafted: Any) -> Any:
-        verified, *rest = super()._verify(drafted)
-        accepted = torch.minimum(self.record.leading[self.places()], drafted.submitted)
-        return (verified._replace(accepted=accepted), *rest)
+    def _new_run(self, *given: Any) -> Run:
+        run = super()._new_run(*given)
+        test = run.test
+
+        def recorded(scores: Tensor, window: Tensor, drafted: Drafted) -> Verified:
+            accepted = torch.minimum(self.record.leading[self.places()], drafted.submitted)
+            return test(scores, window, drafted)._replace(accepted=accepted)
+
+        run.test = recorded  # type: ignore[method-assign]
+        return run
 
 
 class RecordedHead(HeadPolicy):
     """A real head, with all its work and its rule, whose P̂ is then replaced by the record's."""
 
-    carries = (*(getattr(HeadPolicy, "carries", None) or ()), "now")  # of compile="graphs": it is captured, too
+    capture = Capture(carried=(*(HeadPolicy.capture or Capture()).carried, "now"))  # compile="graphs" captures it, too
 
     def __init__(self, head: AcceptanceHead, threshold: float, decoder: RecordedDecoder, *, k_min: int, k_max: int):
         super().__init__(head, threshold, k_min=k_min, k_max=k_max)

@@ -29,6 +29,7 @@ from prepare_text import tiny_text
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
 from accept_head.inference.bench.figures import TWIN
+from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.policies.drafting import check_lossless
 from accept_head.inference.policies.registry import POLICIES, make_policy
 from accept_head.inference.profile.forwards import measure_forwards
@@ -348,7 +349,7 @@ class Flow:
     def _captured(self, names: list[str]) -> dict[str, bool]:
         """Whether a policy's own steps are functions of tensors alone, and so graphs where forwards are."""
         pair = load_pair(self.target, self.draft, dtype="bfloat16")
-        return {name: make_policy(name.removesuffix(TWIN), pair).carries is not None for name in names}
+        return {name: capture_of(make_policy(name.removesuffix(TWIN), pair)) is not None for name in names}
 
     # --- against transformers -----------------------------------------------------------------------------------------
 
