@@ -646,10 +646,13 @@ def out_of_date(mutants: tuple[Mutant, ...], tree: Path) -> list[str]:
     return found
 
 
-def copy_commit(tree: Path) -> None:
-    """The commit that is checked out, links as links."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=REPOSITORY, check=True, capture_output=True).stdout
+def copy_commit(tree: Path) -> str:
+    """Copy the commit that is checked out, links as links → its name."""
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, check=True, capture_output=True, text=True)
+    commit = head.stdout.strip()
+    archive = subprocess.run(["git", "archive", commit], cwd=REPOSITORY, check=True, capture_output=True).stdout
     subprocess.run(["tar", "x"], cwd=tree, check=True, input=archive)
+    return commit
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> tuple[int, str]:
@@ -685,7 +688,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        copy_commit(tree)
+        commit = copy_commit(tree)
         if wrong := out_of_date(mutants, tree):
             sys.exit("\n".join(wrong))
         tests = tuple(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
@@ -702,7 +705,7 @@ def main() -> None:
     caught = sum(row["caught"] for row in rows)
     print(f"{caught} of {len(rows)} caught")
     if not only:
-        write_result("mutants", {"mutants": len(rows), "caught": caught, "rows": rows})
+        write_result("mutants", {"commit": commit, "mutants": len(rows), "caught": caught, "rows": rows})
     sys.exit(caught < len(rows))
 
 
