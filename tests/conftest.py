@@ -1,4 +1,4 @@
-"""Shared by all tests: the embedded pair, a random one, ways to run the console command, and traces made once."""
+"""Fixtures for all tests: the embedded pair, a random pair, ways to run the console command, and traces made once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The code blocks of the documentation: found by a Markdown parser, sorted by kind, and held against the code.
+"""The code blocks of the documentation: a Markdown parser finds them, and they are sorted by kind and checked.
 
-`problems` runs nothing: it parses each command with its own parser, and resolves each name of a piece of Python.
+`problems` runs nothing. It parses each command with its own parser, and resolves each name in Python blocks.
 """
 
 from __future__ import annotations

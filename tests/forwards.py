@@ -1,4 +1,4 @@
-"""Plain forwards of a model, by which the product's are judged."""
+"""Plain forwards of a model, as references for the product's."""
 
 from __future__ import annotations
 

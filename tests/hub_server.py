@@ -1,7 +1,7 @@
-"""A Hub on loopback: the endpoints that huggingface_hub calls to publish and to fetch a model repository.
+"""A local Hub: the endpoints that huggingface_hub calls to publish and to fetch a model repository.
 
-It keeps repositories in memory: commits with whole file trees, branches, and large files under their SHA-256, which are
-there before any commit names them. It can be told to fail: `fail_next`, `drop_next`.
+It keeps repositories in memory: commits with whole file trees, branches, and large files under their SHA-256, which
+arrive before a commit names them. `fail_next` and `drop_next` make it fail.
 """
 
 from __future__ import annotations

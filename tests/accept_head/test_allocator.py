@@ -1,4 +1,4 @@
-"""Training starts itself anew with an allocator that keeps what is freed: once, and only where nobody chose another."""
+"""Training restarts itself with an allocator that keeps freed memory: once, and only if the user has chosen none."""
 
 from __future__ import annotations
 

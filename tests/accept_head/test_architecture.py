@@ -1,8 +1,8 @@
-"""The order of the house: which folder, which room, and which file may import which, and how large a file may be.
+"""The order of folders, rooms and files: which may import which. Also the size limit of a file.
 
-accept_head is the ground floor. training and inference stand on it, apart from each other. In each of the three folders
-the rooms have an order, and a room imports only rooms before it. Every import counts, also one hidden in a function or
-under TYPE_CHECKING. The files of a room may import each other, but nowhere is there a cycle.
+training and inference both import accept_head, but not each other. In each of the three folders the rooms have an
+order, and a room imports only rooms before it. Every import counts, also one in a function or under TYPE_CHECKING. The
+files of a room may import each other, but there is no cycle.
 """
 
 import ast

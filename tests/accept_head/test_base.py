@@ -1,4 +1,4 @@
-"""The base of a head: functions of the draft signals, by numpy in float64, alone and below a residual."""
+"""The base of a head, alone and below a residual: its functions of the draft signals, against numpy in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Maps by depth: that the fits find what made the rounds, that a product comes out right, and what a file may hold."""
+"""Calibration maps by depth: the fits find the true maps, products are calibrated, and files are checked."""
 
 from __future__ import annotations
 

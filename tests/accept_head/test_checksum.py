@@ -1,4 +1,4 @@
-"""Files with a checksum in them: whatever bit is flipped, it is noticed; and files without one are read as ever."""
+"""Files with a checksum inside: every flipped bit is found, and files without a checksum can still be read."""
 
 import random
 import re

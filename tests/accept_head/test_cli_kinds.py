@@ -1,4 +1,4 @@
-"""A value of another type: one sentence with the option, the value and what was expected, in words for every option."""
+"""A value of a wrong type gives one sentence with the option, the value and what was expected, for every option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that are lists: `--head A B`, `--head A --head B`, a JSON list, or a list in a YAML, all mean the same."""
+"""List options: `--head A B`, `--head A --head B`, a JSON list, and a list in a YAML file mean the same."""
 
 from __future__ import annotations
 

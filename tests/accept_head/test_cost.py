@@ -1,4 +1,4 @@
-"""Costs (eqs 3.1, 3.2, 5.1) against arithmetic by hand, and the oracle (theorem 4.1) against every schedule."""
+"""Costs (eqs 3.1, 3.2, 5.1) against calculations by hand, and the oracle (theorem 4.1) against every schedule."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""A head that reads the draft's embedding of the drawn token, and one whose width is its own."""
+"""A head that reads the draft's embedding of the drawn token, and a head with its own width."""
 
 from __future__ import annotations
 

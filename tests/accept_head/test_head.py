@@ -1,4 +1,4 @@
-"""The head: its formula, its parameters, and what its folder may and may not hold."""
+"""The head: its formula, its parameters, and the allowed content of its folder."""
 
 import json
 import pickle

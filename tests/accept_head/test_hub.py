@@ -1,4 +1,4 @@
-"""A head's whole folder: what it holds, that it is written whole, and which draft it fits."""
+"""A head's folder: its content, its atomic writing, and the drafts that the head fits."""
 
 import json
 from dataclasses import replace

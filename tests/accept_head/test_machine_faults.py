@@ -1,4 +1,4 @@
-"""What is neither the user's fault nor a bug: the disk, and other ranks. One line each, and no traceback."""
+"""Faults of the disk or of other ranks, which are neither wrong input nor bugs: one line each, and no traceback."""
 
 import errno
 import sys

@@ -1,4 +1,4 @@
-"""A head that is used otherwise than it was trained: what is refused, what is said, and how often."""
+"""A head that is used differently from its training: what is refused, what gives a warning, and how often."""
 
 import json
 from dataclasses import replace

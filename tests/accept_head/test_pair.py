@@ -1,4 +1,4 @@
-"""Pairs of tiny random models: hidden states, vocabularies, fingerprints, and what load_pair refuses."""
+"""Pairs of tiny random models: hidden states, vocabularies, fingerprints, and the errors of load_pair."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Prompt files and data sets, and the sentence for every way in which they can be wrong."""
+"""Prompt files and data sets, and the message for every way in which they can be wrong."""
 
 from __future__ import annotations
 

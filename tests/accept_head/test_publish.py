@@ -1,6 +1,6 @@
-"""Publishing a head and fetching it again, against a Hub on loopback that speaks what huggingface_hub calls.
+"""Publishing a head and fetching it again, with a local server that implements the Hub's endpoints.
 
-A client is a fork of one process (tests/integration/hub_client.py), which runs several commands: forks take time.
+A client is a fork of one process (tests/integration/hub_client.py) and runs several commands, because forks take time.
 """
 
 import itertools

@@ -1,6 +1,7 @@
-"""Counter-based uniforms against a big-integer splitmix64, and against chance.
+"""Counter-based uniforms against a big-integer splitmix64, and statistical tests.
 
-Statistical tests have fixed seeds, so they cannot flicker; for an ideal generator each fails with probability 1e-4.
+Statistical tests have fixed seeds, so they always give the same result. For an ideal generator each fails with
+probability 1e-4.
 """
 
 import numpy as np

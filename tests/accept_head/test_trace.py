@@ -1,4 +1,4 @@
-"""Trace folders: what is written is what is read, and damage of any kind is refused by name."""
+"""Trace folders: reading gives what was written, and any damage is refused with its place."""
 
 import hashlib
 import json

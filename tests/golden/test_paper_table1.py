@@ -1,8 +1,8 @@
 """Eq. 5.1 against the figures that SpecDec++ prints (arXiv:2405.19715v3).
 
-The text that this project keeps of the paper gives throughputs, speed-ups and forward times, but no discard rate and no
-verification rate of any row: they are only plotted (figures 3 and 5), and theorem 4.1's average |S| was lost with the
-other formulas. So eq. 5.1 cannot be recomputed row by row. What can be checked, and is, within 1 %:
+The project's text of the paper gives throughputs, speed-ups and forward times, but no discard rate and no verification
+rate of any row. These rates are only plotted (figures 3 and 5), and theorem 4.1's average |S| was lost with the other
+formulas. So eq. 5.1 cannot be recomputed row by row. What can be checked is checked within 1 %:
 
 - autoregressive decoding at the stand-alone forward time gives the printed 9.26 tokens/s;
 - every printed speed-up is its throughput over that, and every printed improvement the ratio of two throughputs;
@@ -10,7 +10,7 @@ other formulas. So eq. 5.1 cannot be recomputed row by row. What can be checked,
   for every fixed length K of the paper's sweep; K = 2 would need a negative discard rate for GSM8K;
 - eq. 5.1 and theorem 4.1 give the printed oracle speed-up for the one verification rate that fits it.
 
-Gemma (table 4) has speed-ups only, without forward times, so nothing of it can be put into eq. 5.1.
+Gemma (table 4) has speed-ups without forward times, so its figures cannot be put into eq. 5.1.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Shared by the tests of inference."""
+"""Fixtures for the tests of inference."""
 
 from __future__ import annotations
 

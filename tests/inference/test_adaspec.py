@@ -1,4 +1,4 @@
-"""AdaSpec against its three algorithms in scalars, its limit on a round's time, and what it emits by enumeration."""
+"""AdaSpec against its three algorithms in scalars, its limit on a round's time, and its output by enumeration."""
 
 from __future__ import annotations
 

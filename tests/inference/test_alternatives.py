@@ -1,4 +1,4 @@
-"""Alternatives: drawn from q, with the chance that p and q give them; told by the hosts that can; learnt from alike."""
+"""Alternatives: they are drawn from q with the right acceptance, hosts report them, and all hosts learn alike."""
 
 from __future__ import annotations
 

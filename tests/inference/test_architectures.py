@@ -1,4 +1,4 @@
-"""Sliding windows work beyond their size; what the ragged cache cannot serve is refused by name, and never wrong."""
+"""Sliding windows work beyond their size. Architectures that the ragged cache cannot serve are refused by name."""
 
 from __future__ import annotations
 

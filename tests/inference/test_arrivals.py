@@ -1,4 +1,4 @@
-"""Arrival traces of three formats, which prompt stands for which request, and requests that reach the loop in time."""
+"""Arrival traces in three formats, the prompt for each request, and requests that reach the loop on time."""
 
 from __future__ import annotations
 

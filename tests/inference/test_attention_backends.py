@@ -1,7 +1,7 @@
-"""Attention that reads the ragged cache as it lies: the same logits and tokens as with an explicit mask.
+"""Attention that reads the ragged cache directly gives the same logits and tokens as with an explicit mask.
 
-The two kernels need a GPU. Here what they promise stands in for them (attention_contracts.py), so that everything of
-ours is proven: layouts, lengths, rows, windows, caps, and who is served by which.
+The two kernels need a GPU. Here their contracts replace them (attention_contracts.py), so that all our code is tested:
+layouts, lengths, rows, windows, caps, and the choice of a backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels themselves, in bfloat16, where there is a GPU: test_attention_backends.py proves all but them."""
+"""The attention kernels in bfloat16 on a GPU. test_attention_backends.py tests everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batch maps: vLLM's rules for a table, how a table is made, the files it comes from, and decoding by it."""
+"""Batch maps: vLLM's rules for a table, making a table, its files, and decoding with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch's end in CUDA graphs and in chunks: decided and learnt alike, captured or not; and forgotten."""
+"""The batch's end in CUDA graphs and in chunks: decisions and learning are the same with and without capture."""
 
 from __future__ import annotations
 

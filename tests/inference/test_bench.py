@@ -1,4 +1,4 @@
-"""What `accept-head bench` computes, against numbers made here: order of runs, speeds, noise, attainment, timelines."""
+"""The figures of `accept-head bench` against numbers made here: order of runs, speeds, noise, attainment, timelines."""
 
 from __future__ import annotations
 

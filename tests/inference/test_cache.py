@@ -1,4 +1,4 @@
-"""Feeding tokens piece by piece, with rows at their own pace and rollbacks, equals one full forward."""
+"""Feeding tokens piece by piece, with each row at its own pace and with rollbacks, equals one full forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafting in chunks: the same tokens, counts and learning as with a question after each token, and fewer questions."""
+"""Drafting in chunks gives the same tokens, counts and learning as asking after each token, with fewer questions."""
 
 from __future__ import annotations
 

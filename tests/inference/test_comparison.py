@@ -1,4 +1,4 @@
-"""The table that the demo prints, against numbers worked out by hand."""
+"""The table that the demo prints, against numbers calculated by hand."""
 
 from __future__ import annotations
 

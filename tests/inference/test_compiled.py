@@ -1,4 +1,4 @@
-"""`compiled`: the same numbers for every batch by one compilation, and the function itself where there is none."""
+"""`compiled`: one compilation gives the same numbers for every batch. Without a compiler it is the function itself."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Cost-aware stopping: the closed form against exact sums, the choice of a level against trying all of them, and the
-threshold that it finds against a fine grid, on real traces of the embedded pair."""
+"""Cost-aware stopping: the closed form against exact sums, and the chosen level against trying all levels.
+
+Also the threshold that it finds against a fine grid, on real traces of the embedded pair.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules with a confidence or a cost model against scalar references, and what they emit by exact enumeration."""
+"""Rules with a confidence or a cost model against scalar references, and their output by exact enumeration."""
 
 from __future__ import annotations
 

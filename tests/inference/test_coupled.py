@@ -1,4 +1,4 @@
-"""The tables of coupled traces against rounds that are put together token by token, from the records as they are."""
+"""The tables of coupled traces against rounds that are built token by token from the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bookkeeping of the decode loop: counts, rows that keep to themselves, limits, and input it must refuse."""
+"""Bookkeeping of the decode loop: counts, independence of rows, limits, and input that it must refuse."""
 
 from __future__ import annotations
 

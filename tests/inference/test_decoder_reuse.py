@@ -1,4 +1,4 @@
-"""One decoder for many runs: each is as if the decoder were new, and captures and takes no more than it must."""
+"""One decoder for many runs: each run equals that of a new decoder, and nothing is captured or allocated twice."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How a policy is asked: whatever it answers, no row drafts beyond its budget, goes on once it has stopped, or submits
-what it did not draft."""
+"""The limits around a policy: no row drafts beyond its budget, continues after a stop, or submits undrafted tokens."""
 
 from __future__ import annotations
 

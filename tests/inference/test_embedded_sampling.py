@@ -1,7 +1,7 @@
-"""Speculative sampling from the trained pair, 4096 tokens of vocabulary, is autoregressive sampling from its target.
+"""Speculative sampling from the trained pair, with 4096 tokens of vocabulary, equals autoregressive target sampling.
 
-The first new tokens after one real prompt, SAMPLES times: against exact probabilities, and against transformers' own
-`generate`. False alarms: 1 in 10,000 a chi-square.
+It samples the first new tokens after one real prompt SAMPLES times. They are compared with exact probabilities and with
+transformers' own `generate`. False alarms: 1 in 10,000 for each chi-square.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Losslessness proved on toy pairs: what the decode loop emits has exactly the target's distribution, for every policy.
+"""Losslessness proved on toy pairs: the loop's output has exactly the target's distribution, for every policy.
 
-No sampling and so no false alarms: the total variation is below PROVED (1e-6, float32 rounding), and that of a biased
-loop is a thousand times larger.
+Nothing is sampled, so there are no false alarms: the total variation is below PROVED (1e-6, float32 rounding). With a
+biased loop it is a thousand times larger.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The online estimator against a dense Newton solve written from its formulas, and against the truth it has to find."""
+"""The online estimator against a dense Newton solve written from its formulas, and against the true parameters."""
 
 from __future__ import annotations
 

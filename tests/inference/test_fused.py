@@ -1,4 +1,4 @@
-"""The kernels of signals and head, against float64 arithmetic. They run on a GPU, or in Triton's interpreter:
+"""The kernels of signals and head against float64 arithmetic, on a GPU or in Triton's interpreter.
 
 TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused.py     (part of `make test-vllm`)
 """

@@ -1,4 +1,4 @@
-"""The loop's bookkeeping in kernels is that in torch, to the bit. On a GPU, or in Triton's interpreter:
+"""The loop's bookkeeping in kernels equals that in torch to the bit, on a GPU or in Triton's interpreter.
 
 TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_loop.py     (part of `make test-vllm`)
 """

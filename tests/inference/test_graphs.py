@@ -1,4 +1,4 @@
-"""What is captured and replayed is what a plain call does; on a CPU, by a stand-in for CUDA graphs (`replayed`)."""
+"""A captured and replayed step equals a plain call. On a CPU a stand-in for CUDA graphs (`replayed`) is used."""
 
 from __future__ import annotations
 

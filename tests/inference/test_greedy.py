@@ -1,4 +1,4 @@
-"""Greedy speculative decoding gives the target's own greedy tokens, one by one, for every batch and policy."""
+"""Greedy speculative decoding gives the target's own greedy tokens, for every batch and policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' own two rules, against transformers itself: its class is asked, and it decodes."""
+"""transformers' own two rules against transformers itself: against its class, and against its decoding."""
 
 from __future__ import annotations
 

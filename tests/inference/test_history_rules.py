@@ -1,4 +1,4 @@
-"""Rules that learn from what became of earlier rounds, against scalar references written from their formulas."""
+"""Rules that learn from earlier rounds, against scalar references written from their formulas."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The informed bound: against a walk token by token; its tables against plain forwards, against what E[a] = β says, and
-against the decode loop with a policy that asks the target.
+"""The informed bound against a walk token by token, and its tables against plain forwards and against E[a] = β.
 
-Statistics: |z| > 3.89 fails, a false alarm in 10,000.
+Also against the decode loop with a policy that asks the target. Statistics: |z| > 3.89 fails, a false alarm in 10,000.
 """
 
 from __future__ import annotations

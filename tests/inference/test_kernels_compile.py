@@ -1,4 +1,4 @@
-"""The kernels as NVIDIA's compiler takes them, without a GPU: Triton makes machine code for a Hopper here, too.
+"""The kernels compile for NVIDIA's Hopper. Triton makes this machine code without a GPU.
 
 .venv-vllm/bin/python -m pytest tests/inference/test_kernels_compile.py     (part of `make test-vllm`)
 """

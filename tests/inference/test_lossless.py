@@ -1,7 +1,7 @@
-"""The output of speculative decoding has the target's distribution, whatever the policy; a biased one is caught.
+"""The output of speculative decoding has the target's distribution for every policy, and a biased policy is detected.
 
-By sampling, with the loop's own random numbers; test_enumeration.py does without, and exactly. False alarms: 1 in
-10,000 a test.
+These tests sample with the loop's own random numbers. test_enumeration.py is exact and does not sample. False alarms: 1
+in 10,000 for each test.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every policy keeps the target's distribution under the verifiers that its class names, and biased rules are found."""
+"""Every policy keeps the target's distribution under its class's verifiers, and biased rules are detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planned memory is the memory that decoding takes: exactly where it can be counted, else within 10 %."""
+"""Decoding takes the planned memory: exactly where memory can be counted, otherwise within 10 %."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is chosen among policies whose counts are known, against resampling with a plain loop."""
+"""The choice among policies with known counts, against resampling with a plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What online training remembers where a host tells outcomes alone, and where its memory is full."""
+"""The memory of online training when a host reports only outcomes, and when the memory is full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Online training: its gradient against a formula, the truth it has to find, what it must not learn from, its hosts."""
+"""Online training: its gradient against a formula, the truth it must find, rounds it must ignore, and its hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of one line, each against it."""
+"""Rules of one line, each against its formula."""
 
 from __future__ import annotations
 

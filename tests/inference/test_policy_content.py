@@ -1,4 +1,4 @@
-"""Two policies have one hash if and only if they are made of the same."""
+"""Two policies have the same hash if and only if they have the same content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A policy's SPEC: what each form builds, and one sentence that names what is wrong with a bad one."""
+"""A policy's SPEC: the policy that each form builds, and one sentence that names the error in a wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits processors and sampling settings: what transformers' own loop does with them, at every slot of a round."""
+"""Logits processors and sampling settings give the same as in transformers' own loop, at every slot of a round."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`accept-head profile` finds the costs that are there: of a made-up clock exactly, of noisy rounds nearly.
+"""`accept-head profile` finds the true costs: exactly with a simulated clock, nearly with noisy rounds.
 
-No test looks at how long anything really took.
+No test depends on real time.
 """
 
 from __future__ import annotations

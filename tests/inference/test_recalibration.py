@@ -1,4 +1,4 @@
-"""Online recalibration against a dense solve written from its formulas, the truth it has to find, and its enemies."""
+"""Online recalibration against a dense solve written from its formulas, with true parameters and with hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay's two fast ways and its general one against a slow walk, round by round, that decides token by token."""
+"""Replay's two fast methods and its general one against a slow walk that decides round by round and token by token."""
 
 from __future__ import annotations
 

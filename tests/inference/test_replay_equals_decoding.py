@@ -1,8 +1,8 @@
-"""Replay prices a policy as the real decode loop does: the same policy object, the same held-out prompts.
+"""Replay predicts the counts of the real decode loop: the same policy object, the same held-out prompts.
 
-At T = 0 on the same responses: each response's counts are equal. At T = 1 both are samples: z = difference /
-√(se² + se²) with standard errors over prompts; |z| > 3.89 fails, a false alarm in 10,000 a comparison (fewer, since
-both see the same prompts), and most must lie in the joint 95 % interval.
+At T = 0, on the same responses, each response's counts are equal. At T = 1 both are samples: z = difference /
+√(se² + se²) with standard errors over prompts. |z| > 3.89 fails, a false alarm in 10,000 for each comparison (fewer,
+because both have the same prompts). Most must lie in the joint 95 % interval.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A token that scores just the threshold: the two ways to replay agree that the round goes on."""
+"""A token whose score equals the threshold: both methods of replay continue the round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's page without a browser: numbers, escaping, nothing from outside, and pages with parts missing."""
+"""The report's page without a browser: numbers, escaping, no external resources, and pages with missing parts."""
 
 from __future__ import annotations
 

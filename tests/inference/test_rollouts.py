@@ -1,4 +1,4 @@
-"""Rollouts against plain forwards without a cache, one token at a time; and their files."""
+"""Rollouts against plain forwards without a cache, one token at a time. Also their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of other authors against scalar references written from their formulas, and what the loop tells a policy."""
+"""Rules of other authors against scalar references written from their formulas, and the loop's reports to a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A response ends exactly where transformers' own loop would have ended it, in the middle of a round if need be."""
+"""A response ends exactly where transformers' own loop would end it, also in the middle of a round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a row is, from the prompt to what is learnt of it: our loop, transformers, a host of vLLM's kind."""
+"""The tenant of a row, from its prompt to the learning from it: in our loop, in transformers, in a host like vLLM's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules with a threshold, asked token by token: what they stop after, with which bounds, and what they look at."""
+"""The threshold rules, asked token by token: where they stop, their bounds, and their inputs."""
 
 from __future__ import annotations
 

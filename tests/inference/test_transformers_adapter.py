@@ -1,4 +1,4 @@
-"""transformers' `generate` returns the same with our decode loop as without, whatever it is asked for."""
+"""transformers' `generate` returns the same with our decode loop as without, for all its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning policies in `tune`: asked with all of their values, at the costs given, and named as the loop takes them."""
+"""Learning policies in `tune`: all their values are tried at the given costs, under the names that the loop takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two verifiers, policies that drop drawn tokens, and what is refused: the ratio test and sampler match."""
+"""Two verifiers (the ratio test and sampler match), policies that drop drawn tokens, and refused combinations."""
 
 from __future__ import annotations
 

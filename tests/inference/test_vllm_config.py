@@ -1,5 +1,7 @@
-"""`accept-head vllm-config`: what it writes, what it prints, what it refuses. No vLLM here: its own parser reads the
-same in tests/integration/vllm/test_vllm_config.py."""
+"""`accept-head vllm-config`: its file, its output and its errors.
+
+It runs without vLLM. vLLM's own parser reads the same in tests/integration/vllm/test_vllm_config.py.
+"""
 
 from __future__ import annotations
 

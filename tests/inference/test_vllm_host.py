@@ -1,4 +1,4 @@
-"""PolicyHost: a policy in a draft loop that is not ours decides what a scalar reading of its rule decides."""
+"""PolicyHost: in a foreign draft loop, a policy makes the same decisions as a scalar reference of its rule."""
 
 from __future__ import annotations
 

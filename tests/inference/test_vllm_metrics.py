@@ -1,4 +1,4 @@
-"""The adapter's counts against a reference that loops over rows and depths, and their way to a file and a log line."""
+"""The adapter's counts against a reference that loops over rows and depths, and their output to file and log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the side-by-side benchmark makes of its pilot run, without vLLM: costs, vLLM's table, and SPECs that parse."""
+"""The side-by-side benchmark's use of its pilot run, without vLLM: costs, vLLM's table, and SPECs that parse."""
 
 from __future__ import annotations
 

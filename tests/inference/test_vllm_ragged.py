@@ -1,4 +1,4 @@
-"""Draft lengths on their way to vLLM's scheduler under its V2 runner; where they would be lost, that is an error."""
+"""Draft lengths on their way to vLLM's scheduler under its V2 runner. If they would be lost, this is an error."""
 
 from __future__ import annotations
 

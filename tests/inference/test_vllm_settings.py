@@ -1,4 +1,4 @@
-"""What accept_head refuses in vLLM's configuration, each in one sentence that names the option."""
+"""Settings in vLLM's configuration that accept_head refuses, each with one sentence that names the option."""
 
 from __future__ import annotations
 

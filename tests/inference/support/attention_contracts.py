@@ -1,8 +1,8 @@
-"""What two foreign attention functions promise, in plain torch: they need a GPU, their contracts do not.
+"""The contracts of two foreign attention functions in plain torch, because the functions themselves need a GPU.
 
-Written from the documented semantics of flash-attn 2.8 (flash_attn_interface.py, and the checks of its C++ side) and of
-torch 2.13 and 2.11 (torch/nn/attention/varlen.py, and those of its flash_api.cpp). What those refuse is refused here,
-so that a call which works here is one that they take; sums are float32, in no order of theirs.
+They follow the documented semantics of flash-attn 2.8 (flash_attn_interface.py, and the checks of its C++ side) and of
+torch 2.13 and 2.11 (torch/nn/attention/varlen.py, and the checks of its flash_api.cpp). Calls that those refuse are
+refused here, so a call that works here also works there. Sums are float32, in a different order.
 """
 
 from __future__ import annotations

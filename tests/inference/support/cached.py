@@ -1,4 +1,4 @@
-"""Texts that are fed piece by piece, on every kind of model."""
+"""Texts that are fed to every kind of model piece by piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our kernels with one place of their source changed: what tests of them must see."""
+"""Our kernels with one change in their source, which tests of them must detect."""
 
 from __future__ import annotations
 

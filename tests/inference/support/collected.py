@@ -1,4 +1,4 @@
-"""Traces of any pair, made in this process as `accept-head collect` makes them."""
+"""Traces of any pair, made in this process in the same way as by `accept-head collect`."""
 
 from __future__ import annotations
 

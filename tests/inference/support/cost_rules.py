@@ -1,4 +1,4 @@
-"""What the tests of rules with a confidence or a cost model have in common."""
+"""Shared parts of the tests of rules with a confidence or a cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decoders of a small pair, and what a run of theirs emits."""
+"""Decoders of a small pair, and the output of their runs."""
 
 from __future__ import annotations
 

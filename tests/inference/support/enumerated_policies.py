@@ -1,4 +1,4 @@
-"""Policies that stop at several depths, and how far what the loop emits with them is from the target's distribution."""
+"""Policies that stop at several depths, and the distance of the loop's output from the target's distribution."""
 
 from __future__ import annotations
 

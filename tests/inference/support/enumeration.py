@@ -1,17 +1,17 @@
-"""The exact distribution of what the decode loop emits: every outcome of every random choice, not a sample of them.
+"""The exact distribution of the decode loop's output, by enumeration of all outcomes of all random choices.
 
 A row's random numbers decide three kinds of choices: which token is drafted, whether it is accepted, and which token
-follows the accepted ones. Here a *script* decides them for the enumerated row, by outcome: it takes scripted outcomes
-as long as there are any, and those of its own random numbers after that. The loop runs once a leaf of the tree of
-outcomes; a leaf's weight is the product of the probabilities that the loop itself gave the outcomes on the way, and the
-weights sum to 1. All other code that runs is the loop's. A policy is put through it in one line:
+follows the accepted ones. For the enumerated row a *script* decides them by outcome. After the end of the script, the
+row's own random numbers decide. The loop runs once for each leaf of the tree of outcomes. The weight of a leaf is the
+product of the probabilities that the loop gave to the outcomes on the way. The weights sum to 1. All other code that
+runs is the loop's. One line enumerates a policy:
 
     emitted_distribution(target, draft, prompts, lambda: MyPolicy(), Sampling(top_k=2), 4, enumerated_row=1)
 
-What must not be in the tree is what nothing depends on: a draw of a row that does not draft any more (it is drawn
-because other rows do), and acceptance tests behind the first rejection. They stay random numbers. That the loop makes
-no use of them is asserted. So is that no random number decides twice: the product above takes the choices to be
-independent.
+Choices that nothing depends on must not be in the tree: a draw for a row that has stopped drafting (it is drawn because
+other rows continue), and acceptance tests after the first rejection. They stay random. The enumeration asserts that the
+loop does not use them. It also asserts that no random number decides twice, because the product of probabilities
+assumes independent choices.
 """
 
 from __future__ import annotations

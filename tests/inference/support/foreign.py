@@ -1,4 +1,4 @@
-"""A draft loop that is not ours, around a policy's host."""
+"""A foreign draft loop around a policy's host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coupled traces of held-out prompts and the decode loop on the same; and when their rates differ."""
+"""Coupled traces of held-out prompts, the decode loop on the same prompts, and a test of whether their rates differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that torch holds, counted storage by storage."""
+"""Bytes that torch holds, counted per storage."""
 
 from __future__ import annotations
 

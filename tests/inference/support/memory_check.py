@@ -1,5 +1,4 @@
-"""Triton's interpreter with what compute-sanitizer does on a GPU: a kernel that reads or writes beside the tensors that
-it was given is an error."""
+"""Triton's interpreter with the check of compute-sanitizer: a kernel that accesses memory outside its tensors fails."""
 
 from __future__ import annotations
 

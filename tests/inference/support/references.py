@@ -1,4 +1,4 @@
-"""Rules in scalars, from their formulas, that several tests go by."""
+"""Rules in scalars, from their formulas, as references for several tests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A stand-in for CUDA graphs that runs anywhere and is as unforgiving.
+"""A strict stand-in for CUDA graphs that runs on any device.
 
-While it captures, it notes every aten operation with the very tensors it was given; a replay does the same operations
-on the same tensors. So whatever depended on a number of Python, or on a tensor that has moved since, is as it was. What
-was allocated meanwhile is the pool's: after every replay it is overwritten, as another graph's replay may do.
+During capture it records every aten operation with its tensors. A replay repeats the same operations on the same
+tensors. So a value that depended on a Python number, or on a tensor that has moved since, is out of date. Memory
+allocated during capture is overwritten after every replay, as another graph's replay may do.
 """
 
 from __future__ import annotations

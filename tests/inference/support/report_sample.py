@@ -1,4 +1,4 @@
-"""A report as `accept-head report` would fill it: policies replayed on made-up traces over real text."""
+"""A report like one of `accept-head report`: policies replayed on made-up traces over real text."""
 
 from __future__ import annotations
 

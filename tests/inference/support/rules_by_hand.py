@@ -1,4 +1,4 @@
-"""Rules with a threshold on made-up traces, decided token by token, and the oracle's counts."""
+"""Threshold rules on made-up traces, decided token by token, and the oracle's counts."""
 
 from __future__ import annotations
 

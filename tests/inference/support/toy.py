@@ -1,4 +1,4 @@
-"""Toy models, the smallest of them enumerable exactly, and transformers' own greedy decoding to compare with."""
+"""Toy models, the smallest of which can be enumerated, and transformers' own greedy decoding as a reference."""
 
 from __future__ import annotations
 
