@@ -1,4 +1,4 @@
-"""Shared by the tests that run whole commands and hosts."""
+"""Fixtures for the tests that run whole commands and hosts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Runs `accept-head` commands, or with -c a snippet, in forks of one process that has the libraries imported already.
+"""Runs `accept-head` commands, or with -c a snippet, in forks of one process that has already imported the libraries.
 
-Started as a script with HF_ENDPOINT set to a HubServer: huggingface_hub reads that when it is imported. What it also
-reads then, cache and offline mode, is set anew in each fork, as in a fresh process with this environment.
+It is started as a script with HF_ENDPOINT set to a HubServer, because huggingface_hub reads this at import. It also
+reads the cache and offline mode at import. Each fork sets these again, as in a fresh process with this environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""configs/accelerate: accelerate reads them, their options reach the processes, and the CPU one runs."""
+"""configs/accelerate: accelerate reads the files, their options reach the processes, and the CPU config runs."""
 
 from __future__ import annotations
 

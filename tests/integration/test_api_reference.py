@@ -1,4 +1,4 @@
-"""The API reference (docs/api.py, `make docs`): it is complete, and pdoc has nothing to complain about."""
+"""The API reference (docs/api.py, `make docs`) is complete, and pdoc reports no problems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every wrong input is one sentence that names what is wrong, exit code 2, and nothing half-written."""
+"""Every wrong input gives one sentence that names the error and exit code 2, and leaves no partial files."""
 
 from __future__ import annotations
 

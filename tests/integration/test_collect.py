@@ -1,4 +1,4 @@
-"""`accept-head collect` on the trained pair: divided over processes, killed, rerun; always the same records."""
+"""`accept-head collect` on the trained pair gives the same records when divided over processes, killed, and rerun."""
 
 from __future__ import annotations
 

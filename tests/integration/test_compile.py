@@ -1,6 +1,6 @@
-"""Compiled forwards give the same tokens, in one graph each, and no more graphs than there are shapes.
+"""Compiled forwards give the same tokens, each in one graph, with no more graphs than there are shapes.
 
-All but the slow tests replace inductor by a backend that runs a graph as it was traced, so they need no C++ compiler.
+Except in slow tests, a backend that runs the traced graph replaces inductor, so no C++ compiler is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every recipe in configs/ opens with commands that take it, and the paper's recipe is the one of that name."""
+"""Every recipe in configs/ begins with commands that accept it, and the paper's recipe equals the named one."""
 
 from __future__ import annotations
 

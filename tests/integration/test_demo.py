@@ -1,4 +1,4 @@
-"""The demo on a few prompts: it runs through, and leaves what the architecture page promises."""
+"""The demo on a few prompts: it runs to the end and writes all its files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The documentation: every block is known here, what it names exists, and it runs, or it is said why it does not.
+"""The documentation's code blocks: every block is listed here, its names exist, and it runs or has a reason not to.
 
-The quick tests hold each block against the code (tests/doc_blocks.py). The slow ones run a page's blocks in order, in a
-folder in which TARGET, DRAFT, T and D are the embedded pair, prompts.jsonl has a few of its prompts, and the Hub is the
-one of tests/hub_server.py. The words are those of the page; a program in front of the real one adds small sizes.
+The quick tests check each block against the code (tests/doc_blocks.py). The slow ones run a page's blocks in order. In
+their folder, TARGET, DRAFT, T and D are the embedded pair, prompts.jsonl has a few of its prompts, and the Hub is
+tests/hub_server.py. The commands are those of the page. A wrapper before the real program adds small sizes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Full disks, read-only folders, damaged shards, dying ranks, clocks that jump: one clear line, and work that goes on.
+"""Full disks, read-only folders, damaged shards, dying ranks, clock jumps: one clear line, and work that continues.
 
-Kills at random moments: benchmarks/faults.py, and test_collect.py and test_train.py.
+benchmarks/faults.py, test_collect.py and test_train.py kill at random moments.
 """
 
 from __future__ import annotations

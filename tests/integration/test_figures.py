@@ -1,4 +1,4 @@
-"""Figures of the documentation are those of benchmarks/results, and no result lies there that nobody quotes."""
+"""Figures in the documentation equal those in benchmarks/results, and every result is quoted somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accept-head generate`: what it writes, that it can be interrupted, and what it refuses."""
+"""`accept-head generate`: its output, its interruption, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu/head_cost.py on a CPU: every cell is measured, and nothing is said of what takes a GPU."""
+"""benchmarks/gpu/head_cost.py on a CPU: every cell is measured, and figures that need a GPU are left out."""
 
 from __future__ import annotations
 

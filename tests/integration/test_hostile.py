@@ -1,4 +1,4 @@
-"""Hostile input through the front door: a slice of benchmarks/hostile.py, and the traps that it relies on."""
+"""Hostile input on the command line: some cases of benchmarks/hostile.py, and the traps that it uses."""
 
 from __future__ import annotations
 

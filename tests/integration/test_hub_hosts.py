@@ -1,4 +1,4 @@
-"""A head published to a Hub is pulled by name and used by all three hosts; greedy, each says what the target says."""
+"""All three hosts use a head from a Hub by its name. Greedy, each gives the target's own tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accept-head import-specdecpp`: traces written in the research code's layout come back as they were, and train."""
+"""`accept-head import-specdecpp`: traces in the research code's format are imported unchanged, and can train a head."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The policy that docs/policies.md shows, as it stands there: in the loop, the enumeration, replay, another draft loop.
+"""The policy shown in docs/policies.md runs unchanged in the loop, the enumeration, replay and another draft loop.
 
-tests/integration/vllm/test_own_policy.py has it in vLLM itself.
+tests/integration/vllm/test_own_policy.py runs it in vLLM.
 """
 
 from __future__ import annotations

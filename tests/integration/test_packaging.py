@@ -1,4 +1,4 @@
-"""What a user gets: one import package, typed, with the three folders in it and nothing else at the top level."""
+"""The installed package: one typed import package with the three folders in it, and nothing else at the top level."""
 
 from __future__ import annotations
 

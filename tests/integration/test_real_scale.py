@@ -1,4 +1,4 @@
-"""A draft with the vocabulary and the loud states of a published one: what toys of 4,096 tokens do not show."""
+"""A draft with the vocabulary and the large states of a published model, which toys of 4,096 tokens do not have."""
 
 from __future__ import annotations
 

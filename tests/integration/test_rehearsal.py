@@ -1,4 +1,4 @@
-"""The GPU's paths on a machine without one: tests/rehearsal, in a process of its own."""
+"""The GPU's code paths on a machine without a GPU: runs tests/rehearsal in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report's page in a real browser: it runs, reaches for nothing, fits every screen, and its viewer is right."""
+"""The report's page in a real browser: it runs without network, fits every screen, and its viewer is right."""
 
 from __future__ import annotations
 

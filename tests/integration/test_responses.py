@@ -1,5 +1,7 @@
-"""`accept-head collect --responses` on the trained pair: sampled text scored greedily, killed, rerun, and what it is
-good for: training, not replay."""
+"""`accept-head collect --responses` on the trained pair: sampled text is scored greedily, killed and rerun.
+
+Such traces can train a head, but not be replayed.
+"""
 
 from __future__ import annotations
 

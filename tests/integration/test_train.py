@@ -1,4 +1,4 @@
-"""`accept-head train` on a random pair's traces: killed, resumed, divided over processes; always the same head."""
+"""`accept-head train` on a random pair's traces gives the same head when killed, resumed or divided over processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accept-head train --cache` on a random pair's traces, as a command."""
+"""The command `accept-head train --cache` on a random pair's traces."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The point of it all: on a really trained pair, a trained head knows more about acceptance than its mean.
+"""On a trained pair, a trained head predicts acceptance better than the mean acceptance does.
 
-Everything is computed anew here: the constant's KL from the parquet files, the head's from its safetensors file, in
-numpy, on the draft's hidden states and its distribution of Y_i, of one ordinary forward for every (x, X_<i, Y_i).
+All figures are recomputed in numpy: the constant's KL from the parquet files, and the head's KL from its safetensors
+file, on the draft's hidden states and its distribution of Y_i. These come from one ordinary forward for every
+(x, X_<i, Y_i).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`accept-head tune` as a user runs it: traces, a draft and heads in; tuned.json and decoding.json out."""
+"""The command `accept-head tune`: from traces, a draft and heads to tuned.json and decoding.json."""
 
 from __future__ import annotations
 

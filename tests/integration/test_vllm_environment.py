@@ -1,4 +1,4 @@
-"""configs/vllm/environment.sh, with stand-ins for python, pip and nvidia-smi: what it does to which folder."""
+"""configs/vllm/environment.sh with stand-ins for python, pip and nvidia-smi: what it does to each folder."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Runs `accept-head` commands in forks of one process that has imported the libraries already.
+"""Runs `accept-head` commands in forks of one process that has already imported the libraries.
 
 Importing torch, transformers, Lightning and datasets, and tearing them down again, takes longer than most commands
-under test. A fork is still a process of its own: exit code, stdout, stderr and exit functions are those of the console
-command. conftest.py starts this file as a script and speaks JSON lines with it.
+under test. A fork is still a process of its own: exit code, stdout, stderr and exit functions equal those of the
+console command. conftest.py starts this file as a script and exchanges JSON lines with it.
 """
 
 from __future__ import annotations

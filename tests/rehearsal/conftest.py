@@ -1,5 +1,7 @@
-"""These tests change their process for good, so they are left out where others run: tests/integration/test_rehearsal.py
-starts them in one of their own."""
+"""Leaves these tests out of ordinary runs, because they change their process permanently.
+
+tests/integration/test_rehearsal.py starts them in their own process.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tensors that say `cuda:0` while a CPU does their arithmetic, and what the host waits for among them.
+"""Tensors that claim to be on `cuda:0` while a CPU computes them. Also counts when the host waits for them.
 
-`Far` wraps a CPU tensor. PyTorch sees it on a device of its own (PrivateUse1, called "far"), whose operations unwrap
-it, look at the devices and run on the CPU; everybody else sees "cuda:0".
+`Far` wraps a CPU tensor. PyTorch sees it on a separate device (PrivateUse1, called "far"). The operations of this
+device unwrap it, check the devices and run on the CPU. All other code sees "cuda:0".
 
-Importing this registers that device, which changes a process for good.
+Importing this module registers the device, which changes the process permanently.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A CUDA device that is not there: torch.cuda around the tensors of far.py.
+"""A simulated CUDA device: torch.cuda around the tensors of far.py.
 
-Everything but the kernels is what it is on a GPU: which branches the code takes, whether tensors of two devices meet,
-and where the host waits for the device. So code that has never seen a GPU can be rehearsed on real models, and what
-comes out must be what comes out on a CPU, bit for bit.
+Everything except the kernels is as on a GPU: the branches of the code, errors when tensors of two devices meet, and the
+places where the host waits. So code for GPUs can be rehearsed on real models, and its results must equal those of a CPU
+to the bit.
 
-Importing far.py changes a process for good, so tests that use this have one of their own:
+Importing far.py changes a process permanently, so tests that use this run in their own process:
 tests/integration/test_rehearsal.py starts it.
 """
 

@@ -1,4 +1,4 @@
-"""Commands and the GPU benchmark on a GPU that is not there: they run to the end, by the branches of a GPU."""
+"""Commands and the GPU benchmark on a simulated GPU run to the end, through the branches for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode loop on a GPU that is not there: the tokens, counts and learning of a CPU, and no wait but those said."""
+"""The decode loop on a simulated GPU gives the tokens, counts and learning of a CPU, and waits only where expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that is not there refuses what a GPU refuses, counts what is waited for, and computes what a CPU does."""
+"""The simulated device refuses what a GPU refuses, counts waits, and computes the same as a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""collect and train on a GPU that is not there: traces and heads are a CPU's, and a micro-batch waits once."""
+"""collect and train on a simulated GPU: traces and heads equal those of a CPU, and each micro-batch waits once."""
 
 from __future__ import annotations
 

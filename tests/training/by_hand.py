@@ -1,4 +1,4 @@
-"""Distributions and random numbers worked out slowly: transformers' warpers by hand, splitmix64 in Python integers."""
+"""Slow references for distributions and random numbers: transformers' warpers, splitmix64 in Python integers."""
 
 from __future__ import annotations
 

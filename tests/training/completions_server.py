@@ -1,4 +1,4 @@
-"""A completions endpoint on loopback that answers token ids, and fails in every way that a server can."""
+"""A local completions endpoint that returns token ids, and can fail in every way."""
 
 from __future__ import annotations
 

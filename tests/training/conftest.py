@@ -1,4 +1,4 @@
-"""Shared by the tests of training."""
+"""Fixtures for the tests of training."""
 
 from __future__ import annotations
 

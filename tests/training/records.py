@@ -1,4 +1,4 @@
-"""Trace records of a batch of prompts, made at once: what `collect` writes, without its files."""
+"""Trace records for a batch of prompts, made directly: the content of `collect`'s shards, without files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fit of a base: an optimum, of all labels, with the ridge that serves dev traces best."""
+"""The fit of a base: it is an optimum over all labels, with the ridge that is best on dev traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of training runs are there whole or not at all, on whatever disk they are."""
+"""Checkpoints of training runs are written atomically on any disk."""
 
 import errno
 import os

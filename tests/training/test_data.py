@@ -1,4 +1,4 @@
-"""Which trace goes into which optimizer step, whoever takes part in it."""
+"""Which traces are in which optimizer step, for any number of processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target spread by accelerate over devices that each hold a part of it: the same records."""
+"""A target that accelerate spreads over several devices gives the same records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn tokens and their alternatives against a plain loop over the records, in which each draw stands by itself."""
+"""Drawn tokens and their alternatives against a plain loop over the records that treats each draw separately."""
 
 from __future__ import annotations
 

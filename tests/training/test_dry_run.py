@@ -1,4 +1,4 @@
-"""`--dry_run true`: names, counts and formulas against known numbers, and against what real runs left."""
+"""`--dry_run true`: names, counts and formulas against known numbers, and against the results of real runs."""
 
 from __future__ import annotations
 

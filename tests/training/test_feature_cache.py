@@ -1,4 +1,4 @@
-"""The feature cache: the states of ordinary forwards, written once by whoever takes part, and never trusted blindly."""
+"""The feature cache: it holds the states of ordinary forwards, any process may write it, and files are checked."""
 
 from __future__ import annotations
 

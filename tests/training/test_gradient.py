@@ -1,4 +1,4 @@
-"""The gradients taken by hand against autograd through the head itself and the loss as it is defined."""
+"""The gradients computed by hand against autograd through the head and the loss by its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle: the batch is halved, and every record is what it would have been."""
+"""When memory runs out, the batch is halved, and every record stays the same."""
 
 from __future__ import annotations
 

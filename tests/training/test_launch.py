@@ -1,4 +1,4 @@
-"""How many processes there are, by what each kind of launcher tells them. Real launchers: tests/integration."""
+"""The number of processes from the environment of each kind of launcher. Real launchers: tests/integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One optimizer step against the formula, computed by hand with one ordinary forward a position."""
+"""One optimizer step against the formula, computed by hand with one ordinary forward per position."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The named settings: the paper's are the paper's, and wrong ones are refused by name."""
+"""The named recipes: the paper's has the paper's settings, and wrong settings are refused by name."""
 
 from __future__ import annotations
 

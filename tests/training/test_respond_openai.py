@@ -1,4 +1,4 @@
-"""`collect --backend openai` against a server on loopback that fails in every way, and through the command line."""
+"""`collect --backend openai` against a local server that fails in every way, and through the command line."""
 
 from __future__ import annotations
 

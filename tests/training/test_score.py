@@ -1,4 +1,4 @@
-"""Scores against a slow loop: one unpadded forward a sequence, transformers' warpers by hand, coupling in numpy."""
+"""Scores against a slow loop: one unpadded forward per sequence, transformers' warpers by hand, coupling in numpy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The research code's files, built here by their layout: what is read of them, and what is refused.
+"""The research code's files, built here by their format: what is read from them, and what is refused.
 
-The layout (Kaffaljidhmah2/SpecDec_pp): a head is [ResBlock] * num_layers, one block many times, then Linear(hidden, 2),
-under the name `model`; class 1 is accepted. Data are a JSON list of records whose lists are texts.
+The format (Kaffaljidhmah2/SpecDec_pp): a head is [ResBlock] * num_layers, one block many times, then Linear(hidden, 2),
+under the name `model`; class 1 is accepted. Data are a JSON list of records whose lists are strings.
 """
 
 from __future__ import annotations

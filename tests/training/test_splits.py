@@ -1,4 +1,4 @@
-"""Several folders of traces train one head: what is held out, what is refused, what is recorded."""
+"""Several folders of traces train one head: the held-out prompts, the errors, and the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The standardised state: principal components with mean 0 and deviation 1, whatever the channels are like."""
+"""The standardised state: principal components with mean 0 and deviation 1, for any channels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text sampled one way, scored another way: labels and proposals against slow references."""
+"""Text sampled under one setting and scored under another: labels and proposals against slow references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accept-head train` with lists: one run, a folder a head, each with the very bits of the head trained alone."""
+"""`accept-head train` with lists: one run, a folder for each head, each equal to the bit to the head trained alone."""
 
 from __future__ import annotations
 

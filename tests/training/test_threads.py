@@ -1,4 +1,4 @@
-"""That what should run at once does, in order, with its errors. That it changes no bit: test_sweep."""
+"""Parallel work really runs in parallel, in order, and passes on errors. test_sweep shows that it changes no bit."""
 
 from __future__ import annotations
 

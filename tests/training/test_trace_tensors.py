@@ -1,4 +1,4 @@
-"""Records against datasets' own torch format."""
+"""Trace records as tensors against datasets' own torch format."""
 
 from __future__ import annotations
 

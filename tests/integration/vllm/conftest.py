@@ -1,6 +1,6 @@
-"""Shared by the tests that run vLLM: `make test-vllm`, or pytest in the environment that `make vllm-env` builds.
+"""Fixtures for the tests that run vLLM: `make test-vllm`, or pytest in the environment that `make vllm-env` builds.
 
-One process, eager, one thread. What is set here is set before vLLM is imported, which reads it then.
+One process, eager, one thread. The variables here are set before vLLM is imported, because vLLM reads them at import.
 """
 
 from __future__ import annotations

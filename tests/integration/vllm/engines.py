@@ -1,4 +1,4 @@
-"""Engines whose policy a test changes while they run, and our own loop to compare them with."""
+"""Engines whose policy a test changes while they run, and our own loop as a reference."""
 
 from __future__ import annotations
 

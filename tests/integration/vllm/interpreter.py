@@ -1,12 +1,12 @@
 """vLLM's second model runner, V2, on a CPU: its Triton kernels run in Triton's interpreter. Slow, but the same code.
 
-What chooses the runner is read when vLLM is imported, so this needs a process of its own:
+vLLM chooses the runner at import, so V2 needs its own process:
 
     answer = in_interpreter(function, arguments that JSON can say)
 
-calls a function of a test module in such a process; `engine` makes an engine there, `decode` is such a function for
-plain decoding. A process takes 20 to 30 s before its first token, mostly imports; then it decodes 10 to 20 tokens a
-second when greedy and 3 to 6 when it samples, all requests together.
+calls a function of a test module in such a process. `engine` makes an engine there, and `decode` is such a function for
+plain decoding. A process takes 20 to 30 s before its first token, mostly for imports. Then it decodes 10 to 20 tokens a
+second when greedy and 3 to 6 when sampling, all requests together.
 """
 
 from __future__ import annotations

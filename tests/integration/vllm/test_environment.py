@@ -1,4 +1,4 @@
-"""What `make vllm-env` built: the pinned versions, which fit each other, and our plugin where vLLM looks for it."""
+"""The environment of `make vllm-env`: the pinned versions, which are compatible, and our plugin where vLLM finds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy output under every policy is what vLLM decodes without speculation; the drafts are those of our own loop."""
+"""Greedy output under every policy equals vLLM's without speculation. The drafts equal those of our own loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's V2 runner under Triton's interpreter decodes as it should: the ground that other tests of V2 stand on."""
+"""vLLM's V2 runner decodes correctly in Triton's interpreter, which other tests of V2 rely on."""
 
 from __future__ import annotations
 

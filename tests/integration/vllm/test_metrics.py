@@ -1,4 +1,4 @@
-"""The counts of workers in the front end's Prometheus registry and in vLLM's own readings, across processes."""
+"""The workers' counts in the front end's Prometheus registry and in vLLM's own metrics, across processes."""
 
 from __future__ import annotations
 

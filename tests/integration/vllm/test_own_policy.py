@@ -1,4 +1,4 @@
-"""The policy that docs/policies.md shows, named in this process before the engine is made."""
+"""The policy shown in docs/policies.md, registered in this process before the engine is made."""
 
 from __future__ import annotations
 

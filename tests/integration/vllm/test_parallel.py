@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks draft alike: they finish, and greedy output is that of two ranks without speculation."""
+"""Two tensor-parallel ranks draft alike and finish. Greedy output equals that of two ranks without speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`collect --backend vllm` and `--backend openai` with vLLM itself: its responses are the target's."""
+"""`collect --backend vllm` and `--backend openai` with vLLM itself: the responses are the target's."""
 
 from __future__ import annotations
 

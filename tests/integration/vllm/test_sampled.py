@@ -1,4 +1,4 @@
-"""Sampled output under our policies is distributed as vLLM's without speculation; one biased on purpose is found.
+"""Sampled output under our policies is distributed as vLLM's without speculation. A biased policy is detected.
 
 Tests reject at p < 1e-4, with fixed seeds.
 """

@@ -1,4 +1,4 @@
-"""The soak's comparison finds what is wrong; and a short soak of both servers finds nothing."""
+"""The soak's comparison detects errors, and a short soak of both servers finds none."""
 
 from __future__ import annotations
 

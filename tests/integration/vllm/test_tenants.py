@@ -1,4 +1,4 @@
-"""Whose a request is, from its vllm_xargs to what the head's correction learns of it (V1; the V2 runner refuses)."""
+"""The tenant of a request, from its vllm_xargs to the head's correction that learns from it (V1; V2 refuses this)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The section "Serve" of docs/vllm.md, word for word: the wheel is built and installed, the server started and asked.
+"""The section "Serve" of docs/vllm.md, word for word: the wheel is built and installed, and the server answers.
 
-The lines are run in a folder that has `checkpoints` in it and nothing else of the repository, and the wheel is made of
-sources whose version says so: what runs is neither the working directory nor the environment's editable install.
+The commands run in a folder that has only `checkpoints` from the repository. The wheel's sources have a version of
+their own, which shows that neither the working directory nor the environment's editable install is used.
 """
 
 from __future__ import annotations

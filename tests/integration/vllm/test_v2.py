@@ -1,5 +1,7 @@
-"""vLLM's V2 model runner, under Triton's interpreter: early ends, drafts of different lengths, the head in vLLM's own
-estimator. The rounds are compared with those of our own loop, the outputs with transformers."""
+"""vLLM's V2 model runner in Triton's interpreter: early ends, drafts of different lengths, the head in its estimator.
+
+The rounds are compared with those of our own loop, the outputs with transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`accept-head vllm-config` against vLLM's own parsers: its file and its command line say the same to the engine."""
+"""`accept-head vllm-config` with vLLM's own parsers: its file and its command line give the same settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The statistic that the sampled runs of vLLM are judged by, on tokens whose distribution is known."""
+"""The test statistic for vLLM's sampled runs, on tokens whose distribution is known."""
 
 from __future__ import annotations
 

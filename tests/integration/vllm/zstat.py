@@ -1,9 +1,9 @@
-"""Does sampled output follow the target? A test statistic that is standard normal when, and only when, it does.
+"""A test statistic for whether sampled output follows the target. It is standard normal if, and only if, it does.
 
 For a function f of (token, context), the sum over emitted tokens x_t of f(x_t) − E_p[f] is a martingale if each x_t is
-drawn from the target's p given what came before; divided by the root of its summed conditional variances Var_p[f] it is
-N(0, 1) (martingale central limit theorem). Mean and variance are exact: p comes from transformers, teacher-forced on
-the output. How the output was drafted does not enter, nor does a length that depends on the tokens before.
+drawn from the target's p given the tokens before it. Divided by the root of its summed conditional variances Var_p[f],
+it is N(0, 1) (martingale central limit theorem). Mean and variance are exact: p comes from transformers, teacher-forced
+on the output. They do not depend on how the output was drafted, nor on a length that depends on earlier tokens.
 """
 
 from __future__ import annotations
