@@ -168,11 +168,11 @@ def _check(function: Function, example: Example, run: Run) -> bool:
 
 def _key(exported: Any, inputs: Sequence[Tensor]) -> str:
     """A hash of everything that the machine code depends on, without the values of held tensors."""
-    said = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(UNPACKED)]
-    said += [str(exported.graph_module.code)]
+    parts = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.get_num_threads()), str(UNPACKED)]
+    parts += [str(exported.graph_module.code)]
     for name, tensor in [*sorted(exported.state_dict.items()), *enumerate(inputs)]:
-        said.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}")
-    return hashlib.sha256("\n".join(said).encode()).hexdigest()[:32]
+        parts.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()} {tensor.device}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _folder() -> Path:

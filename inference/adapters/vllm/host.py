@@ -196,7 +196,7 @@ class PolicyHost:
     # --- between rounds ----------------------------------------------------------------------------------------------
 
     def _observe(self, requests: Sequence[str], lengths: Sequence[int], verdict: Verdict | None) -> None:
-        """Tell the policy of the last round, in that round's order of rows."""
+        """Count the last round and let the policy learn from it, in that round's order of rows."""
         began, self.began = self.began, time.perf_counter()
         if not self.requests or (self.metrics is None and not self.drafting.learns):
             return

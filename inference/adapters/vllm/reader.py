@@ -114,8 +114,8 @@ def _scored(
 ) -> Tensor | tuple[Tensor, ...]:
     if score is None:
         return signals
-    said: Tensor = score(hidden, torch.stack(signals, dim=-1), ids)
-    return said if alone else (*signals, said)
+    result: Tensor = score(hidden, torch.stack(signals, dim=-1), ids)
+    return result if alone else (*signals, result)
 
 
 def draft_distribution(logits: Tensor, temperature: Tensor | None) -> Tensor:

@@ -162,8 +162,8 @@ class RecalibratedHeadPolicy(HeadPolicy):
         if self.calibration is not None:
             token, *following = (self.calibration(depth + i, p) for i, p in enumerate((token, *following)))
         if self.recalibration is not None:
-            told = None if self.seen is None else self.head.signal_inputs(self.seen)
-            token = self.recalibration.judge(token, told, self.state)
+            inputs = None if self.seen is None else self.head.signal_inputs(self.seen)
+            token = self.recalibration.judge(token, inputs, self.state)
             following = [self.recalibration.look_ahead(p) for p in following]
         super()._add(torch.stack([token, *following], dim=-1) if following else token)
 

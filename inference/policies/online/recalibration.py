@@ -229,8 +229,8 @@ class OnlineRecalibration:
                 for parts in zip(*tokens, strict=True)
             )
             assert z is not None
-            told = Token(z, signals, state), self.tenants, judged, outcome.labels(len(tokens))
-            self.pending.append(JudgedRound(len(tokens), *told))
+            rest = Token(z, signals, state), self.tenants, judged, outcome.labels(len(tokens))
+            self.pending.append(JudgedRound(len(tokens), *rest))
         self.rounds += 1
         if self.rounds % self.INTERVAL == 0:
             self._step()
