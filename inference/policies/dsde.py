@@ -37,8 +37,8 @@ class DsdePolicy(RowPolicy):
     fork: follow the authors' vLLM fork instead of the paper (KLScheduler; docs/theory.md §6). Weights are 0.9^age. The
     short window is a third of the known KLDs. WVIR is 20 if the long variance is below 1e-6. KLDs are divided by
     `temperature`, which a policy cannot read itself. SL_max = round(SL_A,max·(1 + 0.5·μ/max)). The minimum is
-    ⌈SL_max / 10⌉ tokens, never below k_min (6 in the fork). SL and the cap are rounded up. Calibration ends with the
-    round of the 30th KLD; k doubles in it after a fully accepted round. The fork's windows also hold KLDs after a
+    ⌈SL_max / 10⌉ tokens, never below k_min (6 in the fork). SL and the cap are rounded up. Calibration ends before the
+    round with the 30th KLD; k doubles in it after a fully accepted round. The fork's windows also hold KLDs after a
     rejection; here there are none.
 
     A row's state restarts with each request; only the cap depends on other rows.
