@@ -48,6 +48,9 @@ def name_types(module: ModuleType) -> None:
 def build(out: Path, package: str = "accept_head") -> None:
     """Write the pages below `out`, beginning with index.html. Raises what pdoc would only warn of."""
     names = list(modules(package))
+    for info in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+        if not info.name.startswith(LEFT_OUT):
+            importlib.import_module(info.name)
     for name in list(sys.modules):
         if name.startswith(f"{package}."):
             name_types(sys.modules[name])

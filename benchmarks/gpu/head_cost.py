@@ -19,7 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -118,7 +118,8 @@ def measure(scene: Scene, mode: str, way: str, replays: int) -> Cell:
         def step(needs: frozenset[Any]) -> tuple[DraftStep, torch.Tensor]:
             fed, scores, q, ids = drawn()
             of = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
-            return step_of(needs, 1, ids, active, of, fed), ids
+            # The state at the drawn token is another forward's: any state will do for the time that it takes.
+            return replace(step_of(needs, 1, ids, active, of, fed), drawn_hidden=fed.hidden[:, 0]), ids
 
         calls: dict[str, Call] = {"forward": forward, "drawn": drawn, "signals": lambda: step(OF_Q)}
         for name, policy in heads.items():

@@ -28,7 +28,7 @@ class Measured:
 def compare(
     measured: Sequence[Measured], costs: ForwardCosts, *, seed: int = 0, resamples: int = RESAMPLES
 ) -> list[dict[str, Any]]:
-    """One row a policy, in the form of `summary.json` (architecture page, "The public surface").
+    """One row a policy, in the form of `summary.json` (docs/formats.md).
 
     measured: must contain `fixed:K` policies and `oracle`. throughput: tokens/s. gain_over_best_fixed,
     oracle_gap_closed and informed_gap_closed are fractions. A gap closed is the policy's gain over the best fixed K as
