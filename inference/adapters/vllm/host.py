@@ -125,6 +125,7 @@ class PolicyHost:
         if self.pending is not None:
             step, self.pending = replace(self.pending, drawn_hidden=hidden), None
             self._judge(step)
+            self._look()
         self.hidden = hidden
         return self.more
 
@@ -151,15 +152,13 @@ class PolicyHost:
             with self.stopwatch.timing():
                 self.progress = drafting.peek(seen, self.progress)
         self.progress = drafting.drew(self.progress)
-        self.more = self.depth < self.most
         if drafting.asks:
             step = DraftStep(self.depth, token_ids, self._active(), hidden, None, *signals)
             if drafting.looks_ahead:
                 self.pending = step
             else:
                 self._judge(step)
-        if drafting.stops_early:
-            self.more = self.more and bool(self.progress.active.any())
+        self._look()
         return self.more
 
     def end(self) -> list[int]:
@@ -188,7 +187,11 @@ class PolicyHost:
     def _judge(self, step: DraftStep) -> None:
         with self.stopwatch.timing():
             self.progress = self.drafting.judge(step, self.progress)
-        self.more = self.depth < self.most and bool(self.progress.active.any())
+
+    def _look(self) -> None:
+        """Check whether any row drafts on, which decides whether there is another forward."""
+        going = not self.drafting.stops_early or bool(self.progress.active.any())
+        self.more = self.depth < self.most and going
 
     def _active(self) -> Tensor:
         return self.drafting.there(self.progress.active)
