@@ -29,9 +29,8 @@ test-all: $(READY) lint
 VLLM_TESTS ?= -m "not slow"
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm $(VLLM_TESTS)
-	TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest tests/inference/test_fused.py tests/inference/test_fused_loop.py \
-		tests/inference/test_fused_sampling.py tests/inference/test_fused_verify.py
-	$(VLLM_VENV)/bin/python -m pytest tests/inference/test_kernels_compile.py
+	TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest tests/inference/kernels --ignore tests/inference/kernels/test_compile.py
+	$(VLLM_VENV)/bin/python -m pytest tests/inference/kernels/test_compile.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -41,20 +41,20 @@ class Mutant(NamedTuple):
 
 def lossless(policy: str) -> str:
     """The enumeration of docs/lossless.md, of one policy."""
-    return f"inference/test_lossless_policies.py::test_a_policy_is_lossless_under_both_verifiers[{policy}]"
+    return f"inference/policies/test_lossless.py::test_a_policy_is_lossless_under_both_verifiers[{policy}]"
 
 
 # --- one or more for every policy of the table in docs/lossless.md ---------------------------------------------------
 
-THRESHOLD = "inference/test_threshold_policies.py::test_"
-HISTORY = "inference/test_history_rules.py::test_"
-RULES = "inference/test_rules.py::test_"
-COSTS = "inference/test_cost_rules.py::test_"
-HF = "inference/test_hf_rules.py::test_"
-RECALIBRATION = "inference/test_recalibration.py::test_"
-TRAINING = "inference/test_online_training.py::test_"
-MEMORY = "inference/test_online_memory.py::test_"
-BATCH_STOP = "inference/test_batch_stop.py::test_"
+THRESHOLD = "inference/policies/test_threshold.py::test_"
+HISTORY = "inference/policies/test_history_rules.py::test_"
+RULES = "inference/policies/test_rules.py::test_"
+COSTS = "inference/policies/test_cost_rules.py::test_"
+HF = "inference/policies/test_hf_rules.py::test_"
+RECALIBRATION = "inference/policies/online/test_recalibration.py::test_"
+TRAINING = "inference/policies/online/test_training.py::test_"
+MEMORY = "inference/policies/online/test_memory.py::test_"
+BATCH_STOP = "inference/policies/test_batch_stop.py::test_"
 
 POLICIES = (
     Mutant(
@@ -62,7 +62,7 @@ POLICIES = (
         "inference/policies/fixed.py",
         "self.max_draft_tokens = k",
         "self.max_draft_tokens = k + 1",
-        ("inference/test_policy_specs.py::test_none_and_fixed_draft_k_tokens",),
+        ("inference/policies/test_specs.py::test_none_and_fixed_draft_k_tokens",),
     ),
     Mutant(
         "leviathan: tokens after a rejection count as rejected, too",
@@ -83,7 +83,7 @@ POLICIES = (
         "inference/policies/hf_heuristic.py",
         ".clamp(1, self.max_draft_tokens)",
         ".clamp(0, self.max_draft_tokens)",
-        ("inference/test_plain_rules.py::test_the_heuristic_never_drafts_nothing",),
+        ("inference/policies/test_plain_rules.py::test_the_heuristic_never_drafts_nothing",),
     ),
     Mutant(
         "hf-confidence: it learns of tokens after a rejection",
@@ -104,14 +104,14 @@ POLICIES = (
         "inference/policies/cumulative_confidence.py",
         'statistic = "product"',
         'statistic = "minimum"',
-        ("inference/test_plain_rules.py::test_cumulative_confidence_is_the_product_of_q",),
+        ("inference/policies/test_plain_rules.py::test_cumulative_confidence_is_the_product_of_q",),
     ),
     Mutant(
         "max-prob: max q squared",
         "inference/policies/max_prob.py",
         "return step.max_prob\n",
         "return step.max_prob.square()\n",
-        ("inference/test_plain_rules.py::test_max_prob_stops_after_a_token_where_max_q_was_less",),
+        ("inference/policies/test_plain_rules.py::test_max_prob_stops_after_a_token_where_max_q_was_less",),
     ),
     Mutant(
         "max-prob-mean: rows that have stopped are part of the mean",
@@ -132,7 +132,7 @@ POLICIES = (
         "inference/policies/svip.py",
         "SCALE = 0.15",
         "SCALE = 0.2",
-        ("inference/test_plain_rules.py::test_svip_stops_by_the_root_of_the_scaled_entropy",),
+        ("inference/policies/test_plain_rules.py::test_svip_stops_by_the_root_of_the_scaled_entropy",),
     ),
     Mutant(
         "adaedl: what was drafted in place of what might have been",
@@ -160,7 +160,7 @@ POLICIES = (
         "inference/policies/online/estimator.py",
         "label = (depths < accepted[:, None])",
         "label = (depths <= accepted[:, None])",
-        ("inference/test_estimator.py::test_every_step_is_that_of_a_dense_newton_solve",),
+        ("inference/policies/online/test_estimator.py::test_every_step_is_that_of_a_dense_newton_solve",),
     ),
     Mutant(
         "dsde: one round of calibration more",
@@ -188,7 +188,7 @@ POLICIES = (
         "inference/policies/batch_map.py",
         "right=True",
         "right=False",
-        ("inference/test_batch_map.py::test_the_policy_drafts_what_vllm_drafts_at_every_batch_size",),
+        ("inference/policies/test_batch_map.py::test_the_policy_drafts_what_vllm_drafts_at_every_batch_size",),
     ),
     Mutant(
         "goodput: tokens after a rejection count as rejected, too",
@@ -237,14 +237,14 @@ POLICIES = (
         "inference/policies/head.py",
         "replace(earlier, drawn_hidden=step.fed_hidden)",
         "replace(step, drawn_hidden=step.fed_hidden)",
-        ("inference/test_decode.py::test_the_head_policy_follows_the_product_rule",),
+        ("inference/decode/test_loop.py::test_the_head_policy_follows_the_product_rule",),
     ),
     Mutant(
         "head that reads before: it waits for the state at the token",
         "inference/policies/head.py",
         "self.lag = lag if lag is not None else 0 if before else 1",
         "self.lag = lag if lag is not None else 1",
-        ("inference/test_policy_specs.py::test_a_head_that_reads_before_has_no_lag_unless_told_0",),
+        ("inference/policies/test_specs.py::test_a_head_that_reads_before_has_no_lag_unless_told_0",),
     ),
     Mutant(
         "head that is a base alone: its offset is left out",
@@ -258,7 +258,7 @@ POLICIES = (
         "inference/policies/online/signals.py",
         "head.base.bias.fill_(MEAN[place])",
         "head.base.bias.fill_(0.0)",
-        ("inference/test_plain_rules.py::test_before_anything_is_learnt_online_signals_go_by_q",),
+        ("inference/policies/test_plain_rules.py::test_before_anything_is_learnt_online_signals_go_by_q",),
     ),
     Mutant(
         "head, `online=true`: the first rejected token is labelled accepted",
@@ -327,13 +327,13 @@ POLICIES = (
 
 # --- the core --------------------------------------------------------------------------------------------------------
 
-ENUMERATION = "inference/test_enumeration.py::test_"
-LOSSLESS = "inference/test_lossless.py::test_"
-DRAFTING = "inference/test_drafting.py::test_"
-VERIFIERS = "inference/test_verifiers.py::test_"
-DECODE = "inference/test_decode.py::test_"
-REPLAY = "inference/test_replay.py::test_"
-CACHE = "inference/test_cache.py::test_"
+ENUMERATION = "inference/decode/test_enumeration.py::test_"
+LOSSLESS = "inference/decode/test_lossless.py::test_"
+DRAFTING = "inference/policies/test_drafting.py::test_"
+VERIFIERS = "inference/decode/test_verifiers.py::test_"
+DECODE = "inference/decode/test_loop.py::test_"
+REPLAY = "inference/replay/test_walk.py::test_"
+CACHE = "inference/engine/test_cache.py::test_"
 BY_FORMULA = LOSSLESS + "verify_accepts_as_often_as_the_formula_says_at_every_depth"
 
 CORE = (
@@ -384,7 +384,7 @@ CORE = (
         "inference/kernels/rows.py",
         "ends.int().argmax(-1) + 1, emitted)",
         "ends.int().argmax(-1), emitted)",
-        ("inference/test_stopping.py::test_end_tokens_end_a_response_and_are_part_of_it",),
+        ("inference/decode/test_stopping.py::test_end_tokens_end_a_response_and_are_part_of_it",),
     ),
     Mutant(
         "rows: the draft is taken to have been fed its last token",
@@ -510,7 +510,7 @@ CORE = (
         "inference/replay/thresholds.py",
         "(running >= policy.level_of(threshold))",
         "(running > policy.level_of(threshold))",
-        ("inference/test_replay_ties.py::test_a_token_that_scores_the_threshold_goes_on",),
+        ("inference/replay/test_ties.py::test_a_token_that_scores_the_threshold_goes_on",),
     ),
     Mutant(
         "replay, asking: rows that have stopped are shown as active",
@@ -531,14 +531,14 @@ CORE = (
         "inference/replay/lossless.py",
         "left = np.maximum(p - q, 0)",
         "left = np.maximum(q - p, 0)",
-        ("inference/test_lossless_policies.py::test_one_slot_is_emitted_by_the_formula",),
+        ("inference/policies/test_lossless.py::test_one_slot_is_emitted_by_the_formula",),
     ),
     Mutant(
         "enumeration: nothing is dropped",
         "inference/replay/lossless.py",
         "drafting.trim(drafted) if drafting.trims and progress.budget.any() else drafted",
         "drafted",
-        ("inference/test_lossless_policies.py::test_the_policies_that_trim_did",),
+        ("inference/policies/test_lossless.py::test_the_policies_that_trim_did",),
     ),
     Mutant(
         "collect: one random number couples and redraws",
@@ -615,21 +615,21 @@ CORE = (
         "inference/adapters/vllm/host.py",
         "there and self.live[before] and lengths[row] == self.context[before] + taken + 1)",
         "there and self.live[before])",
-        ("inference/test_vllm_host.py::test_a_verdict_on_other_drafts_than_ours_counts_for_nothing",),
+        ("inference/adapters/vllm/test_host.py::test_a_verdict_on_other_drafts_than_ours_counts_for_nothing",),
     ),
     Mutant(
         "vLLM: a verdict is in the order of the rows now",
         "inference/adapters/vllm/host.py",
         "rows = _positions(self.requests, requests)",
         "rows = [min(row, len(requests) - 1) for row in range(len(self.requests))]",
-        ("inference/test_vllm_host.py::test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on",),
+        ("inference/adapters/vllm/test_host.py::test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on",),
     ),
     Mutant(
         "vLLM: a token is judged by the state before it",
         "inference/adapters/vllm/host.py",
         "step, self.pending = replace(self.pending, drawn_hidden=hidden), None",
         "step, self.pending = replace(self.pending, drawn_hidden=self.hidden), None",
-        ("inference/test_vllm_host.py::test_heads_read_the_state_that_they_were_trained_on",),
+        ("inference/adapters/vllm/test_host.py::test_heads_read_the_state_that_they_were_trained_on",),
     ),
 )
 

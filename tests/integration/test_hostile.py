@@ -275,7 +275,7 @@ class Tags(HTMLParser):
 def test_a_report_shows_tags_in_ids_domains_and_titles_as_text(
     random_pair_folder, random_traces_folder, run_warm, tmp_path
 ):
-    """From hostile traces to the page, by the command. (The page by itself: tests/inference/test_report_page.py.)"""
+    """From hostile traces to the page, by the command. (The page by itself: tests/inference/report/test_page.py.)"""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

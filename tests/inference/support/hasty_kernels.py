@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, no-untyped-def"
-"""Kernels for test_kernels_compile.py: two may read data before it is written, and one may not."""
+"""Kernels for kernels/test_compile.py: two may read data before it is written, and one may not."""
 
 import triton
 import triton.language as tl

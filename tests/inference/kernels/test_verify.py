@@ -1,6 +1,6 @@
 """Verification by kernels, against docs/theory.md §1 in numpy and against torch, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_verify.py     (part of `make test-vllm`)
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/kernels/test_verify.py     (part of `make test-vllm`)
 """
 
 from __future__ import annotations

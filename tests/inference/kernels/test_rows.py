@@ -1,6 +1,6 @@
 """The loop's bookkeeping in kernels equals that in torch to the bit, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/test_fused_loop.py     (part of `make test-vllm`)
+TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/kernels/test_rows.py     (part of `make test-vllm`)
 """
 
 from __future__ import annotations

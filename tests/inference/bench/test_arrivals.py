@@ -19,7 +19,7 @@ from tests.inference.support.toy import TOKENS, ragged_prompts, toy_pair
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "traces"
+SAMPLES = Path(__file__).parents[4] / "shared" / "data" / "traces"
 
 FORMATS = {
     "azure": AZURE + "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,318,8\n",

@@ -143,7 +143,7 @@ def test_they_belong_to_a_row_and_its_round_not_to_the_batch():
 @pytest.fixture
 def alternatives_of(monkeypatch):
     """That of the benchmarks, which are no package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "benchmarks"))
     return importlib.import_module("trace_alternatives").alternatives_of
 
 

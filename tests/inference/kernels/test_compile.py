@@ -1,6 +1,6 @@
 """The kernels compile for NVIDIA's Hopper. Triton makes this machine code without a GPU.
 
-.venv-vllm/bin/python -m pytest tests/inference/test_kernels_compile.py     (part of `make test-vllm`)
+.venv-vllm/bin/python -m pytest tests/inference/kernels/test_compile.py     (part of `make test-vllm`)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention kernels in bfloat16 on a GPU. test_attention_backends.py tests everything else."""
+"""The attention kernels in bfloat16 on a GPU. test_backends.py tests everything else."""
 
 from __future__ import annotations
 
