@@ -60,7 +60,7 @@ class AdaSpecPolicy(RowPolicy):
 
     needs = frozenset({Signal.LOGPROB, Signal.MAX_PROB})
     CONFIDENCE = 0.6
-    OF_A_ROUND: tuple[str, ...] = ("rows", "context", "going", "s", "q", "drawn", "before", "expected", "tokens")
+    OF_A_ROUND: tuple[str, ...] = ("rows", "context", "active", "s", "q", "drawn", "before", "expected", "tokens")
     OF_A_ROUND += ("drafting", "goodput", "least", "limit")
     capture = Capture(
         carried=(*OF_A_ROUND, "probe.idle"),
@@ -116,7 +116,7 @@ class AdaSpecPolicy(RowPolicy):
 
     def start_round(self, live: Tensor) -> Tensor:
         self.rows, self.context = live.sum(), torch.where(live, self.lengths, 0).sum()
-        self.going, self.s = live, torch.ones(live.shape, device=live.device)
+        self.active, self.s = live, torch.ones(live.shape, device=live.device)
         # Per depth, (batch,) each: q(Y), s, and s_{k−1}·max q_k, which is known before the draw.
         self.q, self.drawn, self.before = list[Tensor](), list[Tensor](), list[Tensor]()
         self.expected, self.tokens = self.rows.float(), self.rows  # B + Σ s; tokens to verify
@@ -134,19 +134,19 @@ class AdaSpecPolicy(RowPolicy):
         self.drafting = self.drafting + self._draft_step()
         self.q.append(step.logprob.exp().clamp(max=1))
         self.before.append(self.s * step.max_prob)
-        self.s = torch.where(self.going, self.s * self.q[-1], 0.0)
+        self.s = torch.where(self.active, self.s * self.q[-1], 0.0)
         self.drawn.append(self.s)
-        self.expected, self.tokens = self.expected + self.s.sum(), self.tokens + self.going.sum()
+        self.expected, self.tokens = self.expected + self.s.sum(), self.tokens + self.active.sum()
         goodput = self.expected / (self.drafting + self._verifying(self.tokens))
         fell, self.goodput = goodput < self.goodput, goodput
         ahead, seconds = self._predict(step.active)
-        self.going = step.active & ~fell & (ahead >= goodput) & (seconds <= self.limit)
-        return self.going
+        self.active = step.active & ~fell & (ahead >= goodput) & (seconds <= self.limit)
+        return self.active
 
-    def _predict(self, going: Tensor) -> tuple[Tensor, Tensor]:
+    def _predict(self, active: Tensor) -> tuple[Tensor, Tensor]:
         """G and T if these rows draft one more token."""
-        expected = self.expected + self.confidence * (self.s * going).sum()
-        seconds = self.drafting + self._draft_step() + self._verifying(self.tokens + going.sum())
+        expected = self.expected + self.confidence * (self.s * active).sum()
+        seconds = self.drafting + self._draft_step() + self._verifying(self.tokens + active.sum())
         return expected / seconds, seconds
 
     # Elimination

@@ -7,9 +7,7 @@ draft on. Any policy that verifies all its drafted tokens can be wrapped; its ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +18,6 @@ from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.host import OURS, Host
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
-
-Array = Any  # a tensor or a numpy array; the code below works for both
 
 
 class BatchStopPolicy(RowPolicy):
@@ -96,18 +92,18 @@ class BatchStopPolicy(RowPolicy):
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
             self.draw_next = self._draw_next
-        zeros, depths = self.xp.zeros, self.max_draft_tokens
+        depths = self.max_draft_tokens
         # Per depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64, as they
         # are sums over many rounds and enter differences of nearly equal numbers.
-        self.accepted, self.before, self.after = (zeros(depths, dtype=self.xp.float64) for _ in range(3))
+        self.accepted, self.before, self.after = (torch.zeros(depths, dtype=torch.float64) for _ in range(3))
         # Sums of rows, emitted tokens, draft steps, and verified drafted tokens.
-        self.totals = zeros(4, dtype=self.xp.float64)
-        self.lengths, self.idle = zeros(0, dtype=self.xp.int64), zeros((), dtype=self.xp.int64)
+        self.totals = torch.zeros(4, dtype=torch.float64)
+        self.lengths, self.idle = torch.zeros(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
         self.counted = 0  # number of the policy's predictions that `survival` includes
-        self.survival = self.rho = self.token_price = self.step_price = zeros(0, dtype=self.xp.float64)
-        self.longest = self.steps = zeros((), dtype=self.xp.int64)
+        self.survival = self.rho = self.token_price = self.step_price = torch.zeros(0, dtype=torch.float64)
+        self.longest = self.steps = torch.zeros((), dtype=torch.long)
         # Per depth of this round, (batch,) each: S·β̂ of the rows that drafted on to it, else 0; and S after judging it.
-        self.decided, self.judged = list[Array](), list[Array]()
+        self.decided, self.judged = list[Tensor](), list[Tensor]()
         self.forget()
 
     def forget(self) -> None:
@@ -118,26 +114,10 @@ class BatchStopPolicy(RowPolicy):
         self.totals[2] = float(self.host.feeds)
 
     @property
-    def xp(self) -> Any:
-        return np if self.host.in_numpy else torch
-
-    def _array(self, tensor: Tensor) -> Array:
-        return tensor.cpu().numpy() if self.host.in_numpy else tensor
-
-    def _tensor(self, array: Array) -> Tensor:
-        return torch.from_numpy(array) if self.host.in_numpy else array
-
-    def _float64(self, numbers: Array) -> Array:
-        return self.xp.asarray(numbers, dtype=self.xp.float64)
-
-    def _number(self, number: Array) -> Array:
-        return float(number) if self.host.in_numpy else number.to(torch.float64)
-
-    @property
     def capture(self) -> Capture | None:
         """None around a policy that learns: its use of the outcome is unknown here."""
         held = capture_of(self.policy)
-        if held is None or self.inner.learns or not self.in_chunks or self.host.in_numpy:
+        if held is None or self.inner.learns or not self.in_chunks:
             return None
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
@@ -159,9 +139,7 @@ class BatchStopPolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         """Keeps what was learnt. The sums also keep their memory if they are on the device already."""
         self.inner.start(batch, device)
-        if self.host.in_numpy:
-            self.lengths = np.zeros(batch, dtype=np.int64)
-        elif self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
+        if self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
             self.accepted, self.before, self.after, self.totals, self.idle = (
                 each.to(device) for each in (self.accepted, self.before, self.after, self.totals, self.idle)
             )
@@ -171,7 +149,7 @@ class BatchStopPolicy(RowPolicy):
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
-        self.lengths[self._array(rows)] = self._array(lengths)
+        self.lengths[rows] = lengths
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -179,92 +157,90 @@ class BatchStopPolicy(RowPolicy):
     def select(self, rows: Tensor) -> None:
         """Called between rounds only."""
         self.inner.select(rows)
-        self.lengths = self.lengths[self._array(rows)]
+        self.lengths = self.lengths[rows]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def start_round(self, live: Tensor) -> Tensor:
-        budget, alive, xp = self._array(self.policy.start_round(live)), self._array(live), self.xp
-        first_price = self._set_prices(alive)
+        budget = self.policy.start_round(live)
+        first_price = self._set_prices(live)
         self.rho = self._ratios()
-        wanting = self._float64(alive & (budget > 0))
+        wanting = (live & (budget > 0)).double()
         self.longest = self._pays(wanting * self.rho[0], first_price) * self.max_draft_tokens
         if self.probe:
             probing = (self.idle >= self.probe) & self._pays(wanting, first_price)
-            self.longest = xp.maximum(self.longest, probing * 1)
-        self.survival, self.counted, self.steps = xp.ones_like(wanting), 0, xp.zeros_like(self.longest)
+            self.longest = torch.maximum(self.longest, probing * 1)
+        self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
         self.decided, self.judged = [wanting * (self.longest > 0)], []
-        return self._tensor(xp.minimum(budget, self.longest))
+        return torch.minimum(budget, self.longest)
 
     def _draw_next(self, step: DraftStep) -> Tensor:
-        self.steps = self.xp.where(self._array(step.active).any(), step.depth, self.steps)
+        self.steps = torch.where(step.active.any(), step.depth, self.steps)
         wanted: Tensor = self.policy.draw_next(step)  # type: ignore[attr-defined]
         return wanted
 
     def keep_drafting(self, step: DraftStep) -> Tensor:
-        xp, active = self.xp, self._array(self.policy.keep_drafting(step))
+        active = self.policy.keep_drafting(step)
         if step.drawn_hidden is not None:  # the drawn token was fed to be judged: one more forward
-            self.steps = xp.where(self._array(step.active).any(), step.depth + 1, self.steps)
+            self.steps = torch.where(step.active.any(), step.depth + 1, self.steps)
         for probability in self.predicted[self.counted :]:
-            self.survival = self.survival * self._array(probability)
+            self.survival = self.survival * probability
         self.counted = len(self.predicted)
         self.judged.append(self.survival)
         if step.depth >= self.max_draft_tokens:
-            return self._tensor(active)
-        hope = self.survival * self._array(self.predicted_next[-1]) if self.predicted_next else self.survival
-        gain = xp.where(active, hope * self.rho[step.depth], 0.0)
+            return active
+        hope = self.survival * self.predicted_next[-1] if self.predicted_next else self.survival
+        gain = torch.where(active, hope * self.rho[step.depth], 0.0)
         goes_on = self._pays(gain, self.step_price) & (gain > self.token_price)
-        self.decided.append(xp.where(goes_on, hope, 0.0))
-        return self._tensor(goes_on)
+        self.decided.append(torch.where(goes_on, hope, 0.0))
+        return goes_on
 
-    def _pays(self, gain: Array, price: Array) -> Array:
+    def _pays(self, gain: Tensor, price: Tensor) -> Tensor:
         """() bool, whether a step is worth its price. gain: (batch,) expected tokens of each row."""
         above = gain - self.token_price
-        return self.xp.where(above > 0, above, 0.0).sum() > price
+        return torch.where(above > 0, above, 0.0).sum() > price
 
     # --- prices and ratios, at the start of a round ------------------------------------------------------------------
 
-    def _set_prices(self, live: Array) -> Array:
+    def _set_prices(self, live: Tensor) -> Tensor:
         """Set this round's price of a token and of a draft step, in tokens → the price of the first step."""
-        rows, context = self._number(live.sum()), self._number((self.lengths * live).sum())
+        rows, context = live.sum().double(), (self.lengths * live).sum().double()
         drafting, verifying = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
         one = self.costs.verify_seconds(rows + 1, context) - verifying
         emitted, steps, verified = self.totals[1:] / self.totals[0]
         seconds = steps * drafting + self.costs.verify_seconds(rows * (1 + verified), context)
         plain = verifying + self.host.feeds * drafting
-        speed = self.xp.maximum(rows * emitted / seconds, rows / plain)  # λ
+        speed = torch.maximum(rows * emitted / seconds, rows / plain)  # λ
         column = rows * one if self.host.padded else 0.0 * rows
         self.token_price = 0.0 * rows if self.host.padded else speed * one
         self.step_price = speed * (drafting + column)
         return speed * column if self.host.feeds else self.step_price
 
-    def _ratios(self) -> Array:
+    def _ratios(self) -> Tensor:
         """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
         as the sum κ_d = Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, which takes fewer operations than a loop."""
-        xp, accepted = self.xp, self.accepted
+        accepted = self.accepted
         near, far = self.prior + self.before, self.prior + self.after
         a, b = self.prior * self.optimism / near, accepted / near
-        one = xp.ones_like(accepted[:1])
-        g = xp.concatenate([one, (self.prior * a / far)[:-1]])
-        h = xp.concatenate([one, ((self.prior * b + accepted) / far)[:-1]])
+        one = torch.ones_like(accepted[:1])
+        g = torch.cat([one, (self.prior * a / far)[:-1]])
+        h = torch.cat([one, ((self.prior * b + accepted) / far)[:-1]])
         depth = self._depths()
-        factors = xp.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
-        kappa = xp.where(depth >= depth[:, None], h[:, None] * factors, 0.0).sum(0)
+        factors = torch.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
+        kappa = torch.where(depth >= depth[:, None], h[:, None] * factors, 0.0).sum(0)
         return a * kappa + b
 
-    def _depths(self) -> Array:
+    def _depths(self) -> Tensor:
         """0, 1, …, (max_draft_tokens,)."""
-        depths = self.max_draft_tokens
-        return np.arange(depths) if self.host.in_numpy else torch.arange(depths, device=self.accepted.device)
+        return torch.arange(self.max_draft_tokens, device=self.accepted.device)
 
     # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        xp, depth = self.xp, self._depths()[:, None]
-        given = outcome.live, outcome.drafted, outcome.submitted, outcome.accepted, outcome.lengths
-        live, drafted, submitted, accepted, lengths = (self._array(each) for each in given)
+        depth, live, accepted = self._depths()[:, None], outcome.live, outcome.accepted
+        drafted, submitted = outcome.drafted, outcome.submitted
         rows = live.sum()
-        keep = (1 - 1 / self.memory) ** self._number(rows)
+        keep = (1 - 1 / self.memory) ** rows.double()
         # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
         # declined was a draft step without a gain.
         looked = submitted + (submitted == drafted) if self.inner.peeks else submitted
@@ -272,16 +248,16 @@ class BatchStopPolicy(RowPolicy):
             sums *= keep
             if survival:
                 reached = (live & (depth < known))[: len(survival)]  # (depths, batch)
-                sums[: len(survival)] += xp.where(reached, xp.stack(survival), 0.0).sum(-1)
+                sums[: len(survival)] += torch.where(reached, torch.stack(survival), 0.0).sum(-1)
         self.accepted *= keep
         self.accepted += (live & (depth < accepted)).sum(-1)
         longest = (drafted * live).max()
         # The host may skip asking at the last depth, so `steps` can be too small.
-        steps = xp.where(longest > 0, xp.maximum(longest, self.steps), int(self.host.feeds))
+        steps = torch.where(longest > 0, torch.maximum(longest, self.steps), int(self.host.feeds))
         verified = rows * (submitted * live).max() if self.host.padded else (submitted * live).sum()
         self.totals *= keep
-        self.totals += xp.stack([rows, ((accepted + 1) * live).sum(), rows * steps, verified])
-        self.idle[...] = xp.where(self.longest > 0, 0, self.idle + 1)
-        self.lengths[...] = lengths
+        self.totals += torch.stack([rows, ((accepted + 1) * live).sum(), rows * steps, verified])
+        self.idle[...] = torch.where(self.longest > 0, 0, self.idle + 1)
+        self.lengths[...] = outcome.lengths
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -105,7 +105,7 @@ class Drafting:
     def begin(self, live: Tensor, room: Tensor | int) -> DraftProgress:
         """Start a round. live: (batch,) bool. room: the most tokens the host lets each row draft, (batch,) or one int
         for all."""
-        answer = self.policy.start_round(self.there(live))
+        answer = self.policy.start_round(self.on_device(live))
         limit = room if isinstance(room, Tensor) else torch.full_like(live, room, dtype=torch.long)
         if self.constant:
             budget = limit.clamp(0, self.max_draft_tokens) * live
@@ -139,11 +139,11 @@ class Drafting:
 
     def trim(self, drafted: Tensor) -> Tensor:
         """(batch,) how many tokens of each row to verify. drafted: (batch,) counts."""
-        answer = self.policy.trim(self.there(drafted))  # type: ignore[attr-defined]
+        answer = self.policy.trim(self.on_device(drafted))  # type: ignore[attr-defined]
         kept = self._checked("trim", answer, len(drafted))
         return torch.minimum(kept, drafted).clamp(min=0)
 
-    def there(self, tensor: Tensor) -> Tensor:
+    def on_device(self, tensor: Tensor) -> Tensor:
         """The host's tensor on the policy's device."""
         return tensor if self.device is None else tensor.to(self.device)
 
@@ -152,7 +152,7 @@ class Drafting:
         answer has the wrong type, shape or dtype."""
         dtype, kind = (torch.long, "int64") if method in ("start_round", "trim") else (torch.bool, "bool")
         if isinstance(answer, Tensor) and answer.shape == (batch,) and answer.dtype == dtype:
-            agreed = answer if self.agree is None else self.agree(self.there(answer))
+            agreed = answer if self.agree is None else self.agree(self.on_device(answer))
             return agreed if self.device is None else agreed.cpu()
         got = f"{answer.dtype} {tuple(answer.shape)}" if isinstance(answer, Tensor) else type(answer).__name__
         name = type(self.policy).__name__

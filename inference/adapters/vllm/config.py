@@ -16,7 +16,6 @@ import yaml
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_file
 from accept_head.hub.folder import head_folder
-from accept_head.inference.adapters.vllm.build import head_of
 from accept_head.inference.adapters.vllm.chosen import head_parts
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.models import Models, place_of
@@ -49,7 +48,6 @@ def serving(
     batch_map: str | None,
     temperature: float | None,
     num_speculative_tokens: int | None,
-    adaptive_verification: bool,
     tensor_parallel_size: int | None,
     trust_remote_code: bool,
 ) -> Serving:
@@ -61,16 +59,13 @@ def serving(
     served = Sampling(temperature=_trained_temperature(trained, 1.0) if temperature is None else temperature)
     table = _table(batch_map, policy)
     most = most_tokens(policy, table, num_speculative_tokens, models.context)
-    if adaptive_verification:
-        check_adaptive(policy, table)
-    options = _vllm_options(target, draft, most, served, table, adaptive_verification, tensor_parallel_size)
+    options = _vllm_options(target, draft, most, served, table, tensor_parallel_size)
     notes: list[str] = []
     if policy is not None and not isinstance(policy, FixedPolicy | BatchMapPolicy):
         # Run the adapter's own checks before anything is started.
         PolicyHost(policy, rows=1, limit=most, device=models.shape.device, greedy=served.greedy)
-        if not adaptive_verification:
-            # Not `async-scheduling: false`, which `vllm serve --config` silently drops.
-            options["no-async-scheduling"] = True
+        # Not `async-scheduling: false`, which `vllm serve --config` silently drops.
+        options["no-async-scheduling"] = True
         options["additional-config"] = {KEY: {"policy": spec}}
         notes = ["Where vLLM runs, accept-head must be installed too.", *_notes(trained, draft, served)]
     if trust_remote_code:
@@ -84,7 +79,6 @@ def _vllm_options(
     most: int,
     served: Sampling,
     table: list[Range] | None,
-    adaptive: bool,
     tensor_parallel_size: int | None,
 ) -> Options:
     """The options that are the same with and without the plugin."""
@@ -102,8 +96,6 @@ def _vllm_options(
         speculation["draft_tensor_parallel_size"] = tensor_parallel_size  # vLLM requires the same for the draft
     if table is not None:
         speculation[FIELD] = [list(row) for row in table]
-    if adaptive:
-        speculation["enable_adaptive_verification"] = True
     return options
 
 
@@ -141,15 +133,6 @@ def most_tokens(policy: DraftPolicy | None, table: list[Range] | None, wanted: i
             f"num_speculative_tokens would be {most}, but the models have positions for {context} tokens only"
         )
     return most
-
-
-def check_adaptive(policy: DraftPolicy | None, table: list[Range] | None) -> None:
-    """Raises InputError unless the policy is a head that adaptive verification can use, without a table."""
-    if policy is None:
-        raise InputError("adaptive verification takes a head: expected --head, or --policy head:PATH")
-    head_of(policy)
-    if table is not None:
-        raise InputError("--adaptive_verification sizes what is verified by the load itself: leave --batch_map out")
 
 
 # --- what the head was trained for -----------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ class PolicyHost:
         self.more = self.depth < self.most and going
 
     def _active(self) -> Tensor:
-        return self.drafting.there(self.progress.active)
+        return self.drafting.on_device(self.progress.active)
 
     # --- between rounds ----------------------------------------------------------------------------------------------
 

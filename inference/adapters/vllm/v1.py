@@ -64,7 +64,7 @@ class AcceptHeadProposer(DraftModelProposer):
         if self.host is None:
             return super().propose(num_speculative_tokens, **inputs)
         with host_reads():
-            lengths, verdict = _told(inputs["common_attn_metadata"], verified)
+            lengths, verdict = _lengths_and_verdict(inputs["common_attn_metadata"], verified)
             # vLLM also drafts requests whose prompt is not fed yet. Their drafts do not count and must not prolong it.
             live = (~self.runner.discard_request_mask.np[: len(lengths)]).tolist()
             most = self.host.begin(self.runner.input_batch.req_ids, live, lengths, num_speculative_tokens, verdict)
@@ -98,7 +98,7 @@ class AcceptHeadProposer(DraftModelProposer):
         return ids, probs
 
 
-def _told(metadata: Any, verified: tuple[list[int], Tensor] | None) -> tuple[list[int], Verdict | None]:
+def _lengths_and_verdict(metadata: Any, verified: tuple[list[int], Tensor] | None) -> tuple[list[int], Verdict | None]:
     """(tokens of each request now, verdict on its draft). Only the number of sampled tokens is read from the device;
     the host knows the rest."""
     lengths = [fed + 1 for fed in metadata.seq_lens_cpu_upper_bound[: metadata.batch_size()].tolist()]
