@@ -622,7 +622,9 @@ CORE = (
         "inference/adapters/vllm/host.py",
         "rows = _positions(self.requests, requests)",
         "rows = [min(row, len(requests) - 1) for row in range(len(self.requests))]",
-        ("inference/adapters/vllm/test_host.py::test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on",),
+        (
+            "inference/adapters/vllm/test_host.py::test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on",
+        ),
     ),
     Mutant(
         "vLLM: a token is judged by the state before it",

@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
+import aims
+import cells
+import greedy_divergence
+import head_cost
+import head_sweep
 import numpy as np
+import overhead
 import pytest
+import recorded_loop
+import recorded_rounds
 import torch
+import train_pair
+import whole_flow
 
+from accept_head import Sampling, load_pair
+from accept_head.inference.decode.generate import make_requests
+from accept_head.inference.decode.processing import Processing
+from accept_head.inference.decode.stopping import Stopping
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.replay.coupled import load_coupled
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import replay_fixed
+from accept_head.pair import Pair, checkpoint_fingerprint
+from accept_head.prompts import load_prompts
+from accept_head.trace.config import TraceConfig
+from accept_head.trace.shards import write_shard
 from tests.inference.support.replayed import standing_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -23,21 +45,11 @@ FOLDER = REPOSITORY / "benchmarks" / "gpu"
 PARTING = (15, 21)  # test prompts at which it was seen
 
 
-@pytest.fixture(scope="module")
-def script() -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a script of benchmarks/gpu by name, as if from its folder."""
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module
-    sys.path[:] = before
-
-
 # --- recorded acceptance ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def recorded(
-    script: Callable[[str], ModuleType],
     random_pair: Any,
     random_pair_folder: Path,
     make_traces: Callable[..., list[dict[str, Any]]],
@@ -45,15 +57,7 @@ def recorded(
 ) -> Any:
     """(record, coupled traces, responses that are in it, head policy) of random traces and an untrained head, which
     reads real states and signals of the random draft."""
-    from accept_head import Sampling
-    from accept_head.inference.policies.head import HeadPolicy
-    from accept_head.inference.replay.coupled import load_coupled
-    from accept_head.pair import checkpoint_fingerprint
-    from accept_head.trace.config import TraceConfig
-    from accept_head.trace.shards import write_shard
-
-    rounds, loop = script("recorded_rounds"), script("recorded_loop")
-    head = loop.random_head(random_pair.draft)
+    head = recorded_loop.random_head(random_pair.draft)
     fingerprint = checkpoint_fingerprint(random_pair_folder / "draft")
     names = ("target", "target_fingerprint", "draft", "vocabulary_fingerprint", "prompts_fingerprint")
     numbers = {"vocab_size": 261, "num_prompts": 20, "max_new_tokens": 14, "seed": 0, "batch_size": 4, "shard_size": 20}
@@ -69,23 +73,17 @@ def recorded(
     config.save(folder)
     traces = load_coupled(folder, random_pair.draft, fingerprint, k_max=12)
     # The middle of what this head says of one token: rounds end early, late, and at their budget.
-    policy = HeadPolicy(head, 0.9, k_min=1, k_max=rounds.K_MAX)
-    record = rounds.extract(traces, policy, responses=100, about={})
-    return record, traces, rounds.endless(traces), policy
+    policy = HeadPolicy(head, 0.9, k_min=1, k_max=recorded_rounds.K_MAX)
+    record = recorded_rounds.extract(traces, policy, responses=100, about={})
+    return record, traces, recorded_rounds.endless(traces), policy
 
 
-def decoded(
-    script: Callable[[str], ModuleType], record: Any, pair: Any, name: str, batch: int = 5, mode: Any = ("none", None)
-) -> list[Any]:
+def decoded(record: Any, pair: Any, name: str, batch: int = 5, mode: Any = ("none", None)) -> list[Any]:
     """Statistics of each response of the record, decoded by the recorded loop with models of another seed."""
-    from accept_head import Sampling
-    from accept_head.inference.decode.processing import Processing
-    from accept_head.inference.decode.stopping import Stopping
-
-    overhead, loop = script("overhead"), script("recorded_loop")
-    scene = overhead.Scene(pair, loop.random_head(pair.draft, seed=3), record, Sampling(temperature=0), 7, True)
+    head = recorded_loop.random_head(pair.draft, seed=3)
+    scene = overhead.Scene(pair, head, record, Sampling(temperature=0), 7, True)
     decoder = overhead.make_recorded(scene, batch, *mode)
-    requests = loop.recorded_requests(record, record.responses, prompt_tokens=7, vocab_size=pair.vocab_size)
+    requests = recorded_loop.recorded_requests(record, record.responses, prompt_tokens=7, vocab_size=pair.vocab_size)
     run = decoder.run(
         requests,
         policy=overhead.make(name, decoder, scene),
@@ -96,26 +94,20 @@ def decoded(
 
 
 @pytest.mark.parametrize("name", ["fixed:3", "head"])
-def test_the_recorded_loop_is_the_same_in_graphs_and_chunks(
-    script: Callable[[str], ModuleType], recorded: Any, other_pair: Any, name: str
-) -> None:
+def test_the_recorded_loop_is_the_same_in_graphs_and_chunks(recorded: Any, other_pair: Any, name: str) -> None:
     """As compile="graphs" runs it, with a stand-in for CUDA graphs: what the record replaces is captured with the rest,
     and moves with the rows. A chunk's tokens that no row drew are not counted."""
-    from dataclasses import replace
-
     record = recorded[0]
     few = replace(record, leading=record.leading[: 5 * record.tokens], scores=record.scores[: 5 * record.tokens])
-    plain = counts_of(decoded(script, few, other_pair, name, batch=2))
+    plain = counts_of(decoded(few, other_pair, name, batch=2))
     with standing_in():
-        captured = counts_of(decoded(script, few, other_pair, name, batch=2, mode=("graphs", 3)))
+        captured = counts_of(decoded(few, other_pair, name, batch=2, mode=("graphs", 3)))
     np.testing.assert_array_equal(captured, plain)
 
 
 @pytest.fixture(scope="module")
 def other_pair(random_llama: Callable[..., Any]) -> Any:
     """A pair that has nothing to do with the traces."""
-    from accept_head.pair import Pair
-
     return Pair(random_llama(8), random_llama(9, hidden=24, layers=1), None, 261)  # type: ignore[arg-type]
 
 
@@ -124,12 +116,7 @@ def counts_of(stats: list[Any]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["none", "fixed:1", "fixed:3", "fixed:8", "head"])
-def test_the_recorded_loop_has_the_lengths_of_replay(
-    script: Callable[[str], ModuleType], recorded: Any, other_pair: Any, name: str
-) -> None:
-    from accept_head.inference.replay.thresholds import Setting, replay_thresholds
-    from accept_head.inference.replay.walk import replay_fixed
-
+def test_the_recorded_loop_has_the_lengths_of_replay(recorded: Any, other_pair: Any, name: str) -> None:
     record, traces, chosen, policy = recorded
     assert record.responses == len(chosen) >= 5
     if name == "head":
@@ -139,18 +126,13 @@ def test_the_recorded_loop_has_the_lengths_of_replay(
         assert len(lengths) > 2  # the rule does decide
     else:
         (expected,) = replay_fixed(traces, [0 if name == "none" else int(name.partition(":")[2])])
-    found = counts_of(decoded(script, record, other_pair, name))
+    found = counts_of(decoded(record, other_pair, name))
     np.testing.assert_array_equal(found, expected.counts[chosen])
 
 
-def test_rounds_that_capture_are_counted_apart(
-    script: Callable[[str], ModuleType], recorded: Any, other_pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from accept_head import Sampling
-
-    overhead, loop = script("overhead"), script("recorded_loop")
+def test_rounds_that_capture_are_counted_apart(recorded: Any, other_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "POLICIES", ("none", "fixed:8", "head"))
-    head = loop.random_head(other_pair.draft, seed=3)
+    head = recorded_loop.random_head(other_pair.draft, seed=3)
     scene = overhead.Scene(other_pair, head, recorded[0], Sampling(temperature=0), 7, True)
     floors = {"draft 1": 2.0} | {f"target {width}": 10.0 for width in range(1, 10)}
     plain = overhead.measure_loop(scene, 2, "none", None, floors)["policies"]
@@ -174,62 +156,53 @@ def test_rounds_that_capture_are_counted_apart(
     assert longest["draft_forwards"] > 4 * longest["rounds"]
 
 
-def test_another_record_gives_other_lengths(
-    script: Callable[[str], ModuleType], recorded: Any, other_pair: Any
-) -> None:
+def test_another_record_gives_other_lengths(recorded: Any, other_pair: Any) -> None:
     """It is the record that decides, not the models."""
-    from dataclasses import replace
-
     record = recorded[0]
-    none = counts_of(decoded(script, replace(record, leading=torch.zeros_like(record.leading)), other_pair, "fixed:3"))
+    none = counts_of(decoded(replace(record, leading=torch.zeros_like(record.leading)), other_pair, "fixed:3"))
     assert (none[:, 2] == record.tokens).all()  # a round a token
     surest = replace(record, scores=torch.zeros_like(record.scores))
-    assert (counts_of(decoded(script, surest, other_pair, "head"))[:, 3] <= record.tokens).all()
+    assert (counts_of(decoded(surest, other_pair, "head"))[:, 3] <= record.tokens).all()
 
 
 @pytest.mark.parametrize("name", ["sampled", "greedy"])
-def test_committed_records_are_whole(script: Callable[[str], ModuleType], name: str) -> None:
-    rounds = script("recorded_rounds")
-    record = rounds.RecordedRounds.load(FOLDER / "recorded" / f"{name}.npz")
+def test_committed_records_are_whole(name: str) -> None:
+    record = recorded_rounds.RecordedRounds.load(FOLDER / "recorded" / f"{name}.npz")
     assert record.responses == record.about["responses"] >= 100
-    assert record.scores.shape == (len(record.leading), rounds.K_MAX)
+    assert record.scores.shape == (len(record.leading), recorded_rounds.K_MAX)
     assert ((record.scores >= 0) & (record.scores <= 1)).all()
-    left = torch.arange(record.tokens - 1, -1, -1).clamp(max=rounds.K_MAX).repeat(record.responses)
-    assert (record.leading <= left).all() and (record.leading == 0).any() and (record.leading == rounds.K_MAX).any()
+    left = torch.arange(record.tokens - 1, -1, -1).clamp(max=recorded_rounds.K_MAX).repeat(record.responses)
+    assert (
+        (record.leading <= left).all()
+        and (record.leading == 0).any()
+        and (record.leading == recorded_rounds.K_MAX).any()
+    )
     assert not Path(record.about["traces"]).is_absolute()
 
 
 # --- greedy divergence ------------------------------------------------------------------------------------------------
 
 
-def test_first_difference_and_its_margin(script: Callable[[str], ModuleType]) -> None:
-    greedy = script("greedy_divergence")
-    assert greedy.first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert greedy.first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert greedy.first_difference([1, 2, 3], [1, 2]) == 2
+def test_first_difference_and_its_margin() -> None:
+    assert greedy_divergence.first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert greedy_divergence.first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert greedy_divergence.first_difference([1, 2, 3], [1, 2]) == 2
     margins = [np.array([4.0, 3.0, 0.5]), np.array([2.0, 0.25, 1.0])]
-    found = greedy.divergence([None, None], [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 8]], margins)
+    found = greedy_divergence.divergence([None, None], [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 8]], margins)
     assert (found["different"], found["rate"], found["which"], found["first_positions"]) == (1, 0.5, [1], [1])
     assert found["margins_there"] == [0.25]
     assert found["rate_a_token"] == 1 / 5  # three tokens were equal, and two up to the difference
 
 
-def test_in_bf16_texts_part_where_two_tokens_are_nearly_as_good(
-    script: Callable[[str], ModuleType], embedded_pair: Any, embedded_pair_folder: Path
-) -> None:
+def test_in_bf16_texts_part_where_two_tokens_are_nearly_as_good(embedded_pair: Any, embedded_pair_folder: Path) -> None:
     """Which texts part depends on the processor, whether they may does not: never in float32, and in bf16 only where
     rounding decides. With AVX512-bf16 they do at each of these prompts, at margins of 0.03 and 0."""
-    from accept_head import load_pair
-    from accept_head.inference.decode.generate import make_requests
-    from accept_head.prompts import load_prompts
-
-    greedy = script("greedy_divergence")
     loaded = load_prompts(str(embedded_pair_folder / "prompts" / "test.jsonl"), embedded_pair.tokenizer, max_prompts=40)
     folders = (embedded_pair_folder / "target", embedded_pair_folder / "draft")
     for dtype in ("float32", "bfloat16"):
         pair = embedded_pair if dtype == "float32" else load_pair(*folders, dtype=dtype, device="cpu")
         requests = make_requests([loaded[index].ids for index in PARTING], 10)
-        found = greedy.compare(pair, requests, policies=("fixed:4",))
+        found = greedy_divergence.compare(pair, requests, policies=("fixed:4",))
         for row in [*found["autoregressive"], *found["speculative"]]:
             assert row["different"] == len(row["first_positions"]) == len(row["margins_there"])
             assert row["different"] == 0 or dtype == "bfloat16"
@@ -240,8 +213,7 @@ def test_in_bf16_texts_part_where_two_tokens_are_nearly_as_good(
 # --- cells ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_is_measured_once_and_says_why_it_was_not(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
-    cells = script("cells")
+def test_a_cell_is_measured_once_and_says_why_it_was_not(tmp_path: Path) -> None:
     calls: list[str] = []
 
     def measure(name: str) -> Callable[[], dict[str, Any]]:
@@ -283,19 +255,34 @@ def test_a_cell_is_measured_once_and_says_why_it_was_not(script: Callable[[str],
     assert calls[-1] == "guesses are of the large models"
 
 
-def test_the_learning_rate_ends_with_the_clock(script: Callable[[str], ModuleType]) -> None:
-    train_pair = script("train_pair")
+def test_the_learning_rate_ends_with_the_clock() -> None:
     rates = [train_pair.rate_at(share) for share in (0, 0.015, 0.03, 0.5, 1, 1.2)]
     assert rates[0] > 0 and rates[2] == 1 and rates[1] == pytest.approx(0.5)
     assert rates[2] > rates[3] > rates[4] == rates[5] == pytest.approx(train_pair.LOWEST)
 
 
-def test_windows_never_run_out_of_text(script: Callable[[str], ModuleType]) -> None:
-    train_pair = script("train_pair")
+def test_windows_never_run_out_of_text() -> None:
     windows = train_pair.Windows(torch.arange(1000, dtype=torch.int32), rows=2, context=50)
     parts = [windows[index] for index in range(200)]
     assert all(part.shape == (2, 50) and (part.flatten().diff() == 1).all() for part in parts)
     assert len({int(part[0, 0]) for part in parts}) > 50  # passes cut the text elsewhere
+
+
+# --- the cost of a head -----------------------------------------------------------------------------------------------
+
+
+def test_a_tiny_run_of_the_heads_cost_measures_what_a_cpu_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--tiny", "--replays", "4", "--batches", "1", "3", "--temperatures", "0", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["head_cost.py", *options])
+    assert head_cost.main() == 0
+    result = json.loads((tmp_path / "head_cost.json").read_text(encoding="utf-8"))
+    assert len(result["cells"]) == 4 and result["attention"] == "sdpa"
+    for cell in result["cells"]:
+        assert cell["settings"]["mode"] == "eager" and cell["settings"]["way"] == "torch"
+        assert set(cell["added"]) == {"signals", "default", "paper"} and cell["forward_seconds"] > 0
+        assert cell["added"]["paper"]["bytes"] > 3 * 32 * 32 * 4
+        assert cell["default_share"] == cell["added"]["default"]["share"]
+    assert "no CUDA device" in result["fallback"]  # aims.py takes a GPU's cells alone: a CPU's share is no answer
 
 
 # --- aims -------------------------------------------------------------------------------------------------------------
@@ -349,8 +336,7 @@ def results(*, overhead: float, ratio: float, head: float, gain: float, speedup:
     }
 
 
-def test_each_aim_is_computed_and_can_fail(script: Callable[[str], ModuleType]) -> None:
-    aims = script("aims")
+def test_each_aim_is_computed_and_can_fail() -> None:
     good = aims.aims(results(overhead=1.04, ratio=3.1, head=0.009, gain=0.02, speedup=1.0, sweep=10.5))
     assert [row["holds"] for row in good] == [True] * 7
     bad = aims.aims(results(overhead=1.06, ratio=2.9, head=0.011, gain=-0.01, speedup=0.99, sweep=9.5))
@@ -360,9 +346,8 @@ def test_each_aim_is_computed_and_can_fail(script: Callable[[str], ModuleType]) 
     assert [(row["measured"], row["holds"]) for row in empty] == [(None, None)] * 7
 
 
-def test_an_aim_fails_by_one_cell_and_holds_by_all(script: Callable[[str], ModuleType]) -> None:
+def test_an_aim_fails_by_one_cell_and_holds_by_all() -> None:
     """Where only T = 0 was measured, or not at all batch sizes, good figures say nothing and bad ones enough."""
-    aims = script("aims")
     good = {"overhead": 1.04, "ratio": 3.1, "head": 0.009, "gain": 0.02, "speedup": 1.0, "sweep": 10.5}
     bad = {"overhead": 1.06, "ratio": 2.0, "head": 0.02, "gain": 0.02, "speedup": 0.9, "sweep": 9.0}
     for numbers, verdict in ((good, None), (bad, False)):
@@ -380,22 +365,17 @@ def test_an_aim_fails_by_one_cell_and_holds_by_all(script: Callable[[str], Modul
         assert said == [f"{k} of {n} cells" for k, n in ((1, 2), (1, 2), (5, 6), (0, 1), (1, 1), (3, 8), (4, 4))]
 
 
-def test_the_aims_want_what_the_parts_measure(script: Callable[[str], ModuleType]) -> None:
-    aims, flow, cost, sweep = (script(name) for name in ("aims", "whole_flow", "head_cost", "head_sweep"))
-    assert set(itertools.product(flow.BENCH_PROMPTS, flow.TEMPERATURES)) == aims.BENCHED
-    assert set(itertools.product(cost.BATCHES, cost.TEMPERATURES)) == aims.HEAD_COSTED
-    assert 1 + len(sweep.SINGLES) == aims.SWEEP_CELLS
+def test_the_aims_want_what_the_parts_measure() -> None:
+    assert set(itertools.product(whole_flow.BENCH_PROMPTS, whole_flow.TEMPERATURES)) == aims.BENCHED
+    assert set(itertools.product(head_cost.BATCHES, head_cost.TEMPERATURES)) == aims.HEAD_COSTED
+    assert 1 + len(head_sweep.SINGLES) == aims.SWEEP_CELLS
 
 
-def test_a_bench_row_says_whether_the_policys_steps_are_graphs(
-    script: Callable[[str], ModuleType], embedded_pair_folder: Path
-) -> None:
-    from types import SimpleNamespace
-
+def test_a_bench_row_says_whether_the_policys_steps_are_graphs(embedded_pair_folder: Path) -> None:
     flow = SimpleNamespace(target=embedded_pair_folder / "target", draft=embedded_pair_folder / "draft")
     head = f"head:{embedded_pair_folder / 'heads' / 'sampled'}"
     names = ["none", "fixed:4", "fixed:4 again", head, "hf-heuristic", "hf-confidence"]
-    found = script("whole_flow").Flow._captured(flow, names)
+    found = whole_flow.Flow._captured(flow, names)
     assert found == {**dict.fromkeys(names, True), "hf-confidence": False}
 
 

@@ -15,7 +15,7 @@ FILES = sorted(file.name for file in FOLDER.glob("test_*.py"))
 
 
 def test_there_are_such_tests() -> None:
-    assert {"test_pretend_cuda.py", "test_decoding.py", "test_training.py"} <= set(FILES)
+    assert {"test_commands.py", "test_decoding.py", "test_training.py"} <= set(FILES)
 
 
 @pytest.mark.skipif(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -15,8 +15,7 @@ from accept_head.inference.engine import cache
 from accept_head.inference.profile import forwards
 from accept_head.inference.profile import rounds as round_grid
 
-REPOSITORY = Path(__file__).parents[2]
-TINY, SCRIPTS = REPOSITORY / "checkpoints" / "tiny", REPOSITORY / "benchmarks" / "gpu"
+TINY = Path(__file__).parents[2] / "checkpoints" / "tiny"
 MODELS = ["--target", str(TINY / "target"), "--draft", str(TINY / "draft")]
 PROMPTS = ["--prompts", str(TINY / "prompts" / "test.jsonl"), "--max_prompts", "2", "--max_new_tokens", "10"]
 HEAD = f"head:{TINY / 'heads' / 'sampled'}:0.5,k_max=4"
@@ -65,16 +64,9 @@ def test_every_cell_of_the_benchmark_is_measured(part, tmp_path, waits, monkeypa
     """An operation takes ten times as long here; whole_flow and overhead run for a quarter of an hour each."""
     monkeypatch.setattr(forwards, "REPEATS", 2)
     monkeypatch.setattr(round_grid, "ROUNDS", 4)
-    for folder in (SCRIPTS, SCRIPTS.parent, REPOSITORY / "checkpoints" / "recipe"):  # as cells.py does, once
-        monkeypatch.syspath_prepend(str(folder))
-    arguments = [str(SCRIPTS / f"{part}.py"), "--tiny", "--minutes", "55", "--out", str(tmp_path)]
+    arguments = [f"{part}.py", "--tiny", "--minutes", "55", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [*arguments, *PARTS[part]])
-    spec = importlib.util.spec_from_file_location(part, SCRIPTS / f"{part}.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, part, script)
-    spec.loader.exec_module(script)
-    assert script.main() == 0
+    assert importlib.import_module(part).main() == 0
     written = read_json(tmp_path / f"{part}.json")
     assert written["device"] == "pretended" and written.get("fallback") in (None, NO_TRITON)
     assert written["cells"] and not [cell for cell in written["cells"] if {"error", "not_run"} & set(cell)]

@@ -1,6 +1,6 @@
 """The kernels compile for NVIDIA's Hopper. Triton makes this machine code without a GPU.
 
-.venv-vllm/bin/python -m pytest tests/inference/kernels/test_compile.py     (part of `make test-vllm`)
+`make test-vllm` runs it: Triton comes with vLLM.
 """
 
 from __future__ import annotations

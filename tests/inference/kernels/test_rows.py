@@ -1,6 +1,6 @@
 """The loop's bookkeeping in kernels equals that in torch to the bit, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/kernels/test_rows.py     (part of `make test-vllm`)
+`make test-vllm` runs it in the interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Top-k, softmax and draws by kernels, against float64 and against torch, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/kernels/test_sampling.py     (part of `make test-vllm`)
+`make test-vllm` runs it in the interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

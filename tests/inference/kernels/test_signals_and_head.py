@@ -1,6 +1,6 @@
 """The kernels of signals and head against float64 arithmetic, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/kernels/test_signals_and_head.py     (part of `make test-vllm`)
+`make test-vllm` runs it in the interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Verification by kernels, against docs/theory.md §1 in numpy and against torch, on a GPU or in Triton's interpreter.
 
-TRITON_INTERPRET=1 .venv-vllm/bin/python -m pytest tests/inference/kernels/test_verify.py     (part of `make test-vllm`)
+`make test-vllm` runs it in the interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations

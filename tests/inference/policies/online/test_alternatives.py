@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from scipy.stats import chisquare
+from trace_alternatives import alternatives_of
 
 from accept_head import InputError, Sampling
 from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
@@ -140,13 +138,6 @@ def test_they_belong_to_a_row_and_its_round_not_to_the_batch():
 # --- traces and replay -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def alternatives_of(monkeypatch):
-    """That of the benchmarks, which are no package."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "benchmarks"))
-    return importlib.import_module("trace_alternatives").alternatives_of
-
-
 @pytest.fixture(scope="module")
 def held_out(embedded_pair, embedded_pair_folder, tmp_path_factory):
     """held_out(sampling) → 20 held-out prompts, 32 tokens."""
@@ -159,7 +150,7 @@ def held_out(embedded_pair, embedded_pair_folder, tmp_path_factory):
     return make
 
 
-def test_of_traces_they_are_those_of_both_models_at_each_position(held_out, embedded_pair, alternatives_of):
+def test_of_traces_they_are_those_of_both_models_at_each_position(held_out, embedded_pair):
     """E[a(Y')] is the overlap that the traces hold, at each position; not that of the one before."""
     traces = held_out(Sampling(top_k=0))
     table = alternatives_of(traces, embedded_pair.target, embedded_pair.draft)
@@ -173,7 +164,7 @@ def test_of_traces_they_are_those_of_both_models_at_each_position(held_out, embe
     assert abs(float(wrong.sum() / wrong.square().sum().sqrt())) > Z_LIMIT
 
 
-def test_another_pair_and_greedy_traces_are_refused(held_out, embedded_pair, alternatives_of):
+def test_another_pair_and_greedy_traces_are_refused(held_out, embedded_pair):
     with pytest.raises(InputError, match="not the pair of theirs"):
         alternatives_of(held_out(Sampling(top_k=0)), embedded_pair.draft, embedded_pair.draft)
     with pytest.raises(InputError, match="are greedy, expected sampled ones"):
