@@ -1,6 +1,6 @@
 """Question: how far off are a head's survival probabilities at each depth, and does it pay to calibrate them?
 
-The shipped heads of the embedded pair, at T = 1 and greedily. Each calibration is fitted on every other dev prompt, its
+The shipped heads of the embedded pair, at T = 1 and greedily. The calibration is fitted on every other dev prompt, its
 threshold is tuned on the rest of them, and both are judged on the test prompts: binary KL and expected calibration
 error of Π P̂ at each depth, over rounds of up to 7 tokens; tokens/s by replay (eq. 3.1, c = 0.126).
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from record import REPOSITORY, TINY, write_result
 
-from accept_head.calibration import DepthCalibration, Rounds
+from accept_head.calibration import DepthCalibration, Rounds, fit_temperatures
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.head.network import AcceptanceHead
@@ -28,7 +28,7 @@ from accept_head.inference.policies.online.recalibrated import RecalibratedHeadP
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.bootstrap import draws, interval
-from accept_head.inference.replay.calibration import FITS, calibrated, rounds_of, survival_quality
+from accept_head.inference.replay.calibration import calibrated, rounds_of, survival_quality
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.walk import replay_fixed, round_starts
@@ -79,7 +79,7 @@ def judged(head: AcceptanceHead, dev: CoupledTraces, test: CoupledTraces) -> dic
     of_response = torch.searchsorted(dev.starts, starts, right=True) - 1
     rounds, unseen = rounds_of(dev, HeadPolicy(head, 0.5)), rounds_of(test, HeadPolicy(head, 0.5))
     half = Rounds(**{name: values[(of_response % 2 == 0).numpy()] for name, values in vars(rounds).items()})
-    fitted: dict[str, DepthCalibration | None] = {"none": None} | {name: fit(half) for name, fit in FITS.items()}
+    fitted: dict[str, DepthCalibration | None] = {"none": None, "temperature": fit_temperatures(half)}
     counts, result = {}, dict[str, Any]()
     for name, calibration in fitted.items():
         policies = {h: policy_of(head, h, calibration) for h in ThresholdPolicy.grid}

@@ -41,10 +41,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from record import REPOSITORY, RESULTS, TINY, write_result
+from scipy.special import expit, logit
 from trace_alternatives import alternatives_of
 
 from accept_head.alternatives import Alternatives
-from accept_head.calibration import fit_affine
+from accept_head.calibration import FEWEST, DepthCalibration, Rounds
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.files import atomic_path, read_json
@@ -340,6 +341,25 @@ class Bench:
     def joined(self, name: str, each: Any) -> np.ndarray:
         replayed: list[Replayed] = [each(self.traces(name, "test", seed)) for seed in SERVED[name].test_seeds]
         return np.concatenate([part.counts for part in replayed])
+
+
+def fit_affine(rounds: Rounds, prior: float = 4.0) -> DepthCalibration:
+    """One slope, and one intercept a depth, by IRLS with a ridge of `prior` towards slope 1 and intercepts 0.
+
+    Online recalibration on these rounds would approach this.
+    """
+    depths = int(np.cumprod(rounds.at_risk.sum(0) >= FEWEST).sum())
+    where, depth = np.nonzero(rounds.at_risk[:, :depths])
+    z, label = logit(rounds.predicted.clip(1e-7, 1 - 1e-7))[where, depth], rounds.acceptance[where, depth]
+    x = np.concatenate([z[:, None], np.eye(depths)[depth]], axis=1)
+    change = np.zeros(1 + depths)
+    for _ in range(50):
+        p = expit(z + x @ change)
+        hessian = x.T @ (x * (p * (1 - p))[:, None]) + prior * np.eye(1 + depths)
+        step = np.linalg.solve(hessian, x.T @ (label - p) - prior * change)
+        change += np.clip(step, -0.5, 0.5)
+    slope, *intercepts = map(float, change)
+    return DepthCalibration(method="affine", slopes=(max(1 + slope, 1e-3),) * depths, intercepts=tuple(intercepts))
 
 
 def learnt(online: OnlineRecalibration) -> dict[str, Any]:

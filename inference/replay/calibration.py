@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
-
 import numpy as np
 import torch
 
-from accept_head.calibration import DepthCalibration, Rounds, fit_affine, fit_isotonic, fit_temperatures
+from accept_head.calibration import DepthCalibration, Rounds
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.replay.walk import round_starts
 from accept_head.quality import quality
 
-Method = Literal["temperature", "isotonic", "affine"]
-FITS: dict[Method, Callable[..., DepthCalibration]] = {
-    "temperature": fit_temperatures,
-    "isotonic": fit_isotonic,
-    "affine": fit_affine,
-}
+DEPTHS = 8  # of a round; deeper tokens have the map of the last one
 
 
-def rounds_of(traces: CoupledTraces, policy: HeadPolicy, depths: int | None = None) -> Rounds:
+def rounds_of(traces: CoupledTraces, policy: HeadPolicy) -> Rounds:
     """Rounds of the largest possible length, one after the other through all responses, with the head's predictions for
-    their tokens. With shorter rounds the head itself would select the tokens that it is judged on. depths: use only the
-    first so many of each round; traces.k_max - 1 when left out.
+    the first DEPTHS tokens of each. With shorter rounds the head itself would select the tokens that it is judged on.
     """
-    depths = depths or traces.k_max - 1
     starts = round_starts(traces, traces.drafts)
     scores = score_tokens(traces, policy)
     scores = scores[..., 0] if policy.predicts_next else scores
-    tokens = traces.path[starts, :depths]  # (rounds, depths)
+    tokens = traces.path[starts, : min(traces.k_max - 1, DEPTHS)]  # (rounds, depths)
     depth = torch.arange(tokens.shape[1])
     drafted = depth < traces.drafts[starts, None]
     at_risk = drafted & (depth <= traces.leading[starts, None])

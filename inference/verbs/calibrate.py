@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from accept_head.calibration import CALIBRATION_NAME, Rounds
+from accept_head.calibration import CALIBRATION_NAME, Rounds, fit_temperatures
 from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import writable_file
 from accept_head.head.origin import check_unseen
 from accept_head.head.saved import load_head
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.replay.calibration import FITS, Method, calibrated, rounds_of, survival_quality
+from accept_head.inference.replay.calibration import calibrated, rounds_of, survival_quality
 from accept_head.inference.replay.coupled import LONGEST, load_coupled
 from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
 from accept_head.trace.shards import finished_config
@@ -25,13 +25,14 @@ def calibrate(
     traces: str,
     draft: str,
     head: str,
-    method: Method = "temperature",
-    depths: int = 8,
     max_prompts: int | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
 ) -> None:
-    """Fit a calibration by depth on traces that the head was not trained on, and write it beside the head.
+    """Fit a temperature for each depth on traces that the head was not trained on, and write it beside the head.
+
+    They are fitted in order, each to the chance that all tokens up to its depth are accepted (DSpark's sequential
+    temperature scaling).
 
     It is used where the policy says so, head:PATH:0.5,calibration=true. Probabilities then mean something else, so that
     the threshold has to be chosen anew.
@@ -40,31 +41,24 @@ def calibrate(
         traces: Folder made by `accept-head collect`, of prompts that the head was not trained on.
         draft: The draft that the traces were made with.
         head: Folder of the head; `calibration.json` is written there.
-        method: `temperature`, one a depth, in order, for the survival up to there (DSpark's sequential temperature
-            scaling); `isotonic`, any monotone map a depth; or `affine`, one slope and an intercept a depth.
-        depths: Longest round to fit for; deeper tokens have the map of the last depth.
         max_prompts: Use the first so many traces.
         dtype: float32, bfloat16, float16, or auto; of the draft.
         trust_remote_code: Run model code that comes with the draft.
     """
     if not Path(head).is_dir():
         raise InputError(f"--head {head}: expected a local folder, where {CALIBRATION_NAME} is written")
-    if depths < 1:
-        raise InputError(f"depths is {depths}, expected a positive integer")
     writable_file(Path(head) / CALIBRATION_NAME, "--head")
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     loaded = load_head(head, hidden_size=hidden_size(model), device=model.device, embeddings=input_embeddings(model))
-    # As long as `tune` rolls out. The state at the last token of a rollout is not kept, hence the one more.
-    longest = max(LONGEST, depths + 1)
     check_unseen(head, Path(head), Path(traces), finished_config(Path(traces)))
-    coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
-    rounds = rounds_of(coupled, HeadPolicy(loaded, 0.5), depths)
+    coupled = load_coupled(Path(traces), model, fingerprint, k_max=LONGEST, max_prompts=max_prompts)
+    rounds = rounds_of(coupled, HeadPolicy(loaded, 0.5))
     used = {"traces": coupled.config.fingerprint(), "prompts": len(coupled.lengths), "rounds": len(rounds.predicted)}
-    fitted = FITS[method](rounds, used)
+    fitted = fit_temperatures(rounds, used)
     path = fitted.save(Path(head))
     console = make_console(unseen_width=100)
-    console.print(quality_table({"head": rounds, method: calibrated(rounds, fitted)}))
+    console.print(quality_table({"head": rounds, "temperature": calibrated(rounds, fitted)}))
     print(f"wrote {path}; use it with --policy head:{head}:THRESHOLD,calibration=true")  # to be copied, so unbroken
 
 

@@ -23,7 +23,6 @@ def vllm_config(
     batch_map: str | None = None,
     temperature: float | None = None,
     num_speculative_tokens: int | None = None,
-    adaptive_verification: bool = False,
     tensor_parallel_size: int | None = None,
     out: str | None = None,
     trust_remote_code: bool = False,
@@ -43,8 +42,6 @@ def vllm_config(
         temperature: That requests will have. Above 0 the draft samples; at 0 it takes its likeliest token, of which
             less is accepted when requests sample after all. That of the head's traces when left out, else 1.
         num_speculative_tokens: Most tokens of a round, for which vLLM reserves cache; the policy's limit when left out.
-        adaptive_verification: Let vLLM trim by the head what is verified, with asynchronous scheduling; all drafts are
-            then of one length. GPU only.
         tensor_parallel_size: GPUs that share each of the models.
         out: YAML file to write.
         trust_remote_code: Run code that comes with a model.
@@ -59,7 +56,6 @@ def vllm_config(
         batch_map=batch_map,
         temperature=temperature,
         num_speculative_tokens=num_speculative_tokens,
-        adaptive_verification=adaptive_verification,
         tensor_parallel_size=tensor_parallel_size,
         trust_remote_code=trust_remote_code,
     )

@@ -64,7 +64,6 @@ def eager(policy):
 
 
 AFFINE = DepthCalibration(method="affine", slopes=(0.5, 2.0), intercepts=(0.2, -0.2))
-ISOTONIC = DepthCalibration(method="isotonic", predicted=((0.2, 0.8),), observed=((0.1, 0.9),))
 COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
 
 
@@ -95,7 +94,6 @@ CAPTURED = {
     "budget": lambda: eager(BudgetPolicy(COSTS, k_max=5)),
     "adaspec": lambda: AdaSpecPolicy(COSTS, k_max=5, probe=2),
     "head calibrated": lambda: recalibrated(calibration=AFFINE),
-    "head calibrated, isotonic": lambda: recalibrated(calibration=ISOTONIC),
     "head online": lambda: eager(recalibrated(online=True)),
     "head online, before": lambda: eager(recalibrated(online=True, reads="before", predicts="both")),
 }

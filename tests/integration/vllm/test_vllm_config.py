@@ -17,9 +17,10 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from accept_head import AcceptanceHead, HeadConfig, InputError
 from accept_head.cli import main
-from accept_head.inference.adapters.vllm.config import check_adaptive
+from accept_head.inference.adapters.vllm.build import head_of
 from accept_head.inference.adapters.vllm.settings import Settings
 from accept_head.inference.costs.batch_table import FIELD
+from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 
@@ -119,12 +120,6 @@ def test_vllms_own_rules_need_no_plugin(written, rule):
     assert options.speculative_config.get(FIELD) == (TABLE[FIELD] if "table.json" in rule else None)
 
 
-def test_adaptive_verification(written):
-    options = written("--head", "head", "--adaptive_verification", "true")
-    assert options.async_scheduling is None
-    assert options.speculative_config["enable_adaptive_verification"] is True
-
-
 @pytest.mark.parametrize("signals", [(), ("draft_logprob",), ("draft_entropy", "draft_max_prob")])
 @pytest.mark.parametrize("reads", ["before", "drawn"])
 def test_which_heads_adaptive_verification_takes(reads, signals):
@@ -132,17 +127,16 @@ def test_which_heads_adaptive_verification_takes(reads, signals):
     config = HeadConfig(hidden_size=8, reads=reads, signals=signals, signal_mean=ones, signal_std=ones)
     policy = HeadPolicy(AcceptanceHead(config), 0.5)
 
-    def refuses(check):
-        try:
-            check(policy)
-        except InputError:
-            return True
-        return False
-
-    assert refuses(lambda policy: check_adaptive(policy, None)) is (reads == "drawn" or "draft_logprob" in signals)
+    if reads == "drawn" or "draft_logprob" in signals:
+        with pytest.raises(InputError, match="must not look at the token that it scores"):
+            head_of(policy)
+    else:
+        assert head_of(policy) is policy.head
 
 
 def test_adaptive_verification_recalibrates_by_itself():
     head = AcceptanceHead(HeadConfig(hidden_size=8, reads="before"))
     with pytest.raises(InputError, match="vLLM's own fit; leave out"):
-        check_adaptive(RecalibratedHeadPolicy(head, 0.5, online=True), None)
+        head_of(RecalibratedHeadPolicy(head, 0.5, online=True))
+    with pytest.raises(InputError, match="takes a head"):
+        head_of(FixedPolicy(3))

@@ -200,13 +200,6 @@ def test_a_table_alone_and_as_a_limit_for_a_head(run, here):
     assert shorter["speculative-config"]["num_speculative_tokens"] == 4  # of the head; vLLM cuts the table's 5
 
 
-def test_adaptive_verification_is_asynchronous(run):
-    options, _, _ = run("--head", "before", "--adaptive_verification", "true")
-    assert "no-async-scheduling" not in options
-    assert options["speculative-config"]["enable_adaptive_verification"] is True
-    assert options["additional-config"]["accept_head"]["policy"].endswith("/before")
-
-
 def test_tensor_parallel_models_have_as_many_gpus_each(run):
     options, _, _ = run("--head", "head", "--tensor_parallel_size", 2, "--trust_remote_code", "true")
     assert options["tensor-parallel-size"] == options["speculative-config"]["draft_tensor_parallel_size"] == 2
@@ -308,10 +301,6 @@ def test_a_head_that_was_not_tuned_there(refused, here):
         ("--head head --batch_map nowhere.json", "nowhere.json: no such file"),
         ("--policy batch-map:table.json --batch_map table.json", "say the same thing"),
         ("--batch_map zeros.json", "no tokens are ever drafted"),
-        ("--head head --adaptive_verification true", "must not look at the token that it scores"),
-        ("--policy svip --adaptive_verification true", "adaptive verification takes a head"),
-        ("--batch_map table.json --adaptive_verification true", "adaptive verification takes a head"),
-        ("--head before --batch_map table.json --adaptive_verification true", "leave --batch_map out"),
         ("--head a,b", "a,b: the path has a comma in it"),
         ("--target nowhere --draft draft --head head", "--target nowhere: its config.json cannot be read"),
         ("--target broken --draft draft --head head", "--target broken: its config.json cannot be read"),
