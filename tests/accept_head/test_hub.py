@@ -11,35 +11,9 @@ from accept_head.head.network import AcceptanceHead
 from accept_head.head.saved import load_head, save_head
 from accept_head.head_config import HeadConfig
 from accept_head.hub.card import CardFacts, model_card
-from accept_head.sampling import Sampling
 from accept_head.trace.config import TraceConfig
+from tests.examples import QUALITY, TRACES
 
-TRACES = TraceConfig(
-    target="some/target",
-    target_fingerprint="a1",
-    draft="some/draft",
-    draft_fingerprint="b2",
-    vocabulary_fingerprint="c3",
-    vocab_size=64,
-    end_token_ids=(2,),
-    prompts_fingerprint="d4",
-    num_prompts=5,
-    sampling=Sampling(temperature=0.7, top_k=20, top_p=0.9),
-    max_new_tokens=16,
-    seed=3,
-    batch_size=2,
-    shard_size=2,
-)
-QUALITY = {
-    "count": 1234,
-    "binary_kl": 0.1111,
-    "constant_kl": 0.2222,
-    "brier": 0.0333,
-    "ece": 0.0444,
-    "auroc": 0.8555,
-    "mean_predicted": 0.61,
-    "mean_observed": 0.62,
-}
 FILES = ["README.md", "config.json", "metrics.json", "model.safetensors", "trace_config.json", "training_config.json"]
 
 

@@ -24,7 +24,7 @@ from accept_head.pair import (
 )
 from accept_head.sampling import Sampling
 from accept_head.signals import draft_signals
-from tests.accept_head.test_hub import QUALITY, TRACES
+from tests.examples import QUALITY, TRACES
 from tests.forwards import forward_with_hidden
 
 SAMPLED = Sampling(temperature=1.0, top_k=0)

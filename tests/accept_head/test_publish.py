@@ -19,7 +19,7 @@ from safetensors.torch import load, save
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.saved import save_head
 from accept_head.head_config import HeadConfig
-from tests.accept_head.test_hub import QUALITY, TRACES
+from tests.examples import QUALITY, TRACES
 from tests.hub_server import HubServer, card_errors, sha256
 
 DECODING = {

@@ -13,27 +13,10 @@ import pytest
 import torch
 
 from accept_head.errors import InputError
-from accept_head.sampling import Sampling
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS, POSITION_COLUMNS
 from accept_head.trace.config import CONFIG_NAME, TraceConfig, check_coupled, check_made_by
 from accept_head.trace.shards import finished_config, missing_shards, read_shard, read_traces, shard_path, write_shard
-
-CONFIG = TraceConfig(
-    target="some/target",
-    target_fingerprint="a1",
-    draft="some/draft",
-    draft_fingerprint="b2",
-    vocabulary_fingerprint="c3",
-    vocab_size=64,
-    end_token_ids=(2,),
-    prompts_fingerprint="d4",
-    num_prompts=5,
-    sampling=Sampling(temperature=0.7, top_k=20, top_p=0.9),
-    max_new_tokens=16,
-    seed=3,
-    batch_size=2,
-    shard_size=2,
-)
+from tests.examples import TRACES, write_traces
 
 
 def record(index):
@@ -46,7 +29,7 @@ def record(index):
             numbers = torch.rand(length, generator=generator)  # all are probabilities or above 0, or logarithms
             columns[name] = (-numbers if name.endswith("logprob") else numbers).tolist()
         else:
-            values = torch.randint(2 if kind == "bool" else CONFIG.vocab_size, (length,), generator=generator)
+            values = torch.randint(2 if kind == "bool" else TRACES.vocab_size, (length,), generator=generator)
             columns[name] = (values.bool() if kind == "bool" else values).tolist()
     return {
         "index": index,
@@ -59,15 +42,12 @@ def record(index):
 
 
 def shard_records(shard):
-    return [record(shard * CONFIG.shard_size + row) for row in range(CONFIG.shard_rows(shard))]
+    return [record(shard * TRACES.shard_size + row) for row in range(TRACES.shard_rows(shard))]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    CONFIG.save(tmp_path)
-    for shard in range(CONFIG.num_shards):
-        write_shard(tmp_path, shard, shard_records(shard))
-    return tmp_path
+    return write_traces(tmp_path, TRACES, [record(index) for index in range(TRACES.num_prompts)])
 
 
 def names(folder):
@@ -91,18 +71,18 @@ def rewrite_config(folder, change):
 
 def test_what_is_written_is_what_is_read_in_the_order_of_the_prompts(folder):
     config, traces = read_traces(folder)
-    assert config == CONFIG
+    assert config == TRACES
     assert [traces[index] for index in range(len(traces))] == [record(index) for index in range(5)]
     assert names(folder) == [f"shard-0000{shard}.parquet" for shard in range(3)] + [CONFIG_NAME]
 
 
 def test_the_last_shard_holds_what_is_left():
-    assert CONFIG.num_shards == 3
-    assert [CONFIG.shard_rows(shard) for shard in range(3)] == [2, 2, 1]
+    assert TRACES.num_shards == 3
+    assert [TRACES.shard_rows(shard) for shard in range(3)] == [2, 2, 1]
 
 
 def test_an_empty_response_and_an_empty_prompt_survive_the_round_trip(tmp_path):
-    config = TraceConfig(**{**vars(CONFIG), "num_prompts": 2})
+    config = TraceConfig(**{**vars(TRACES), "num_prompts": 2})
     config.save(tmp_path)
     empty = {**record(0), "prompt_ids": [], **{name: [] for name in POSITION_COLUMNS}}
     write_shard(tmp_path, 0, [empty, record(1)])
@@ -112,21 +92,21 @@ def test_an_empty_response_and_an_empty_prompt_survive_the_round_trip(tmp_path):
 def test_a_config_written_before_there_was_scored_text_still_loads_and_keeps_its_fingerprint(folder):
     """The file and the content have no field `responses`, as ever; the fingerprint is that of all but the names."""
     values = json.loads((folder / CONFIG_NAME).read_text())
-    assert "responses" not in values and "responses" not in CONFIG.content()
+    assert "responses" not in values and "responses" not in TRACES.content()
     assert read_traces(folder)[0].responses is None
     kept = {name: value for name, value in values.items() if name not in ("target", "draft")}
-    assert CONFIG.fingerprint() == hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-    assert CONFIG.fingerprint() == "83140b7c5c12b28883f57a35231e380d196429431ebf5482c92571e695e721ff", (
+    assert TRACES.fingerprint() == hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    assert TRACES.fingerprint() == "83140b7c5c12b28883f57a35231e380d196429431ebf5482c92571e695e721ff", (
         "stored rollouts would be made anew"
     )
 
 
 def test_scored_text_is_written_read_and_told_apart(folder):
-    scored = replace(CONFIG, responses="e5")
+    scored = replace(TRACES, responses="e5")
     scored.save(folder)
     assert read_traces(folder)[0] == scored
-    assert scored.fingerprint() != CONFIG.fingerprint() != replace(scored, responses="f6").fingerprint()
-    check_coupled(CONFIG, Path("traces"))
+    assert scored.fingerprint() != TRACES.fingerprint() != replace(scored, responses="f6").fingerprint()
+    check_coupled(TRACES, Path("traces"))
     with pytest.raises(InputError, match=r"^some/traces: .*--responses.*replayed"):
         check_coupled(scored, Path("some/traces"))
     rewrite_config(folder, lambda values: values.update(responses=7))
@@ -135,9 +115,9 @@ def test_scored_text_is_written_read_and_told_apart(folder):
 
 
 def test_one_shard_is_read_by_itself(folder):
-    assert list(read_shard(folder, CONFIG, 1)) == shard_records(1)
+    assert list(read_shard(folder, TRACES, 1)) == shard_records(1)
     shard_path(folder, 2).unlink()
-    assert list(read_shard(folder, CONFIG, 0)) == shard_records(0)
+    assert list(read_shard(folder, TRACES, 0)) == shard_records(0)
     with pytest.raises(InputError, match="1 of 3 shards are missing"):
         finished_config(folder)
     (folder / "model.safetensors").touch()  # its trace_config.json says what the head was trained on
@@ -146,25 +126,25 @@ def test_one_shard_is_read_by_itself(folder):
 
 
 def test_traces_of_another_draft_are_refused():
-    check_made_by(CONFIG, Path("traces"), draft_fingerprint="b2")
+    check_made_by(TRACES, Path("traces"), draft_fingerprint="b2")
     with pytest.raises(InputError, match=r"traces: .*some/draft"):
-        check_made_by(CONFIG, Path("traces"), draft_fingerprint="z9")
+        check_made_by(TRACES, Path("traces"), draft_fingerprint="z9")
 
 
 # --- damage to shards
 
 
 def test_a_missing_shard_is_refused_by_name(folder):
-    assert missing_shards(folder, CONFIG) == []
+    assert missing_shards(folder, TRACES) == []
     shard_path(folder, 1).unlink()
-    assert missing_shards(folder, CONFIG) == [1]
+    assert missing_shards(folder, TRACES) == [1]
     with pytest.raises(InputError, match=r"1 of 3 shards are missing \(first: shard-00001\.parquet\)"):
         read_traces(folder)
 
 
 def test_a_partial_file_left_by_a_killed_run_is_not_a_shard(folder):
     shard_path(folder, 2).rename(folder / ".shard-00002.parquet.0123abcd.partial")
-    assert missing_shards(folder, CONFIG) == [2]
+    assert missing_shards(folder, TRACES) == [2]
 
 
 @pytest.mark.parametrize("keep", [0, 3, 0.5, 0.99])
@@ -384,7 +364,7 @@ ALTERNATIVES = 3
 
 def with_alternatives(folder, change=lambda columns: None):
     """The folder's traces, with alternatives at every position. change: of one record's columns, in place."""
-    config = TraceConfig(**{**vars(CONFIG), "alternatives": ALTERNATIVES})
+    config = TraceConfig(**{**vars(TRACES), "alternatives": ALTERNATIVES})
     config.save(folder)
     written = []
     for shard in range(config.num_shards):
@@ -392,7 +372,7 @@ def with_alternatives(folder, change=lambda columns: None):
         for each in records:
             length, generator = ALTERNATIVES * len(each["response_ids"]), torch.Generator().manual_seed(each["index"])
             numbers = torch.rand(length, generator=generator)
-            ids = torch.randint(CONFIG.vocab_size, (length,), generator=generator)
+            ids = torch.randint(TRACES.vocab_size, (length,), generator=generator)
             values = ids.tolist(), (-numbers).tolist(), numbers.tolist()
             each |= dict(zip(ALTERNATIVE_COLUMNS, values, strict=True))
         change(records[0])
@@ -405,7 +385,7 @@ def test_alternatives_survive_the_round_trip(tmp_path):
     config, written = with_alternatives(tmp_path)
     read, traces = read_traces(tmp_path)
     assert read == config and list(traces) == written
-    assert config.fingerprint() != CONFIG.fingerprint()
+    assert config.fingerprint() != TRACES.fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -413,7 +393,7 @@ def test_alternatives_survive_the_round_trip(tmp_path):
     [
         ("alternative_ids", [1, 2], "is not 3 times as long as 'response_ids'"),
         ("alternative_acceptance", [], "is not 3 times as long as 'response_ids'"),
-        ("alternative_ids", CONFIG.vocab_size, "has ids beyond the vocabulary"),
+        ("alternative_ids", TRACES.vocab_size, "has ids beyond the vocabulary"),
         ("alternative_ids", -1, "has ids beyond the vocabulary"),
         ("alternative_acceptance", 1.5, "has 1.5 in it"),
         ("alternative_acceptance", float("nan"), "has NaN in it"),

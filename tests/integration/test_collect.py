@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import time
 
-import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
+
+from tests.runs import content, records, shards, start_and_kill, visible
 
 PROMPTS, TOKENS, SHARD = 24, 12, 3
 SHARDS = PROMPTS // SHARD
@@ -37,40 +34,6 @@ def undisturbed(tmp_path_factory, arguments, run_warm):
     assert done.returncode == 0, done.stderr
     assert f"{PROMPTS}/{PROMPTS}" in done.stderr and "tokens/s" in done.stderr, "no progress was shown"
     return out
-
-
-def content(folder):
-    """{file name: bytes} of everything in a trace folder, hidden files included."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def visible(folder):
-    """The same without hidden files: a kill may leave a temporary one, which nothing reads."""
-    return {name: data for name, data in content(folder).items() if not name.startswith(".")}
-
-
-def records(folder):
-    return [row for path in sorted(folder.glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
-
-
-def shards(folder):
-    return sorted(folder.glob("shard-*.parquet"))
-
-
-def kill_when(process, ready):
-    """SIGKILL the process group as soon as `ready()` holds; fails when the process ends before."""
-    deadline = time.monotonic() + 300
-    while not ready():
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline, "it never got ready to be killed"
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL
-
-
-def start(command, environment):
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True, **quiet)
 
 
 def test_folder_holds_its_config_and_one_record_a_prompt_in_their_order(undisturbed, embedded_pair_folder):
@@ -113,8 +76,7 @@ def test_another_seed_writes_other_records(undisturbed, arguments, run_warm, tmp
 def killed(tmp_path_factory, arguments, console_script, cli_environment):
     """A folder whose run was killed with SIGKILL once its first shard was there."""
     out = tmp_path_factory.mktemp("collect") / "killed"
-    process = start([console_script, *arguments(out)], cli_environment)
-    kill_when(process, lambda: shards(out))
+    start_and_kill([console_script, *arguments(out)], cli_environment, lambda: shards(out))
     assert 1 <= len(shards(out)) < SHARDS, "it was killed too late to prove anything"
     return out
 
@@ -227,7 +189,7 @@ def test_a_run_of_two_processes_killed_and_finished_by_one_is_the_same(
     out = tmp_path / "out"
     accelerate = console_script.replace("accept-head", "accelerate")
     launch = [accelerate, "launch", "--cpu", "--num_processes", 2, "-m", "accept_head"]
-    kill_when(start([*launch, *arguments(out)], cli_environment), lambda: shards(out))
+    start_and_kill([*launch, *arguments(out)], cli_environment, lambda: shards(out))
     done = run_cli(*arguments(out))
     assert done.returncode == 0, done.stderr
     assert visible(out) == content(undisturbed)
@@ -239,8 +201,8 @@ def test_five_kills_in_a_row_lose_and_double_nothing(
 ):
     out = tmp_path / "out"
     for kills in range(1, 6):
-        process = start([console_script, *arguments(out)], cli_environment)
-        kill_when(process, lambda wanted=kills: len(shards(out)) >= wanted)
+        command = [console_script, *arguments(out)]
+        start_and_kill(command, cli_environment, lambda wanted=kills: len(shards(out)) >= wanted)
     done = run_cli(*arguments(out))
     assert done.returncode == 0, done.stderr
     assert visible(out) == content(undisturbed)

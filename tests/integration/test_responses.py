@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.integration.test_collect import content, kill_when, records, shards, start, visible
+from tests.runs import content, records, shards, start_and_kill, visible
 
 PROMPTS, TOKENS = 24, 12
 SAMPLES = ("--batch_size", 3)
@@ -101,7 +101,7 @@ def test_a_rerun_after_kill_9_leaves_the_same_shards(
 ):
     out = tmp_path / "killed"
     command = arguments(out, "--temperature", 0)
-    kill_when(start([console_script, *command], cli_environment), lambda: shards(out))
+    start_and_kill([console_script, *command], cli_environment, lambda: shards(out))
     assert 1 <= len(shards(out)) < PROMPTS // 3, "it was killed too late to prove anything"
     finished = {path: path.stat().st_mtime_ns for path in shards(out)}
     refused = run_warm(*command, "--seed", 1)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +18,7 @@ from accept_head.base import base_functions
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import write_shard
 from accept_head.training.learn.recipe import DECAYS, RECIPES
+from tests.runs import start_and_kill
 
 TRACES = 24  # of which split_dev keeps some for evaluation
 
@@ -268,19 +265,6 @@ LONG = ("--batch_size", 4, "--micro_batch_size", 2, "--epochs", 30, "--checkpoin
 @pytest.fixture(scope="module")
 def undisturbed(train, tmp_path_factory):
     return train(tmp_path_factory.mktemp("train") / "undisturbed", *LONG)
-
-
-def start_and_kill(command, environment, ready):
-    """SIGKILL the process group as soon as `ready()` holds; fails when the process ends before."""
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(list(map(str, command)), env=environment, start_new_session=True, **quiet)
-    deadline = time.monotonic() + 300
-    while not ready():
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline, "it never got ready to be killed"
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")

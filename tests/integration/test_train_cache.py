@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.test_train import start_and_kill
+from tests.runs import start_and_kill
 
 # The last epoch's residual, although it does not pay on a random pair.
 SHORT = ("--batch_size", 8, "--micro_batch_size", 4, "--epochs", 4, "--keep", "last")

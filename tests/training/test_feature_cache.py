@@ -13,18 +13,18 @@ import lightning as L
 import pytest
 import torch
 
-from accept_head import AcceptanceHead, HeadConfig, InputError
+from accept_head import AcceptanceHead, HeadConfig, InputError, Sampling
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.signals import SIGNALS
-from accept_head.trace.shards import write_shard
 from accept_head.training.learn.batches import StateBatch
 from accept_head.training.learn.candidates import Candidate
 from accept_head.training.learn.data import TraceData
 from accept_head.training.learn.feature_cache import FeatureCache
 from accept_head.training.learn.module import HeadTraining
 from accept_head.training.learn.splits import read_splits
-from tests.training.test_splits import CONFIG
+from tests.examples import TRACES, write_traces
 
+CONFIG = replace(TRACES, vocab_size=261, num_prompts=10, sampling=Sampling(), seed=0, batch_size=30, shard_size=4)
 LENGTHS = [(3, 9), (6, 2), (2, 14), (4, 5), (1, 8), (5, 1), (7, 6), (2, 3), (4, 4), (1, 7)]  # 3 shards of 4, 4 and 2
 NAMES = [field.name for field in fields(StateBatch)]
 
@@ -40,14 +40,9 @@ def folder_of(tmp_path_factory, make_traces):
     place = tmp_path_factory.mktemp("traces")
 
     def make(name, *, seed=0, records=None, alternatives=0):
-        config = replace(CONFIG, seed=seed, num_prompts=len(LENGTHS), shard_size=4, alternatives=alternatives or None)
+        config = replace(CONFIG, seed=seed, alternatives=alternatives or None)
         made = make_traces(LENGTHS, seed=seed if records is None else records, alternatives=alternatives)
-        folder = place / name
-        folder.mkdir()
-        config.save(folder)
-        for shard in range(config.num_shards):
-            write_shard(folder, shard, made[4 * shard : 4 * shard + config.shard_rows(shard)])
-        return folder
+        return write_traces(place / name, config, made)
 
     return make
 

@@ -10,13 +10,13 @@ import torch
 from datasets import concatenate_datasets
 
 from accept_head import InputError, Sampling
-from accept_head.trace.shards import read_traces, write_shard
+from accept_head.trace.shards import read_traces
 from accept_head.training.learn.data import PackedTraces
 from accept_head.training.learn.splits import read_splits, split_dev
-from tests.accept_head.test_trace import CONFIG as SOME
+from tests.examples import TRACES, write_traces
 
 PROMPTS = 60
-CONFIG = replace(SOME, vocab_size=261, num_prompts=PROMPTS, sampling=Sampling(), seed=0, batch_size=30, shard_size=30)
+CONFIG = replace(TRACES, vocab_size=261, num_prompts=PROMPTS, sampling=Sampling(), seed=0, batch_size=30, shard_size=30)
 
 
 @pytest.fixture
@@ -26,13 +26,7 @@ def folder_of(tmp_path, make_traces):
     def make(name, *, seed=0, **changes):
         config = replace(CONFIG, seed=seed, **changes)
         records = make_traces([(3, 5)] * config.num_prompts, seed=seed, alternatives=config.alternatives or 0)
-        folder = tmp_path / name
-        folder.mkdir()
-        config.save(folder)
-        for shard in range(config.num_shards):
-            first = shard * config.shard_size
-            write_shard(folder, shard, records[first : first + config.shard_rows(shard)])
-        return folder
+        return write_traces(tmp_path / name, config, records)
 
     return make
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from tests.runs import start_and_kill
 
 DEPTHS, WEIGHTS = "[0,2,4]", "[1,6]"
 NAMES = {f"depth{depth}-w_rej{weight}" for depth in (0, 2, 4) for weight in (1, 6)}
@@ -131,15 +129,7 @@ LONG = ("--batch_size", 4, "--micro_batch_size", 2, "--epochs", 30, "--checkpoin
 def killed(arguments, console_script, cli_environment, tmp_path_factory):
     """The run folder of a sweep that was killed with SIGKILL after its first checkpoint."""
     out = tmp_path_factory.mktemp("sweep") / "heads"
-    command = [console_script, *map(str, arguments(out, *LONG))]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, env=cli_environment, start_new_session=True, **quiet)
-    deadline = time.monotonic() + 300
-    while not (run_folder(out) / "last.ckpt").exists():
-        assert process.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    start_and_kill([console_script, *arguments(out, *LONG)], cli_environment, (run_folder(out) / "last.ckpt").exists)
     assert not out.exists(), "it was killed too late to prove anything"
     return run_folder(out)
 
