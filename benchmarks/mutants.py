@@ -44,13 +44,15 @@ def lossless(policy: str) -> str:
     return f"inference/policies/test_lossless.py::test_a_policy_is_lossless_under_both_verifiers[{policy}]"
 
 
+def rule(policy: str) -> str:
+    """The policy against its rule in scalars."""
+    return f"inference/policies/test_rules.py::test_a_policy_drafts_what_its_rule_says[{policy}]"
+
+
 # --- one or more for every policy of the table in docs/lossless.md ---------------------------------------------------
 
 THRESHOLD = "inference/policies/test_threshold.py::test_"
-HISTORY = "inference/policies/test_history_rules.py::test_"
-RULES = "inference/policies/test_rules.py::test_"
 COSTS = "inference/policies/test_cost_rules.py::test_"
-HF = "inference/policies/test_hf_rules.py::test_"
 RECALIBRATION = "inference/policies/online/test_recalibration.py::test_"
 TRAINING = "inference/policies/online/test_training.py::test_"
 MEMORY = "inference/policies/online/test_memory.py::test_"
@@ -69,91 +71,91 @@ POLICIES = (
         "inference/policies/leviathan.py",
         "self.judged + outcome.judged * live",
         "self.judged + outcome.drafted * live",
-        (HISTORY + "leviathan_is_its_formula_for_each_row_over_many_rounds",),
+        (rule("leviathan"),),
     ),
     Mutant(
         "leviathan: a row's rounds without drafts stay where they were when rows move",
         "inference/policies/leviathan.py",
         "self.judged[rows], self.idle[rows]\n\n    def start_round",
         "self.judged[rows], self.idle\n\n    def start_round",
-        (HISTORY + "leviathan_is_its_formula_for_each_row_over_many_rounds",),
+        (rule("leviathan"),),
     ),
     Mutant(
         "hf-heuristic: it may go down to 0",
         "inference/policies/hf_heuristic.py",
         ".clamp(1, self.max_draft_tokens)",
         ".clamp(0, self.max_draft_tokens)",
-        ("inference/policies/test_plain_rules.py::test_the_heuristic_never_drafts_nothing",),
+        (rule("hf-heuristic"),),
     ),
     Mutant(
         "hf-confidence: it learns of tokens after a rejection",
         "inference/policies/hf_confidence.py",
         "slots < outcome.judged[:, None]",
         "slots < outcome.submitted[:, None]",
-        (HF + "the_threshold_is_transformers_own_after_every_round",),
+        (rule("hf-confidence"),),
     ),
     Mutant(
         "confidence: log q in place of q",
         "inference/policies/confidence.py",
         "return step.logprob.exp()",
         "return 1 + step.logprob",
-        (THRESHOLD + "confidence_stops_after_an_unlikely_token",),
+        (rule("confidence:0.3"),),
     ),
     Mutant(
         "cumulative-confidence: the least q in place of the product",
         "inference/policies/cumulative_confidence.py",
         'statistic = "product"',
         'statistic = "minimum"',
-        ("inference/policies/test_plain_rules.py::test_cumulative_confidence_is_the_product_of_q",),
+        (rule("cumulative-confidence:0.2"),),
     ),
     Mutant(
         "max-prob: max q squared",
         "inference/policies/max_prob.py",
         "return step.max_prob\n",
         "return step.max_prob.square()\n",
-        ("inference/policies/test_plain_rules.py::test_max_prob_stops_after_a_token_where_max_q_was_less",),
+        (rule("max-prob:0.4"),),
     ),
     Mutant(
         "max-prob-mean: rows that have stopped are part of the mean",
         "inference/policies/max_prob.py",
         "torch.where(step.active, step.max_prob, 0.0).sum()",
         "step.max_prob.sum()",
-        (RULES + "the_mean_rule_stops_all_rows_together",),
+        (rule("max-prob-mean"),),
     ),
     Mutant(
         "entropy: the comparison turned round",
         "inference/policies/entropy.py",
         "return -step.entropy",
         "return step.entropy - 2 * 0.6",
-        (THRESHOLD + "entropy_stops_after_a_token_whose_distribution_is_too_spread_out",),
+        (rule("entropy:0.5"),),
     ),
     Mutant(
         "svip: another constant",
         "inference/policies/svip.py",
         "SCALE = 0.15",
         "SCALE = 0.2",
-        ("inference/policies/test_plain_rules.py::test_svip_stops_by_the_root_of_the_scaled_entropy",),
+        (rule("svip:0.25"),),
     ),
     Mutant(
         "adaedl: what was drafted in place of what might have been",
         "inference/policies/adaedl.py",
         "full = outcome.accepted == self.max_draft_tokens",
         "full = outcome.accepted == outcome.drafted",
-        (RULES + "adaedl_is_its_formula_for_each_row_over_many_rounds",),
+        (rule("adaedl"),),
     ),
     Mutant(
         "adaedl: acceptance rates stay where they were when rows move",
         "inference/policies/adaedl.py",
         "self.levels[rows], self.rates[rows]\n\n    def draw_next",
         "self.levels[rows], self.rates\n\n    def draw_next",
-        (RULES + "adaedl_forgets_a_row_that_is_given_to_another_request_and_follows_rows_that_move",),
+        (rule("adaedl"),),
     ),
     Mutant(
         "online-logistic: k_min off by one",
         "inference/policies/online/logistic.py",
         "if step.depth < self.k_min",
         "if step.depth <= self.k_min",
-        (COSTS + "online_logistic_keeps_the_token_after_which_survival_is_too_small",),
+        (rule("online-logistic"),),
     ),
     Mutant(
         "online-logistic: the first rejected token is labelled accepted",
@@ -167,21 +169,21 @@ POLICIES = (
         "inference/policies/dsde.py",
         "self.rounds < self.calibration",
         "self.rounds <= self.calibration",
-        (HISTORY + "dsde_is_its_equations_for_each_row_over_many_rounds",),
+        (rule("dsde"),),
     ),
     Mutant(
         "dsde: the largest divergence is neither forgotten nor moved with its row",
         "inference/policies/dsde.py",
         '"count", "peak", "draft")',
         '"count", "draft")',
-        (HISTORY + "dsde_is_its_equations_for_each_row_over_many_rounds",),
+        (rule("dsde"),),
     ),
     Mutant(
         "bandit: rewards are on the scale of the last round",
         "inference/policies/bandit.py",
         "self.top = torch.maximum(self.top, reward)",
         "self.top = torch.where(reward > 0, reward, self.top)",
-        (HISTORY + "bandit_is_its_formula_over_many_rounds",),
+        (rule("bandit"),),
     ),
     Mutant(
         "batch-map: a row of the table begins one batch size late",
@@ -195,7 +197,7 @@ POLICIES = (
         "inference/policies/goodput.py",
         "for count in (outcome.judged, outcome.accepted)",
         "for count in (outcome.submitted, outcome.accepted)",
-        (COSTS + "goodput_is_its_formula_over_many_rounds",),
+        (rule("goodput"),),
     ),
     Mutant(
         "adaspec: what is dropped depends on the token drawn there",
@@ -258,7 +260,7 @@ POLICIES = (
         "inference/policies/online/signals.py",
         "head.base.bias.fill_(MEAN[place])",
         "head.base.bias.fill_(0.0)",
-        ("inference/policies/test_plain_rules.py::test_before_anything_is_learnt_online_signals_go_by_q",),
+        (rule("online-signals:0.4"),),
     ),
     Mutant(
         "head, `online=true`: the first rejected token is labelled accepted",

@@ -18,7 +18,7 @@ from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import input_embeddings
-from tests.inference.support.references import product_rule
+from tests.inference.support.scalar_rules import product_rule
 from tests.inference.support.toy import (
     TOKENS,
     architectures,

@@ -42,8 +42,8 @@ from tests.inference.support.enumeration import (
     uncertain_pair,
 )
 from tests.inference.support.held_out import GREEDY, K_MAX, PERIOD, ROWS, Held, head
-from tests.inference.support.references import pair_costs
 from tests.inference.support.rounds import Foretelling, Told, begin, one_round, outcome, shown
+from tests.inference.support.scalar_rules import pair_costs
 from tests.inference.support.toy import llama, random_head, toy_pair
 
 HOSTS = {"ours": OURS, "vllm": VLLM}

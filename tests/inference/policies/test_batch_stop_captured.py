@@ -15,9 +15,9 @@ from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy
 from accept_head.inference.policy import DraftStep
 from tests.inference.support.decoders import GREEDY, LLAMA, SAMPLED, new_decoder, run
-from tests.inference.support.references import pair_costs
 from tests.inference.support.replayed import standing_in
 from tests.inference.support.rounds import Told, begin, one_round, outcome
+from tests.inference.support.scalar_rules import pair_costs
 from tests.inference.support.toy import random_head
 
 SUMS = ("accepted", "before", "after", "totals")

@@ -18,8 +18,8 @@ from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.policy import Signal
-from tests.inference.support.references import product_rule
 from tests.inference.support.rounds import one_round
+from tests.inference.support.scalar_rules import FirstBelow, product_rule
 from tests.inference.support.toy import random_head, toy_pair
 
 HIDDEN = 4
@@ -47,15 +47,6 @@ def drafted(policy, rows, signal="logprob"):
     return one_round(policy, [True] * len(rows), {signal: rows})[0].tolist()
 
 
-def by_hand(scores, statistic, level, k_min, k_max):
-    most = min(k_max, len(scores))
-    for k in range(k_min, most):
-        value = math.prod(scores[:k]) if statistic == "product" else min(scores[:k])
-        if value < level:
-            return k
-    return most
-
-
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(
     st.lists(st.lists(st.integers(1, 16).map(lambda n: n / 16), min_size=6, max_size=6), min_size=1, max_size=4),
@@ -67,42 +58,9 @@ def by_hand(scores, statistic, level, k_min, k_max):
 def test_a_rule_stops_when_its_statistic_is_below_the_level_within_its_bounds(rows, statistic, level, k_min, k_max):
     """Scores are multiples of 1/16: products of six are exact."""
     policy = Scripted(level, statistic=statistic, k_min=k_min, k_max=k_max)
+    by_hand = FirstBelow("logprob", float, level, math.prod if statistic == "product" else min, k_min, k_max)
     for _ in range(2):  # nothing is left of a round before
-        assert drafted(policy, rows) == [by_hand(scores, statistic, level, k_min, k_max) for scores in rows]
-
-
-def test_a_statistic_at_the_level_goes_on_and_one_below_it_stops():
-    assert drafted(Scripted(0.5), [[0.5, 0.5, 0.5]]) == [3]
-    assert drafted(Scripted(0.5), [[0.75, 0.4375, 0.75]]) == [2]
-    assert drafted(Scripted(0.5, statistic="product"), [[0.75, 0.75, 0.75, 0.75]]) == [3]
-    assert drafted(Scripted(0.5), [[0.75, 0.75, 0.75, 0.75]]) == [4]
-
-
-def test_a_low_score_before_k_min_stops_at_k_min():
-    assert drafted(Scripted(0.5, k_min=3), [[0.1, 0.9, 0.9, 0.9]]) == [3]
-
-
-def test_rows_do_not_see_each_other():
-    rows = [[0.9, 0.9, 0.1, 0.9], [0.1, 0.9, 0.9, 0.9], [0.9, 0.9, 0.9, 0.9]]
-    assert drafted(Scripted(0.5), rows) == [3, 1, 4]
-    assert drafted(Scripted(0.5), rows[::-1]) == [4, 1, 3]
-
-
-# --- entropy and confidence ------------------------------------------------------------------------------------------
-
-
-def test_entropy_stops_after_a_token_whose_distribution_is_too_spread_out():
-    assert drafted(EntropyPolicy(0.6), [[0.1, 0.6, 0.61, 0.1], [0.7, 0.1, 0.1, 0.1]], "entropy") == [3, 1]
-    assert drafted(EntropyPolicy(0.6, k_min=2, k_max=3), [[0.7, 0.1, 0.1, 0.1], [0.1] * 4], "entropy") == [2, 3]
-    assert drafted(EntropyPolicy(0.0), [[0.0, 0.0, 0.1, 0.0]], "entropy") == [3]
-
-
-@pytest.mark.parametrize(("h", "c"), [(0.6, 0.6), (0.3, 0.5), (1.1, 2.0)])
-def test_entropy_is_svips_rule_without_its_scale(h, c):
-    """Stop when √(c·H) > h."""
-    for value in torch.linspace(0, 3, 50).tolist():
-        stops = drafted(EntropyPolicy(h * h / c), [[value, 0.0]], "entropy") == [1]
-        assert stops == (math.sqrt(c * value) > h)
+        assert drafted(policy, rows) == [by_hand.drafts({"logprob": scores}, 99) for scores in rows]
 
 
 def test_the_loop_shows_the_entropy_of_what_it_draws_from():
@@ -121,24 +79,6 @@ def test_the_loop_shows_the_entropy_of_what_it_draws_from():
         logits = pair.draft(torch.tensor([[1, 2]])).logits[0, -1]
         plain = Sampling(temperature=1.0, top_k=0) if sampling.greedy else sampling
         assert seen[0] == pytest.approx(scipy_entropy(plain.probabilities(logits).numpy()), abs=1e-5)
-
-
-def test_confidence_stops_after_an_unlikely_token():
-    logs = [[math.log(p) for p in row] for row in ([0.9, 0.41, 0.39, 0.9], [0.1, 0.9, 0.9, 0.9])]
-    assert drafted(ConfidencePolicy(0.4), logs) == [3, 1]
-    assert drafted(ConfidencePolicy(0.0), logs) == [4, 4]
-
-
-@pytest.mark.parametrize("threshold", [-0.1, math.nan, math.inf])
-def test_entropy_refuses_thresholds_that_make_no_sense(threshold):
-    with pytest.raises(InputError, match=r"entropy threshold is .*nats"):
-        EntropyPolicy(threshold)
-
-
-@pytest.mark.parametrize("bounds", [{"k_min": 0}, {"k_min": 3, "k_max": 2}, {"k_max": 0}])
-def test_entropy_refuses_bounds_that_make_no_sense(bounds):
-    with pytest.raises(InputError, match="entropy bounds"):
-        EntropyPolicy(0.5, **bounds)
 
 
 # --- the head --------------------------------------------------------------------------------------------------------

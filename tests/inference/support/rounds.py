@@ -131,6 +131,9 @@ class Given:
 class Reference:
     """What a policy of the batch should do, in scalars. Rows go by their places."""
 
+    def start(self):
+        """A batch begins."""
+
     def admit(self, row, length):
         """A request begins."""
 
@@ -167,7 +170,10 @@ class Rowwise(Reference):
     `verified(round)`; names: what the policy calls an attribute of theirs."""
 
     def __init__(self, make, **names):
-        self.make, self.names, self.rows = make, names, []
+        self.make, self.names = make, names
+
+    def start(self):
+        self.rows = []
 
     def admit(self, row, length):
         self.rows[row : row + 1] = [self.make()]
@@ -199,11 +205,12 @@ class Played:
 
 
 def compare(policy, reference, given, rounds, lengths, *, moves=0, seed=0):
-    """Rows of so many tokens go through so many rounds, given(number, random) each. moves: rounds after which rows
-    change places, and one of them gets a new request. What idle rows hold is no number, and neither is what was not
-    judged."""
+    """Rows of so many tokens go through so many rounds, given(number, random) each. moves: rounds after which a row
+    leaves, the others change places, and a new request begins. What idle rows hold is no number, and neither is what
+    was not judged."""
     random, lengths, played = np.random.default_rng(seed), np.array(lengths), []
     begin(policy, lengths)
+    reference.start()
     for row, length in enumerate(lengths.tolist()):
         reference.admit(row, length)
     fixed = Fixed(policy)
@@ -232,16 +239,17 @@ def compare(policy, reference, given, rounds, lengths, *, moves=0, seed=0):
         counts = np.stack([drafted, submitted, accepted], -1).tolist()
         reference.verified([Verified(row, *counts[row], divergence[row], verdict.get("seconds")) for row in live])
         for name, value in reference.state().items():
-            assert torch.as_tensor(getattr(policy, name)).tolist() == pytest.approx(value, rel=1e-4), (number, name)
+            found = torch.as_tensor(getattr(policy, name)).numpy()
+            assert found == pytest.approx(np.array(value), rel=1e-4), (number, name)
         played.append((drafted, submitted))
         if moves and number % moves == moves - 1:
-            order = random.permutation(len(lengths))
-            Drafting(policy).select(torch.from_numpy(order))
-            reference.select(order.tolist())
-            row, lengths = int(random.integers(len(lengths))), lengths[order]
-            lengths[row] = 3
-            Drafting(policy).admit(torch.tensor([row]), torch.tensor([3]))
-            reference.admit(row, 3)
+            last, order = len(lengths) - 1, random.permutation(len(lengths))
+            for rows in (order[:-1], np.append(np.arange(last), 0)):  # there are fewer rows, then as many again
+                Drafting(policy).select(torch.from_numpy(rows))
+                reference.select(rows.tolist())
+            lengths = np.append(lengths[order[:-1]], 3)
+            Drafting(policy).admit(torch.tensor([last]), torch.tensor([3]))
+            reference.admit(last, 3)
         fixed.check()
     return Played(*(np.stack(part) for part in zip(*played, strict=True)))
 

@@ -24,8 +24,8 @@ from accept_head.inference.policies.max_prob import MaxProbPolicy
 from accept_head.inference.policy import RowPolicy, Signal
 from accept_head.signals import draft_signals
 from tests.inference.support.foreign import HIDDEN, Engine, host_of, names
-from tests.inference.support.references import ScalarAdaEdl, product_rule
 from tests.inference.support.rounds import Verified
+from tests.inference.support.scalar_rules import ScalarAdaEdl, product_rule
 from tests.inference.support.toy import random_head
 
 CPU = torch.device("cpu")

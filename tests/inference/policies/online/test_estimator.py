@@ -11,60 +11,9 @@ import torch
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
 from accept_head.inference.policy import DraftStep, VerifyOutcome
 from tests.inference.support.rounds import outcome
+from tests.inference.support.scalar_rules import ScalarEstimator, sigmoid
 
 CPU = torch.device("cpu")
-
-
-def log_odds(q):
-    if q >= 1:
-        return 40.0
-    return max(-40.0, min(40.0, math.log(q / (1 - q))))
-
-
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
-
-
-class Reference:
-    """Scalars and one dense matrix: parameters (ω, β_1, …, β_K), labels one by one."""
-
-    def __init__(self, depths):
-        self.theta = np.array([0.5] + [-0.2] * depths)
-        self.rounds = 0
-        self.clear()
-
-    def clear(self):
-        n = len(self.theta)
-        self.hessian, self.gradient, self.labels = np.zeros((n, n)), np.zeros(n), np.zeros(n - 1)
-
-    def probability(self, depth, q):
-        return sigmoid(self.theta[0] * log_odds(q) + self.theta[depth])
-
-    def round(self, rows):
-        """rows: (max q of each drafted token, submitted, accepted) of each live row."""
-        for qs, submitted, accepted in rows:
-            for depth, q in enumerate(qs[:submitted], start=1):
-                if depth > accepted + 1:
-                    break
-                x = np.zeros(len(self.theta))
-                x[0], x[depth] = log_odds(q), 1.0
-                p = self.probability(depth, q)
-                self.hessian += p * (1 - p) * np.outer(x, x)
-                self.gradient += (float(depth <= accepted) - p) * x
-                self.labels[depth - 1] += 1
-        self.rounds += 1
-        if self.rounds % 100 == 0:
-            self.refit()
-
-    def refit(self):
-        ridged = self.hessian + 1e-3 * np.eye(len(self.theta))
-        n = self.labels.sum()
-        slope = np.linalg.solve(ridged, self.gradient)[0] * n / (n + 50)
-        if self.theta[0] + slope < 0:
-            slope = 0.0
-        intercepts = np.linalg.solve(ridged[1:, 1:], self.gradient[1:] - ridged[1:, 0] * slope)
-        self.theta += np.concatenate([[slope], intercepts * self.labels / (self.labels + 50)])
-        self.clear()
 
 
 def play(estimator, qs, submitted, accepted, live=None, kind=VerifyOutcome, drafted=None):
@@ -85,7 +34,7 @@ def fitted(estimator):
 def test_every_step_is_that_of_a_dense_newton_solve():
     random = np.random.default_rng(0)
     rows, depths = 5, 4
-    estimator, reference = AcceptanceEstimator(depths), Reference(depths)
+    estimator, reference = AcceptanceEstimator(depths), ScalarEstimator(depths)
     estimator.start(CPU)
     assert fitted(estimator) == pytest.approx(reference.theta)
     seen = [fitted(estimator)]

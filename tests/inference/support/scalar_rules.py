@@ -1,0 +1,626 @@
+"""The policies' rules in scalars, lists and loops, written from their formulas, and what they are compared on.
+
+A class with `drafts(shown, room)` and `verified(round)` is one row, for `Rowwise`; a `Reference` is the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from accept_head.cost import BatchForwardCost, PairCosts
+from tests.inference.support.rounds import Reference, Rowwise
+
+
+def pair_costs(draft, token=0.0, target=1.0, row=0.0, context=0.0):
+    """Seconds of a draft step (and a row of it), of a token to verify, of a verification, and of a context token."""
+    return PairCosts(
+        draft=BatchForwardCost(alpha=context / 10, beta=row, gamma=draft, r_squared=1.0),
+        target=BatchForwardCost(alpha=context, beta=token, gamma=target, r_squared=1.0),
+    )
+
+
+def costs_of(draft=1e-3, token=2e-3, context=0.0):
+    return pair_costs(draft, token, target=10e-3, row=draft / 20, context=context)
+
+
+def drawn(max_q, q=None):
+    """What policies are shown of tokens; as likely as the likeliest, if nothing else is said."""
+    return {"max_prob": max_q, "logprob": np.log(max_q if q is None else q)}
+
+
+def graph_sized(tokens, stride):
+    """The next of the sizes that a serving engine captures: powers of two up to the stride, then its multiples."""
+    size = 1
+    while size < tokens:
+        size += size if size < stride else stride
+    return size
+
+
+# --- thresholds -------------------------------------------------------------------------------------------------------
+
+
+def product_rule(probabilities, threshold, most, *, k_min=1, lag=0):
+    """SpecDec++ §4.2, one row: after how many tokens, at most `most`, 1 − Π P̂ of those judged is above the threshold.
+    probabilities: of its tokens, the first on. lag: how many of the last drawn are not judged yet."""
+    product = 1.0
+    for length in range(1, most):
+        if length > lag:
+            product *= probabilities[length - lag - 1]
+        if length >= k_min and 1 - product > threshold:
+            return length
+    return most
+
+
+class FirstBelow:
+    """One row that stops after the first token where the least score so far, or the product of all, is below a level.
+    score: of what the signal says of a token."""
+
+    def __init__(self, signal, score, level, statistic=min, k_min=1, k_max=20):
+        self.signal, self.score, self.level, self.statistic = signal, score, level, statistic
+        self.k_min, self.k_max = k_min, k_max
+
+    def drafts(self, shown, room):
+        scores = [self.score(value) for value in shown[self.signal]]
+        most = min(self.k_max, len(scores), room)
+        stops = (k for k in range(self.k_min, most) if self.statistic(scores[:k]) < self.level)
+        return next(stops, most)
+
+    def verified(self, round):
+        pass
+
+
+class MeanOfBatch(Reference):
+    """All rows stop when the mean of max q over those that may still draft is less."""
+
+    def __init__(self, threshold):
+        self.threshold = threshold
+
+    def drafts(self, live, given, lengths):
+        max_q, room = zip(*((given.shown["max_prob"][row], given.of(row)[1]) for row in live), strict=True)
+        for depth in range(1, len(max_q[0]) + 1):
+            going = [row for row, most in enumerate(room) if most > depth]
+            if not going or np.mean([max_q[row][depth - 1] for row in going]) < self.threshold:
+                break
+        return [min(depth, most) for most in room]
+
+
+class ScalarAdaEdl:
+    """One row of docs/theory.md §8."""
+
+    def __init__(self, level, longest, k_min=1):
+        self.level, self.rate, self.longest, self.k_min = level, 0.9, longest, k_min
+
+    def drafts(self, shown, room):
+        """The first k_min tokens are drawn whatever their entropy is."""
+        entropies = shown["entropy"][:room]
+        declined = (n for n, h in enumerate(entropies) if n >= self.k_min and 1 - math.sqrt(0.2 * h) < self.level)
+        return next(declined, len(entropies))
+
+    def verified(self, round):
+        if round.drafted == 0:
+            return
+        self.rate = 0.5 * self.rate + 0.5 * round.accepted / round.drafted
+        if self.rate < 0.9:
+            wanted = self.level + 0.01
+        elif round.accepted != self.longest:
+            wanted = self.level - 0.01
+        else:
+            wanted = self.level
+        self.level = 0.9 * self.level + 0.1 * wanted
+
+
+# --- transformers' own ------------------------------------------------------------------------------------------------
+
+
+class Theirs:
+    """transformers' class, without models, as the reference of one row."""
+
+    def __init__(self, schedule="constant", threshold=0.0, k=20, most=math.inf):
+        self.generator = generator = object.__new__(AssistedCandidateGenerator)
+        generator.assistant_generation_config = SimpleNamespace(
+            num_assistant_tokens_schedule=schedule, assistant_confidence_threshold=threshold
+        )
+        generator.generation_config = SimpleNamespace(assistant_confidence_threshold=threshold)
+        generator.num_assistant_tokens, generator.probs, generator.matches = k, [], []
+        self.most = most  # which transformers has not
+
+    def drafts(self, shown, room):
+        return min(room, self.generator.num_assistant_tokens)
+
+    def verified(self, round):
+        self.generator.update_candidate_strategy(None, [range(round.drafted + 1)], round.accepted)
+        self.generator.num_assistant_tokens = min(self.most, self.generator.num_assistant_tokens)
+
+
+class Persisting(Rowwise):
+    """Requests begin with the rounded mean K of the last round."""
+
+    def __init__(self, k):
+        self.first = k
+        super().__init__(lambda: Theirs("heuristic_transient", k=self.first))
+
+    def verified(self, rounds):
+        super().verified(rounds)
+        self.first = round(np.mean([self.rows[each.row].generator.num_assistant_tokens for each in rounds]))
+
+
+class TheirThreshold(Reference):
+    """One θ of all rows together."""
+
+    def __init__(self, policy):
+        self.policy, self.theirs, self.seen = policy, Theirs(threshold=policy.threshold).generator, set()
+
+    @property
+    def threshold(self):
+        return self.theirs.assistant_generation_config.assistant_confidence_threshold
+
+    def drafts(self, live, given, lengths):
+        self.shown, drafted = {}, []
+        for row in live:
+            shown, room = given.of(row)
+            self.shown[row] = q = np.exp(shown["logprob"][:room]).tolist()
+            stops = (n for n, value in enumerate(q, 1) if n >= self.policy.k_min and value < self.threshold)
+            drafted.append(next(stops, len(q)))
+        return drafted
+
+    def verified(self, rounds):
+        for each in rounds:
+            self.theirs.probs.extend(self.shown[each.row][: each.drafted])
+            self.theirs.update_candidate_strategy(None, [range(each.drafted + 1)], each.accepted)
+
+    def state(self):
+        assert len(self.policy.matches) == len(self.theirs.matches)
+        assert self.policy.matches.sum() == sum(self.theirs.matches)
+        self.seen.add(round(self.policy.threshold, 3))
+        return {"threshold": self.threshold}
+
+
+# --- what is learnt of earlier rounds ---------------------------------------------------------------------------------
+
+
+class ScalarLeviathan:
+    """One row, from theorem 3.8."""
+
+    def __init__(self, cost, k_max, rate=0.7, prior=5.0, probe=16):
+        self.cost, self.k_max, self.probe, self.idle = cost, k_max, probe, 0
+        self.accepted, self.judged = rate * prior, prior
+
+    def speed(self, gamma):
+        alpha = self.accepted / self.judged
+        tokens = gamma + 1 if alpha == 1 else (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        return tokens / (1 + gamma * self.cost)
+
+    def drafts(self, shown, room):
+        best = max(range(self.k_max + 1), key=self.speed)
+        return min(room, 1 if best == 0 and self.idle >= self.probe and self.cost < 1 else best)
+
+    def as_good(self, said, expected):
+        return math.isclose(self.speed(said), self.speed(expected), rel_tol=1e-6)
+
+    def verified(self, round):
+        self.idle = 0 if round.drafted else self.idle + 1
+        self.accepted += round.accepted
+        self.judged += min(round.drafted, round.accepted + 1)
+
+
+def spread(values, decay):
+    weights = [decay**i for i in range(len(values))]
+    newest_first = values[::-1]
+    mean = sum(w * v for w, v in zip(weights, newest_first, strict=True)) / sum(weights)
+    return sum(w * (v - mean) ** 2 for w, v in zip(weights, newest_first, strict=True)) / sum(weights)
+
+
+class ScalarDsde:
+    """One row, eqs 1-8."""
+
+    cap = staticmethod(np.mean)
+
+    def __init__(self):
+        self.values, self.first, self.accepted, self.last = [], [], [], 0.0
+
+    def calibrated(self):
+        return len(self.accepted) == 6
+
+    def warm(self):
+        return 8
+
+    def predicted(self):
+        longest = max(self.accepted) * (1 + np.mean(self.first) / (max(self.first) + 1e-6))
+        longest = min(20.0, max(2.0, longest))
+        ratio = spread(self.values[-10:], 0.85) / spread(self.values[-30:], 0.85)
+        penalty = (math.exp(2 * self.last) - 1) * ratio
+        return (1 - penalty) * (longest - 2) + 2 if penalty <= 1 else 2.0
+
+    def as_good(self, said, expected):
+        return self.calibrated() and abs(said - expected) < 0.5 + 1e-3
+
+    def verified(self, round):
+        if round.divergence:
+            self.learn(round.accepted, round.divergence)
+
+    def learn(self, accepted, values):
+        if not self.calibrated():
+            self.accepted.append(accepted)
+            self.first += values
+        self.values += values
+        self.last = np.mean(values)
+
+
+class ScalarFork(ScalarDsde):
+    """One row of the authors' KLScheduler, with k_min 2, k_max 20, 30 tokens of warm-up, sampled at T = 0.5."""
+
+    def __init__(self):
+        super().__init__()
+        self.k, self.ready = 5, False
+
+    def calibrated(self):
+        return self.ready
+
+    def warm(self):
+        return self.k
+
+    def predicted(self):
+        longest = round(max(self.accepted) * (1 + 0.5 * np.mean(self.first) / max(self.first)))
+        longest = min(20, max(2, longest))
+        shortest = min(longest, max(2, math.ceil(longest * 0.1)))
+        known = self.values[-30:]
+        overall = spread(known, 0.9)
+        ratio = 20.0 if overall < 1e-6 else spread(known[-(len(known) // 3) :], 0.9) / overall
+        penalty = ratio * (math.exp(2 * self.last / 0.5) - 1)
+        return max(shortest, math.ceil((longest - shortest) * (1 - penalty) + shortest)) if penalty <= 1 else shortest
+
+    @staticmethod
+    def cap(predictions):
+        return math.ceil(np.mean(predictions))
+
+    def learn(self, accepted, values):
+        self.values += values
+        self.last = np.mean(values)
+        if self.ready:
+            return
+        if len(self.values) < 30:
+            self.accepted.append(accepted)
+            self.first += values
+            self.k = min(2 * self.k, 20) if accepted >= self.k else self.k
+        else:
+            self.ready = True
+
+
+class Capped(Rowwise):
+    """Rows that know enough draft what they predict, but no more than the batch's cap."""
+
+    def __init__(self, make, caps=True):
+        super().__init__(make)
+        self.caps = caps
+        self.capped, self.seen, self.warm = 0, set(), set()
+
+    def drafts(self, live, given, lengths):
+        predicted = {row: self.rows[row].predicted() for row in live if self.rows[row].calibrated()}
+        cap = self.make.cap(list(predicted.values())) if predicted and self.caps else math.inf
+        self.capped += sum(value > cap for value in predicted.values())
+        self.warm |= {self.rows[row].warm() for row in live if row not in predicted}
+        wanted = [min(predicted[row], cap) if row in predicted else self.rows[row].warm() for row in live]
+        self.seen |= {round(float(k)) for row, k in zip(live, wanted, strict=True) if row in predicted}
+        return [min(k, given.of(row)[1]) for row, k in zip(live, wanted, strict=True)]
+
+
+class ScalarBandit(Reference):
+    """All rows play an arm; the round counts if one of them could."""
+
+    def __init__(self, arms, shared=False):
+        self.arms, self.shared, self.rewards, self.t = arms, shared, {arm: [] for arm in arms}, 1
+        self.played = []
+
+    def bound(self, arm, top):
+        n = sum(map(len, self.rewards.values())) if self.shared else len(self.rewards[arm])
+        return np.mean(self.rewards[arm]) / top + math.sqrt(6 * math.log(self.t) / n)
+
+    def chooses(self):
+        if self.t < 2 * len(self.arms):
+            return self.arms[(self.t - 1) % len(self.arms)]
+        top = max(max(rewards) for rewards in self.rewards.values())
+        return max(self.arms, key=lambda arm: self.bound(arm, top))
+
+    def drafts(self, live, given, lengths):
+        return [min(self.chooses(), given.of(row)[1]) for row in live]
+
+    def verified(self, rounds):
+        if max(each.drafted for each in rounds) < self.chooses():
+            return
+        self.played.append(self.chooses())
+        self.rewards[self.chooses()].append(sum(each.accepted + 1 for each in rounds) / rounds[0].seconds)
+        self.t += 1
+
+
+def log_odds(q):
+    if q >= 1:
+        return 40.0
+    return max(-40.0, min(40.0, math.log(q / (1 - q))))
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+class ScalarEstimator:
+    """vLLM's estimator in scalars and one dense matrix: parameters (ω, β_1, …, β_K), labels one by one."""
+
+    def __init__(self, depths):
+        self.theta = np.array([0.5] + [-0.2] * depths)
+        self.rounds = 0
+        self.clear()
+
+    def clear(self):
+        n = len(self.theta)
+        self.hessian, self.gradient, self.labels = np.zeros((n, n)), np.zeros(n), np.zeros(n - 1)
+
+    def probability(self, depth, q):
+        return sigmoid(self.theta[0] * log_odds(q) + self.theta[depth])
+
+    def round(self, rows):
+        """rows: (max q of each drafted token, submitted, accepted) of each live row."""
+        for qs, submitted, accepted in rows:
+            for depth, q in enumerate(qs[:submitted], start=1):
+                if depth > accepted + 1:
+                    break
+                x = np.zeros(len(self.theta))
+                x[0], x[depth] = log_odds(q), 1.0
+                p = self.probability(depth, q)
+                self.hessian += p * (1 - p) * np.outer(x, x)
+                self.gradient += (float(depth <= accepted) - p) * x
+                self.labels[depth - 1] += 1
+        self.rounds += 1
+        if self.rounds % 100 == 0:
+            self.refit()
+
+    def refit(self):
+        ridged = self.hessian + 1e-3 * np.eye(len(self.theta))
+        n = self.labels.sum()
+        slope = np.linalg.solve(ridged, self.gradient)[0] * n / (n + 50)
+        if self.theta[0] + slope < 0:
+            slope = 0.0
+        intercepts = np.linalg.solve(ridged[1:, 1:], self.gradient[1:] - ridged[1:, 0] * slope)
+        self.theta += np.concatenate([[slope], intercepts * self.labels / (self.labels + 50)])
+        self.clear()
+
+
+class ScalarLogistic(Reference):
+    """Rows stop where the product of the estimator's p is too small."""
+
+    def __init__(self, threshold, k_min, k_max):
+        self.threshold, self.k_min, self.estimator = threshold, k_min, ScalarEstimator(k_max)
+
+    def drafts(self, live, given, lengths):
+        self.shown = {row: given.of(row)[0]["max_prob"] for row in live}
+        drafted = []
+        for q in self.shown.values():
+            left = np.cumprod([self.estimator.probability(depth, each) for depth, each in enumerate(q, 1)])
+            stops = (n for n, each in enumerate(left, 1) if n >= self.k_min and each < self.threshold)
+            drafted.append(next(stops, len(q)))
+        return drafted
+
+    def verified(self, rounds):
+        self.estimator.round([(self.shown[each.row], each.submitted, each.accepted) for each in rounds])
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+class ScalarGoodput(Reference):
+    """From the formula of docs/theory.md §8. What was accepted outlives a batch."""
+
+    def __init__(self, costs, rate, decay, longest, probe):
+        self.costs, self.decay, self.longest, self.probe = costs, decay, longest, probe
+        self.accepted, self.judged = rate * 20, 20.0
+        self.seen = set()
+
+    def start(self):
+        self.idle = 0
+
+    def drafts(self, live, given, lengths):
+        rows, context, a = len(lengths), sum(lengths), self.accepted / self.judged
+        best, best_goodput = 0, -1.0
+        for k in range(self.longest + 1):
+            tokens = rows * (k + 1 if a == 1 else (1 - a ** (k + 1)) / (1 - a))
+            draft, target = self.costs.draft, self.costs.target
+            seconds = k * (draft.alpha * context + draft.beta * rows + draft.gamma)
+            seconds += target.alpha * context + target.beta * (k + 1) * rows + target.gamma
+            goodput = tokens / seconds * (1.1 if k == 0 else 1)
+            if goodput > best_goodput:
+                best, best_goodput = k, goodput
+        if best == 0 and self.probe and self.idle >= self.probe:
+            best = 1
+        self.idle = self.idle + 1 if best == 0 else 0
+        self.seen.add(best)
+        return [min(best, given.of(row)[1]) for row in live]
+
+    def verified(self, rounds):
+        judged = sum(min(each.drafted, each.accepted + 1) for each in rounds)
+        if judged:
+            self.accepted = self.decay * self.accepted + sum(each.accepted for each in rounds)
+            self.judged = self.decay * self.judged + judged
+
+    def state(self):
+        return {"accepted": self.accepted, "judged": self.judged}
+
+
+class ScalarBudget(Reference):
+    """Lists and brute force. last: for each row its ŝ of the round before."""
+
+    def __init__(self, costs, longest, cap, graph, retrospective):
+        self.costs, self.longest, self.cap, self.graph = costs, longest, cap, graph
+        self.retrospective = retrospective
+        self.estimator = ScalarEstimator(longest)
+        self.budgets, self.depths = set(), set()
+
+    def start(self):
+        self.depth, self.last = self.longest, []
+
+    def admit(self, row, length):
+        self.last[row : row + 1] = [[float(depth < self.depth) for depth in range(self.longest)]]
+
+    def select(self, order):
+        self.last = [self.last[row] for row in order]
+
+    def best(self, slots, steps):
+        """slots: (ŝ, depth) from the best on → (m*, deepest of the m*). steps: None = as many as are needed."""
+        found = (-1.0, 0, 0)
+        for m in range(len(slots) + 1):
+            reach, tokens = max((depth for _, depth in slots[:m]), default=0), self.rows + m
+            forwards = max(1, reach) if steps is None else steps
+            seconds = forwards * self.costs.draft_seconds(self.rows, self.context)
+            seconds += self.costs.verify_seconds(graph_sized(tokens, 8) if self.graph else tokens, self.context)
+            goodput = (self.rows + sum(s for s, _ in slots[:m])) / seconds
+            if goodput > found[0] + 1e-9:
+                found = (goodput, m, reach)
+        return found[1:]
+
+    def drafts(self, live, given, lengths):
+        self.rows, self.context = len(live), sum(lengths)
+        slots = sorted((-self.last[row][d], d + 1) for row in live for d in range(self.longest))
+        self.budget, reach = self.best([(-s, depth) for s, depth in slots], None if self.cap else self.longest)
+        if self.cap:
+            self.depth = max(1, reach)
+        self.survivals, self.max_q = {}, {}
+        for row in live:
+            shown, room = given.of(row)
+            self.max_q[row] = shown["max_prob"]
+            own = shown["max_prob"][: min(self.depth, room)]
+            own = [self.estimator.probability(depth, max_q) for depth, max_q in enumerate(own, 1)]
+            self.survivals[row] = np.cumprod(own).tolist()
+        kept = self.trim()
+        self.budgets.add(self.budget)
+        self.depths.add(self.depth)
+        return [(len(self.survivals[row]), kept[row]) for row in live]
+
+    def trim(self):
+        slots = sorted((-s, depth + 1, row) for row, own in self.survivals.items() for depth, s in enumerate(own))
+        if self.retrospective:
+            steps = max(len(own) for own in self.survivals.values())
+            self.budget, _ = self.best([(-s, depth) for s, depth, _ in slots], steps)
+        kept = dict.fromkeys(self.survivals, 0)
+        for _, depth, row in slots[: self.budget]:
+            kept[row] += 1
+            assert kept[row] == depth, "a prefix of each row"
+        return kept
+
+    def verified(self, rounds):
+        self.estimator.round([(self.max_q[each.row], each.submitted, each.accepted) for each in rounds])
+        for row in range(len(self.last)):
+            own = self.survivals.get(row, [])
+            rate = own[-1] ** (1 / len(own)) if own else 0.0
+            self.last[row] = own + [rate**depth for depth in range(len(own) + 1, self.longest + 1)]
+
+    def state(self):
+        return {"budget": self.budget, "last": self.last}
+
+
+class ScalarAdaSpec(Reference):
+    """Algorithms 1 to 3 of the paper, in floats and lists; and the default elimination."""
+
+    def __init__(self, policy, costs):
+        self.costs, self.longest, self.slo = costs, policy.max_draft_tokens, policy.slo
+        self.graph, self.lossy, self.probe = policy.graph, policy.lossy, policy.probe.every
+        self.confidences = []
+
+    def start(self):
+        self.last, self.idle = 0.0, 0
+
+    def size(self, tokens):
+        return graph_sized(tokens, 32) if self.graph else tokens
+
+    def mean(self):
+        return np.mean(self.confidences) if self.confidences else 0.6
+
+    def draft(self, steps):
+        total = 0.0
+        for step in range(steps):
+            tokens = self.size(self.rows)
+            total += self.costs.draft.alpha * (self.context + step * self.rows) + self.costs.draft.beta * tokens
+            total += self.costs.draft.gamma
+        return total
+
+    def verify(self, tokens):
+        target, tokens = self.costs.target, self.size(tokens)
+        return target.alpha * self.context + target.beta * tokens + target.gamma
+
+    def goodput(self, accepted, tokens, steps):
+        """Alg. 3."""
+        seconds = self.draft(steps) + self.verify(tokens)
+        if self.slo and self.verify(self.rows) <= self.slo and steps and seconds > self.slo:
+            return -1.0
+        return (self.rows + accepted) / seconds
+
+    def round(self, q, lengths, room):
+        """Alg. 1. q, room: of live rows → tokens drafted by each, and s of each."""
+        self.rows, self.context = len(q), sum(lengths)
+        mean = self.mean()
+        s, going, tokens, accepted = [[1.0] for _ in q], list(range(len(q))), len(q), 0.0
+        self.first = goodput = self.goodput(0.0, tokens, 0)
+        drafted, self.began = [0] * len(q), False
+        for step in range(1, self.longest + 1):
+            ahead = self.goodput(accepted + sum(s[r][-1] * mean for r in going), tokens + len(going), step)
+            if step == 1 and ahead <= goodput and self.probe and self.idle >= self.probe and ahead >= 0:
+                room = [min(1, most) for most in room]
+            elif ahead < goodput or (step == 1 and ahead == goodput):
+                break
+            self.began = True
+            for r in going:
+                s[r].append(s[r][-1] * q[r][step - 1])
+                accepted += s[r][-1]
+                tokens += 1
+                drafted[r] += 1
+            real = self.goodput(accepted, tokens, step)
+            fell, goodput = real < goodput, real
+            going = [r for r in going if drafted[r] < room[r]]
+            if fell or not going:
+                break
+        self.idle = 0 if self.began else self.idle + 1
+        return drafted, s
+
+    def trim(self, drafted, s, max_q):
+        """Alg. 2, or slot by slot what pays at the goodput of the round before."""
+        steps, kept = max(drafted), list(drafted)
+
+        def of(kept):
+            return self.goodput(sum(sum(s[r][1 : k + 1]) for r, k in enumerate(kept)), self.rows + sum(kept), steps)
+
+        slo = self.slo
+        if self.lossy:
+            self.slo = 0.0  # fewer tokens take less time
+            worst_first = sorted((s[r][k], -k, -r) for r, n in enumerate(drafted) for k in range(1, n + 1))
+            while any(kept):
+                size = self.rows + sum(kept)
+                smaller = [n for n in range(1, size) if graph_sized(n, 32) == n]
+                if self.graph and smaller[-1] < self.rows:
+                    break
+                drop = size - smaller[-1] if self.graph else 1
+                fewer = list(kept)
+                for _, _, r in worst_first[:drop]:
+                    fewer[-r] -= 1
+                if of(fewer) < of(kept):
+                    break
+                kept, worst_first = fewer, worst_first[drop:]
+        else:
+            price = (self.last or self.first) * self.costs.target.beta
+            for r, n in enumerate(drafted):
+                kept[r] = next((k for k in range(n) if s[r][k] * max_q[r][k] < price), n)
+        self.last, self.slo = of(kept), slo
+        return kept
+
+    def drafts(self, live, given, lengths):
+        shown, room = zip(*(given.of(row) for row in live), strict=True)
+        q = [np.exp(each["logprob"]).tolist() for each in shown]
+        drafted, s = self.round(q, lengths, room)
+        kept, self.last = drafted, self.last if any(drafted) else self.first
+        if any(drafted):
+            kept = self.trim(drafted, s, [each["max_prob"] for each in shown])
+        self.confidences += [each for own, n in zip(q, drafted, strict=True) for each in own[:n]]
+        return list(zip(drafted, kept, strict=True))
+
+    def state(self):
+        return {"confidence": self.mean(), "last": self.last}
