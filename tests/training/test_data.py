@@ -104,9 +104,9 @@ def test_item_is_the_row_of_the_traces_with_its_prompt_index(traces):
     packed = PackedTraces(traces, "exact", r=0.15, seed=0)
     assert len(packed) == 120
     for row in (0, 17, 119):
-        item, index = packed[2, row]
-        assert index == 1000 + row
-        assert item.ids.tolist() == [
+        item = packed[2, row]
+        assert item.index == 1000 + row
+        assert item.input_ids.tolist() == [
             *traces[row]["prompt_ids"],
             *traces[row]["response_ids"],
             *traces[row]["draft_ids"],

@@ -21,7 +21,7 @@ AXES = [LABELS.index("token"), LABELS.index("after")]
 def state_batch(records, kept):
     """The state of each place is one number: where it stood in the draft's input."""
     data = Dataset.from_list(records, features=trace_features(alternatives=True)).with_format("torch")
-    batch = collate([pack_prefix(trace, kept) for trace in data], list(range(len(records))))
+    batch = collate([pack_prefix(trace, kept) for trace in data])
     hidden = torch.arange(batch.input_ids.numel()).view(*batch.input_ids.shape, 1).float()
     return batch.at(hidden, AXES), hidden
 

@@ -58,7 +58,7 @@ def test_alternatives_are_read_where_every_folder_has_them(folder_of):
     lengths = [len(ids) for ids in shared.train["alternative_ids"]]
     assert lengths == [2 * 5] * PROMPTS + [3 * 5] * PROMPTS
     for train, count in ((mixed.train, 0), (shared.train, 2)):  # of which a run reads as many as the fewest
-        packed, _ = PackedTraces(train, "prefix", r=0.15, seed=0, alternatives=count)[(0, 2 * PROMPTS - 1)]
+        packed = PackedTraces(train, "prefix", r=0.15, seed=0, alternatives=count)[(0, 2 * PROMPTS - 1)]
         trace = train[2 * PROMPTS - 1]
         expected = [trace["alternative_ids"][3 * i : 3 * i + count] for i in range(5)] if count else [[]] * 5
         assert packed.alternative_ids[2:7].tolist() == expected

@@ -36,11 +36,11 @@ class Labelled(NamedTuple):
     reject: Tensor
 
     @classmethod
-    def of(cls, packed: Iterable[tuple[Packed, int]], axes: Sequence[int]) -> Labelled:
+    def of(cls, packed: Iterable[Packed], axes: Sequence[int]) -> Labelled:
         """The labels LABELS[axes] of packed traces, including those of alternatives."""
         parts = []
-        for item, index in packed:
-            batch = collate([item], [index])
+        for item in packed:
+            batch = collate([item])
             found = draws(batch.at(torch.zeros(*batch.input_ids.shape, 0), axes), axes)
             parts.append((found.signals, found.accept, found.reject))
         return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))

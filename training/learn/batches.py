@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from accept_head.head_config import Predicts
-from accept_head.signals import SIGNALS
 
 # The labels at a place of a draft input. token: a(Y_i). next: β_{i+1} where X_i was fed last, and β₁ at the prompt's
 # end. after: β_{i+1} at the place of token label i. It counts only where Y_i is accepted: there the text continues with
@@ -18,27 +18,51 @@ LABELS = ("token", "next", "after")
 
 
 @dataclass
-class DraftBatch:
-    """The inputs of one draft forward, and the labels of its positions.
+class Places:
+    """What heads learn at some places of a draft's input. All fields are on the host.
 
-    Labels stay on the host. It selects the positions that count while a GPU runs the draft, without waiting for it.
+    It selects the places that count while a GPU runs the draft, without waiting for it.
 
-    input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq) bool, which keys a query attends to.
-    labels, mask: (batch, seq, 3), last axis token, next, after; see LABELS. signals: (batch, seq, 3), draft signals
-    where the token label counts. drawn_ids: (batch, seq), the drawn token there. alternative_ids: (batch, seq, m), the
-    alternatives there. alternatives: (batch, seq, m, 2), log q and a of these. indices: (batch,), prompt index of each
-    trace, for messages.
+    labels, mask: (…, 3), last axis token, next, after; see LABELS. signals: (…, 3), draft signals where the token label
+    counts. drawn_ids: (…), the drawn token there. alternative_ids: (…, m), the alternatives there. alternatives:
+    (…, m, 2), log q and a of these.
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    allowed: Tensor
     labels: Tensor
     mask: Tensor
     signals: Tensor
     drawn_ids: Tensor
     alternative_ids: Tensor
     alternatives: Tensor
+
+
+PLACE_FIELDS = tuple(field.name for field in fields(Places))
+
+
+@dataclass
+class Packed(Places):
+    """One trace as a draft input.
+
+    input_ids, position_ids: (seq,). allowed: (seq, seq) bool, which keys a query attends to. index: of the prompt.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    allowed: Tensor
+    index: int
+
+
+@dataclass
+class DraftBatch(Places):
+    """The inputs of one draft forward, and the labels of its positions.
+
+    input_ids, position_ids: (batch, seq). allowed: (batch, 1, seq, seq). indices: (batch,), of the prompts, for
+    messages.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    allowed: Tensor
     indices: Tensor
 
     def to(self, device: torch.device) -> DraftBatch:
@@ -51,35 +75,24 @@ class DraftBatch:
         used = self.mask[..., axes].any(-1)
         places = sent(used.flatten().nonzero()[:, 0], hidden.device)
         return StateBatch(
+            **{name: getattr(self, name)[used] for name in PLACE_FIELDS},
             hidden=hidden.flatten(0, 1).index_select(0, places),
-            labels=self.labels[used],
-            mask=self.mask[used],
-            signals=self.signals[used],
-            drawn_ids=self.drawn_ids[used],
-            alternative_ids=self.alternative_ids[used],
-            alternatives=self.alternatives[used],
             counts=used.sum(-1),
             indices=self.indices,
         )
 
 
 @dataclass
-class StateBatch:
+class StateBatch(Places):
     """The inputs and labels of heads at the n places that count in some traces, trace after trace.
 
-    It replaces a DraftBatch once the draft has run. All fields except `hidden` are on the host.
+    It replaces a DraftBatch once the draft has run.
 
-    hidden: (n, hidden_size), in the draft's dtype. labels, mask: (n, 3). signals: (n, 3). drawn_ids: (n,).
-    alternative_ids: (n, m). alternatives: (n, m, 2). counts: (traces,), places of each trace. indices: (traces,).
+    hidden: (n, hidden_size), in the draft's dtype, maybe on a GPU. counts: (traces,), places of each trace. indices:
+    (traces,).
     """
 
     hidden: Tensor
-    labels: Tensor
-    mask: Tensor
-    signals: Tensor
-    drawn_ids: Tensor
-    alternative_ids: Tensor
-    alternatives: Tensor
     counts: Tensor
     indices: Tensor
 
@@ -91,53 +104,16 @@ class StateBatch:
         return cls(**{name: torch.cat([vars(batch)[name] for batch in batches]) for name in vars(batches[0])})
 
 
-@dataclass
-class Packed:
-    """One trace as a draft input. Fields as in DraftBatch, without the batch axis.
-
-    ids, positions: (seq,). allowed: (seq, seq). labels, mask: (seq, 3). signals: (seq, 3). drawn_ids: (seq,).
-    alternative_ids: (seq, m). alternatives: (seq, m, 2).
-    """
-
-    ids: Tensor
-    positions: Tensor
-    allowed: Tensor
-    labels: Tensor
-    mask: Tensor
-    signals: Tensor
-    drawn_ids: Tensor
-    alternative_ids: Tensor
-    alternatives: Tensor
-
-
-def collate(packed: list[Packed], indices: list[int]) -> DraftBatch:
+def collate(packed: Sequence[Packed]) -> DraftBatch:
     """Stack traces, padded on the right. A padded query attends to itself, so that no attention row is empty."""
-    width = max(len(item.ids) for item in packed)
-    rows, most = len(packed), packed[0].alternative_ids.shape[1]
-    batch = DraftBatch(
-        input_ids=torch.zeros(rows, width, dtype=torch.long),
-        position_ids=torch.zeros(rows, width, dtype=torch.long),
-        allowed=torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1),
-        labels=torch.zeros(rows, width, len(LABELS)),
-        mask=torch.zeros(rows, width, len(LABELS), dtype=torch.bool),
-        signals=torch.zeros(rows, width, len(SIGNALS)),
-        drawn_ids=torch.zeros(rows, width, dtype=torch.long),
-        alternative_ids=torch.zeros(rows, width, most, dtype=torch.long),
-        alternatives=torch.zeros(rows, width, most, 2),
-        indices=torch.tensor(indices),
-    )
+    names = (*PLACE_FIELDS, "input_ids", "position_ids")
+    padded = {name: pad_sequence([getattr(item, name) for item in packed], batch_first=True) for name in names}
+    rows, width = padded["input_ids"].shape
+    allowed = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1, 1)
     for row, item in enumerate(packed):
-        length = len(item.ids)
-        batch.input_ids[row, :length] = item.ids
-        batch.position_ids[row, :length] = item.positions
-        batch.allowed[row, 0, :length, :length] = item.allowed
-        batch.labels[row, :length] = item.labels
-        batch.mask[row, :length] = item.mask
-        batch.signals[row, :length] = item.signals
-        batch.drawn_ids[row, :length] = item.drawn_ids
-        batch.alternative_ids[row, :length] = item.alternative_ids
-        batch.alternatives[row, :length] = item.alternatives
-    return batch
+        length = len(item.input_ids)
+        allowed[row, 0, :length, :length] = item.allowed
+    return DraftBatch(**padded, allowed=allowed, indices=torch.tensor([item.index for item in packed]))
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:

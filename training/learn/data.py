@@ -31,14 +31,13 @@ class PackedTraces(Dataset):
     def __len__(self) -> int:
         return len(self.traces)
 
-    def __getitem__(self, item: tuple[int, int]) -> tuple[Packed, int]:
+    def __getitem__(self, item: tuple[int, int]) -> Packed:
         epoch, row = item
         trace = self.records[row]
-        index = int(trace["index"])
         if self.packing != "mixing":
-            return pack_fixed(trace, self.packing, self.alternatives), index
+            return pack_fixed(trace, self.packing, self.alternatives)
         steps = torch.arange(len(trace["response_ids"]))
-        return pack_mixed(trace, uniforms(self.seed, index, steps, TraceStream.MIXING, epoch), self.r), index
+        return pack_mixed(trace, uniforms(self.seed, trace["index"], steps, TraceStream.MIXING, epoch), self.r)
 
 
 class CachedTraces(Dataset):
@@ -54,7 +53,8 @@ class CachedTraces(Dataset):
 
     def __getitem__(self, item: tuple[int, int]) -> StateBatch:
         _, row = item
-        return self.cache.trace(*self.places[row])
+        folder, index = self.places[row]
+        return self.cache.folders[folder].trace(index)
 
 
 class StepSampler(Sampler[list[tuple[int, int]]]):
@@ -187,7 +187,7 @@ class TraceData(L.LightningDataModule):
 
     def _loader(self, packed: PackedTraces, **order: Any) -> DataLoader:
         if self.cache is None:
-            return DataLoader(packed, collate_fn=_collate, num_workers=self.workers, **order)
+            return DataLoader(packed, collate_fn=collate, num_workers=self.workers, **order)
         cached = CachedTraces(packed.traces, self.cache)
         return DataLoader(cached, collate_fn=StateBatch.joined, num_workers=self.workers, **order)
 
@@ -202,8 +202,3 @@ class TraceData(L.LightningDataModule):
         self, batch: DraftBatch | StateBatch, device: torch.device, dataloader_idx: int
     ) -> DraftBatch | StateBatch:
         return batch.to(device)
-
-
-def _collate(items: list[tuple[Packed, int]]) -> DraftBatch:
-    packed, indices = zip(*items, strict=True)
-    return collate(list(packed), list(indices))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -77,7 +78,7 @@ class FeatureConfig:
 
 
 class FeatureCache:
-    """The features of all folders of traces of a run."""
+    """The features of all folders of traces of a run. folders: in the order of Splits.parts."""
 
     def __init__(
         self,
@@ -135,27 +136,19 @@ class FeatureCache:
         for folder, shard in tqdm(todo, unit="shard", desc="draft states", disable=rank != 0 or not todo):
             folder.write(shard, states_of, traces_at_once)
 
-    def trace(self, folder: int, index: int) -> StateBatch:
-        """The features of one trace. folder: place in Splits.parts. index: of the trace.
-
-        Raises InputError for a missing shard.
-        """
-        return self.folders[folder].trace(index)
-
     def _prepare(self, missing: Iterable[tuple[FeatureFolder, int]], *, say: bool) -> None:
         """Print what will be written, and make the folders if there is room."""
-        needed: dict[FeatureFolder, int] = {}
+        needed, of_disk = Counter[FeatureFolder](), Counter[int]()
         for folder, shard in missing:
-            needed[folder] = needed.get(folder, 0) + folder.size(shard)
-        disks: dict[int, list[FeatureFolder]] = {}
-        for folder in needed:
-            disks.setdefault(_existing(folder.path).stat().st_dev, []).append(folder)
-        for folders in disks.values():
-            size, free = sum(needed[folder] for folder in folders), shutil.disk_usage(_existing(folders[0].path)).free
-            if size > free:
+            needed[folder] += folder.size(shard)
+        for folder, size in needed.items():
+            there = _existing(folder.path)
+            disk, free = there.stat().st_dev, shutil.disk_usage(there).free
+            of_disk[disk] += size
+            if of_disk[disk] > free:
                 raise InputError(
-                    f"--cache {folders[0].path}: {readable_size(size)} of draft states are to be written, but only "
-                    f"{readable_size(free)} are free there; give --cache a folder on another disk, or leave it out"
+                    f"--cache {folder.path}: {readable_size(of_disk[disk])} of draft states are to be written, but "
+                    f"only {readable_size(free)} are free there; give --cache a folder on another disk, or leave it out"
                 )
         for folder in needed:
             folder.prepare()
@@ -202,9 +195,9 @@ class FeatureFolder:
         rows = range(*self._rows(shard).indices(len(self.lengths)))
         traces, done = TraceTensors(self.part.traces), []
         for start in range(0, len(rows), traces_at_once):
-            some = list(rows[start : start + traces_at_once])
+            some = rows[start : start + traces_at_once]
             packed = [pack_fixed(traces[row], self.config.packing, self.config.alternatives) for row in some]
-            done.append(states_of(collate(packed, some)))
+            done.append(states_of(collate(packed)))
         tensors = {name: tensor.contiguous() for name, tensor in vars(StateBatch.joined(done)).items()}
         with atomic_path(self.file(shard)) as temporary:
             save_tensors({**tensors, "traces": self._digest_of_traces(shard)}, temporary)
@@ -227,6 +220,7 @@ class FeatureFolder:
         return self.mapped[shard]
 
     def trace(self, index: int) -> StateBatch:
+        """The features of one trace. Raises InputError for a missing shard."""
         shard, place = divmod(index, self.part.config.shard_size)
         whole, starts = self.map(shard)
         positions, trace = slice(starts[place], starts[place + 1]), slice(place, place + 1)

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accept_head.head.network import AcceptanceHead
-from accept_head.training.learn.positions import Positions
-from accept_head.training.learn.shared_rows import SharedRows
+from accept_head.training.learn.positions import Positions, SharedRows
 
 
 @dataclass

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accept_head.training.learn.shared_rows import SharedRows
+from accept_head.training.learn.positions import SharedRows
 
 
 @given(index=st.lists(st.integers(0, 6), max_size=30), seed=st.integers(0, 100))
