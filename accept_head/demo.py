@@ -162,7 +162,6 @@ def demo(
         head=[str(head)],
         tuned=str(output / "tuned.json"),
         out=str(output / "report.html"),
-        title="accept-head demo: the embedded pair",
     )
     console.print(f"{output / 'summary.json'} holds these numbers; {head} is the head.", highlight=False)
     console.print(f"Took {(time.monotonic() - start) / 60:.1f} minutes.", highlight=False)

@@ -84,7 +84,7 @@ def tune_command(traces: Path) -> Command:
             f"{rollouts:2} of 10 rollout files, {informed:2} of the bound" + ", tuned" * (work / "tuned.json").exists()
         )
 
-    options = ["--t_draft", 0.001, "--t_target", 0.005, "--rules", "max-prob", "--thresholds", 0.2, 0.5, 0.8]
+    options = ["--t_draft", 0.001, "--t_target", 0.005, "--rules", "max-prob"]
     return Command(
         verb="tune",
         arguments=["tune", "--traces", "traces", *PAIR, "--head", "head", "--out", "tuned.json", *options],

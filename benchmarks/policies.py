@@ -5,13 +5,14 @@ every policy's parameters are chosen by replay on the dev prompts at T = 1 (`tun
 prompts side by side (`bench`): always with the target alone, six static lengths, and the best of these a second time,
 which gives the noise floor. The head is the demo's: run `make demo` first.
 
-python benchmarks/policies.py [--batches 1 8 32] [--clock wall|cpu]
+python benchmarks/policies.py [--batches 1 8 32]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,18 @@ OTHERS = ["hf-heuristic", "hf-confidence", "max-prob-mean:0.6", "bandit"]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", choices=PROMPTS, default=list(PROMPTS))
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
     folder = REPOSITORY / "runs" / "policies"
     folder.mkdir(parents=True, exist_ok=True)
     specs = tuned_specs(folder)
-    results = [measured(folder, batch, specs, options.clock) for batch in options.batches]
+    results = [measured(folder, batch, specs) for batch in options.batches]
     result = {
         "new_tokens": NEW_TOKENS,
         "prompts": {batch: PROMPTS[batch] for batch in options.batches},
         "costs": read_json(folder / "costs.json"),
         "map": read_json(folder / "map.json"),
         "tuned": read_json(folder / "tuned.json")["policies"],
-        "settings": {name: results[0]["settings"][name] for name in ("repeats", "top_k", "clock", "seed", "verifier")},
+        "settings": {name: results[0]["settings"][name] for name in ("repeats", "top_k", "seed", "verifier")},
         "cells": [without_chunks(cell) for one in results for cell in one["cells"]],
     }
     portable = json.loads(json.dumps(result).replace(f"{REPOSITORY}/", ""))
@@ -68,21 +68,21 @@ def tuned_specs(folder: Path) -> list[str]:
             draft_lengths=[0, 1, 2, 4, 8],
         )
     if not (folder / "tuned.json").is_file():
+        shutil.copytree(REPOSITORY / "runs" / "demo" / "head", folder / "head", dirs_exist_ok=True)
         tune(
             traces=str(embedded.traces("dev")),
             draft=pair["draft"],
-            head=[str(REPOSITORY / "runs" / "demo" / "head")],
+            head=[str(folder / "head")],
             costs=str(folder / "costs.json"),
             out=str(folder / "tuned.json"),
             max_prompts=DEV_PROMPTS,
-            write_decoding=False,
         )
     rows = read_json(folder / "tuned.json")["policies"]
     tuned = [row["spec"] for row in rows if row["name"].partition(":")[0] not in REFERENCES]
     return [*dict.fromkeys([*tuned, *OTHERS, f"batch-map:{folder / 'map.json'}"])]
 
 
-def measured(folder: Path, batch: int, specs: list[str], clock: Any) -> dict[str, Any]:
+def measured(folder: Path, batch: int, specs: list[str]) -> dict[str, Any]:
     out = folder / f"batch{batch}.json"
     bench(
         target=str(TINY / "target"),
@@ -96,7 +96,6 @@ def measured(folder: Path, batch: int, specs: list[str], clock: Any) -> dict[str
         max_new_tokens=NEW_TOKENS,
         repeats=1,
         costs=str(folder / "costs.json"),
-        clock=clock,
         slo=True,
     )
     return read_json(out)

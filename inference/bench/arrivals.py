@@ -48,20 +48,15 @@ CSV_FORMATS = (
 )
 
 
-def read_trace(path: Path, requests: int | None = None, start: float = 0.0) -> list[Arrival]:
+def read_trace(path: Path, requests: int | None = None) -> list[Arrival]:
     """Arrivals in the order of time, the first at 0 seconds.
 
-    requests: the most requests to read. start: seconds of the trace to skip. Raises InputError naming the file, and the
-    line if one is wrong.
+    requests: the most requests to use. Raises InputError naming the file, and the line if one is wrong.
     """
-    found = sorted(_arrivals(path), key=lambda arrival: arrival.seconds)
+    found = sorted(_arrivals(path), key=lambda arrival: arrival.seconds)[:requests]
     if not found:
         raise InputError(f"{path}: has no requests")
-    begin = found[0].seconds + start
-    window = [arrival for arrival in found if arrival.seconds >= begin][:requests]
-    if not window:
-        raise InputError(f"{path}: no request arrives {start:g} s after the first one, or later")
-    return [replace(arrival, seconds=arrival.seconds - window[0].seconds) for arrival in window]
+    return [replace(arrival, seconds=arrival.seconds - found[0].seconds) for arrival in found]
 
 
 def _arrivals(path: Path) -> Iterator[Arrival]:

@@ -16,7 +16,6 @@ from accept_head.inference.bench.arrivals import Arrival
 from accept_head.inference.bench.figures import (
     TWIN,
     Cell,
-    Clock,
     noise_floor,
     priced,
     rows,
@@ -63,12 +62,9 @@ class Job:
     names: Sequence[str]
     max_new_tokens: int
     repeats: int
-    chunk_prompts: int | None
     by_domain: bool
     costs: ForwardCosts | None
     slo: bool
-    clock: Clock
-    time_scale: float | None
     load: float
     seed: int
     verifier: Verifier
@@ -87,13 +83,13 @@ class Job:
         requests = make_requests([prompt.ids for prompt in self.prompts], self.max_new_tokens, tenants=tenants)
         stage, arms, twin = self._prepare(batch, sampling, requests)
         domains = [prompt.domain if self.by_domain else None for prompt in self.prompts]
-        chunks = make_chunks(requests, domains, batch=batch, prompts=self.chunk_prompts, seed=self.seed)
+        chunks = make_chunks(requests, domains, batch=batch, seed=self.seed)
         runs = _shown(
             side_by_side(stage, arms, chunks, repeats=self.repeats, seed=self.seed),
             f"batch {batch}, temperature {sampling.temperature:g}",
             self.repeats * len(chunks) * len(arms),
         )
-        cell = Cell(runs, chunks, list(arms), self.statics, twin, self.clock)
+        cell = Cell(runs, chunks, list(arms), self.statics, twin)
         limits = slo_limits([done.stats for done in cell.finished["none"]]) if self.slo else None
         table = rows(cell, same_tokens=self._same_tokens(sampling), limits=limits, seed=self.seed)
         oracle = count_oracle(stage, requests, self.seed) if self.costs else {}
@@ -120,7 +116,7 @@ class Job:
         stage, arms, twin = self._prepare(batch, sampling, requests)
         busy, _, _, _ = stage.time(requests, make_policy("none", self.pair), self.seed)
         span = arrivals[-1].seconds
-        scale = self.time_scale or time_scale_for(self.load, busy, span)
+        scale = time_scale_for(self.load, busy, span)
         seconds = [scale * arrival.seconds for arrival in arrivals]
         replays = _shown(
             replay_all(stage, arms, requests, seconds, repeats=self.repeats, seed=self.seed),

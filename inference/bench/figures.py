@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from accept_head.inference.replay.comparison import Measured, compare
 SLO_SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 SLO_PERCENTILE = 90
 TWIN = " again"  # suffix of the second arm of the static K that runs twice
-Clock = Literal["wall", "cpu"]
 COUNTS = ("generated", "drafted", "submitted", "accepted", "rounds", "draft_forwards")
 
 
@@ -34,7 +33,6 @@ class Cell:
         names: Sequence[str],
         statics: Sequence[str],
         twin: str,
-        clock: Clock = "wall",
     ):
         self.chunks, self.names, self.statics, self.twin = chunks, list(names), list(statics), twin
         self.repeats = 1 + max(run.repeat for run in runs)
@@ -48,7 +46,7 @@ class Cell:
         for run in runs:
             place = self.names.index(run.arm), run.repeat, run.chunk
             self.tokens[place] = sum(done.stats.generated for done in run.finished)
-            self.seconds[place] = run.wall if clock == "wall" else run.cpu
+            self.seconds[place] = run.wall
             self.finished[run.arm] += run.finished
             self.loop_rounds[run.arm] += run.rounds
             self.order[run.repeat * len(chunks) + run.chunk].append(run.arm)

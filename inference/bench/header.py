@@ -23,8 +23,8 @@ from accept_head.pair import checkpoint_fingerprint
 from accept_head.prompts import prompts_fingerprint
 
 SETTINGS = (
-    *("max_new_tokens", "top_k", "repeats", "chunk_prompts", "slo", "clock", "seed", "verifier", "allow_lossy"),
-    *("compile", "attention", "chunk", "trace_requests", "trace_start", "time_scale", "load"),
+    *("max_new_tokens", "top_k", "repeats", "slo", "seed", "verifier", "allow_lossy"),
+    *("compile", "attention", "chunk", "trace_requests", "load"),
 )  # parameters of the verb that are recorded unchanged
 
 

@@ -103,18 +103,18 @@ def each_fills(prompts: Sequence[Prompt], batch: int) -> bool:
 
 
 def make_chunks(
-    requests: Sequence[Request], domains: Sequence[str | None], *, batch: int, prompts: int | None = None, seed: int = 0
+    requests: Sequence[Request], domains: Sequence[str | None], *, batch: int, seed: int = 0
 ) -> list[Chunk]:
     """Chunks of one domain each, in random order. domains: of each request; None for all requests mixes them.
 
-    prompts: approximate size of a chunk. Twice the batch when left out, if the domain has enough, so that rows are
-    refilled at least once.
+    A chunk has about twice as many prompts as the batch has rows, if the domain has enough, so that rows are refilled
+    at least once.
     """
     random = np.random.default_rng(seed)
     chunks = []
     for domain in sorted(set(domains), key=str):
         mine = random.permutation([index for index, name in enumerate(domains) if name == domain])
-        size = min(prompts or max(2 * batch, LEAST_PROMPTS), len(mine))
+        size = min(max(2 * batch, LEAST_PROMPTS), len(mine))
         chunks += [
             Chunk(domain, [requests[index] for index in part]) for part in np.array_split(mine, len(mine) // size)
         ]

@@ -27,6 +27,7 @@ from accept_head.inference.report.data import DomainResult, PolicyResult, Report
 from accept_head.inference.report.rounds import view_responses
 from accept_head.inference.report.rules import Choice, Rule, rules_of, short_name
 
+TITLE = "What each draft-length policy costs"
 SHARES = ("gain_over_best_fixed", "oracle_gap_closed", "informed_gap_closed")
 NEIGHBOURS = 2  # fixed lengths that the main table shows on either side of the best
 
@@ -38,7 +39,6 @@ def build_report(
     tokenizer: PreTrainedTokenizerBase,
     *,
     chosen: Mapping[str, Choice],
-    title: str,
     responses: int = 8,
     seed: int = 0,
     command: str = "",
@@ -75,7 +75,7 @@ def build_report(
     config = traces.config
     here = [name for name, rule in rules.items() if rule.chosen_here]
     return ReportData(
-        title=title if elsewhere else f"{title} (settings chosen on these traces)",
+        title=TITLE + ("" if elsewhere else " (settings chosen on these traces)"),
         pair=(short_name(config.target), short_name(config.draft)),
         sampling=config.sampling.to_dict(),
         prompts=len(traces.lengths),

@@ -5,7 +5,7 @@ batch-map and max-prob-mean are left out. For one row at a time they equal `fixe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accept_head.cost import ForwardCosts, PairCosts
@@ -20,7 +20,7 @@ from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.walk import Replayed
 
 # Each is evaluated in one pass for all its thresholds.
-RULES: dict[str, Callable[..., ThresholdPolicy]] = {
+RULES: dict[str, type[Any]] = {
     name: spec.policy
     for name, spec in POLICIES.items()
     if issubclass(spec.policy, ThresholdPolicy) and not issubclass(spec.policy, HeadPolicy)

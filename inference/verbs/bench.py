@@ -18,7 +18,6 @@ from accept_head.files import writable_file, write_json
 from accept_head.inference.bench.arms import arm_names, check_all_lossless
 from accept_head.inference.bench.arrivals import read_trace
 from accept_head.inference.bench.cells import Job
-from accept_head.inference.bench.figures import Clock
 from accept_head.inference.bench.header import header
 from accept_head.inference.bench.measure import each_fills
 from accept_head.inference.bench.run import Place, measured, write_plots
@@ -52,14 +51,10 @@ def bench(
     top_k: int = 50,
     max_new_tokens: int = 64,
     repeats: int = 2,
-    chunk_prompts: int | None = None,
     costs: str | None = None,
     slo: bool = False,
-    clock: Clock = "wall",
     trace: list[str] | None = None,
     trace_requests: int = 100,
-    trace_start: float = 0.0,
-    time_scale: float | None = None,
     load: float = 0.8,
     seed: int = 0,
     verifier: Verifier = "ratio",
@@ -92,16 +87,11 @@ def bench(
         max_new_tokens: Longest response, in tokens.
         repeats: How often everything is measured; each time with new random numbers and with policies that have learnt
             nothing yet.
-        chunk_prompts: Prompts of a chunk, about; at least 4 and twice the batch size when left out.
         costs: JSON file by `accept-head profile`: adds throughput by forward counts, the oracle's, and the gap closed.
         slo: Add the share of responses within a limit of time per output token: 0.8 to 1.2 times the 90th percentile
             of the target alone. Traces always have it.
-        clock: What throughput is measured by: wall, or cpu, the seconds in which this process had a processor, for a
-            machine that others use too. Time per output token and traces are always by the wall.
         trace: Arrival traces to replay: CSV of Azure or BurstGPT, JSONL of Mooncake.
         trace_requests: Use so many requests of a trace.
-        trace_start: Seconds of a trace to pass over.
-        time_scale: Seconds of replay for a second of the trace; made to fit `load` when left out.
         load: Offered load, as a share of what the target alone sustains at this batch size.
         seed: Seed of the random numbers, of the order and of the bootstrap.
         verifier: How candidates are tested when sampling: ratio, or match, under which all policies emit the same.
@@ -120,7 +110,7 @@ def bench(
     _check_positive(given)
     names = arm_names(policy or [], statics)
     priced_at = forward_costs(Path(costs)) if costs else None
-    traces = {file: read_trace(Path(file), trace_requests, trace_start) for file in trace or []}
+    traces = {file: read_trace(Path(file), trace_requests) for file in trace or []}
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)
     room = min(context_tokens(pair.target), context_tokens(pair.draft)) - max_new_tokens
     loaded = load_prompts(prompts, pair.tokenizer, field=field, max_prompts=max_prompts, max_prompt_tokens=max(room, 0))
@@ -134,12 +124,9 @@ def bench(
         names=names,
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        chunk_prompts=chunk_prompts,
         by_domain=each_fills(loaded, max(batches)),
         costs=priced_at,
         slo=slo,
-        clock=clock,
-        time_scale=time_scale,
         load=load,
         seed=seed,
         verifier=verifier,
@@ -148,8 +135,6 @@ def bench(
         attention=attention,
         chunk=chunk,
     )
-    if clock == "cpu" and pair.target.device.type != "cpu":
-        raise InputError(f"clock is cpu, but the models are on {pair.target.device}: its work would not be counted")
     check_all_lossless(names, pair, verifier, samplings, allow_lossy=allow_lossy)
     head = header(job, bench, given, traces)
     wanted = [Place(file, batch, sampling) for file in traces or [None] for batch in batches for sampling in samplings]
@@ -171,11 +156,8 @@ def _numbers(name: str, given: Sequence[int] | None, default: Sequence[int], low
 
 
 def _check_positive(given: Mapping[str, Any]) -> None:
-    for name in ("max_new_tokens", "repeats", "chunk_prompts", "max_prompts", "trace_requests"):
+    for name in ("max_new_tokens", "repeats", "max_prompts", "trace_requests"):
         if given[name] is not None and given[name] < 1:
             raise InputError(f"{name} is {given[name]}, expected a positive integer")
-    for name in ("load", "time_scale"):
-        if given[name] is not None and not 0 < given[name] < math.inf:
-            raise InputError(f"{name} is {given[name]}, expected a positive number")
-    if not 0 <= given["trace_start"] < math.inf:
-        raise InputError(f"trace_start is {given['trace_start']}, expected seconds, 0 or more")
+    if not 0 < given["load"] < math.inf:
+        raise InputError(f"load is {given['load']}, expected a positive number")

@@ -34,7 +34,6 @@ def report(
     responses: int = 8,
     target: str | None = None,
     max_prompts: int | None = None,
-    title: str = "What each draft-length policy costs",
     seed: int = 0,
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -54,7 +53,6 @@ def report(
         responses: Responses whose rounds are shown one by one, from all domains in turn.
         target: The target that the traces were made with, to show the informed bound, as for `tune`.
         max_prompts: Use the first so many traces.
-        title: The page's title.
         seed: Seed of the bootstrap.
         dtype: float32, bfloat16, float16, or auto; of the models.
         trust_remote_code: Run model code that comes with the models.
@@ -77,7 +75,7 @@ def report(
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
     truth = informed_tables(coupled, model, load_target)
     data = build_report(
-        coupled, heads, priced, tokenizer, chosen=settings, title=title, truth=truth,
+        coupled, heads, priced, tokenizer, chosen=settings, truth=truth,
         responses=responses, seed=seed, command=" ".join(["accept-head", *sys.argv[1:]]),
     )  # fmt: skip
     for file in write_report(data, path):

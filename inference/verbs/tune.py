@@ -34,7 +34,6 @@ def tune(
     t_draft: float | None = None,
     t_target: float | None = None,
     target_times: float = 1.0,
-    thresholds: list[float] | None = None,
     k_min: list[int] | None = None,
     k_max: list[int] | None = None,
     lag: list[int] | None = None,
@@ -43,7 +42,6 @@ def tune(
     objective: Objective = "mean",
     target: str | None = None,
     max_prompts: int | None = None,
-    write_decoding: bool = True,
     seed: int = 0,
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -62,29 +60,26 @@ def tune(
         t_draft: Seconds of one draft forward, in place of `costs`.
         t_target: Seconds of one target forward.
         target_times: What if the target were so many times as slow? Nothing else changes.
-        thresholds: Thresholds to try for heads, confidence and max-prob; 0.05, 0.10, ... 0.95 when left out.
         k_min: Fewest tokens after which a rule may stop, to try; 1 and 2 when left out.
         k_max: Most tokens of a round, to try; 4, 8 and 20 when left out.
         lag: Lags to try for a head that reads the state at a drawn token; 0 and 1 when left out.
         rules: Policies without training to tune, by name; all of them when left out, which takes a minute or two.
         search: How heads are tuned. `cost`: the threshold at which one more token just pays for itself, with k_min 1
-            and the largest k_max; for the objective `mean`; `thresholds` and `k_min` are then of the rules alone.
-            `grid`: every threshold at all bounds. When left out: `grid` where `thresholds`, `k_min` or another
-            objective are given, else `cost`.
+            and the largest k_max; for the objective `mean`; `k_min` is then of the rules alone. `grid`: every threshold
+            at all bounds. When left out: `grid` where `k_min` or another objective are given, else `cost`.
         objective: `mean`: tokens/s over all traces; `worst-domain`: tokens/s in the domain where that is lowest;
             `discard`: least drafted in vain at no more target calls than the best fixed length, of which 97.5 % of
             resamples of the prompts must agree.
         target: The target that the traces were made with, to add the informed bound: what a policy could reach that
             knows how likely each token is accepted. Asked once; what it said is kept beside the traces.
         max_prompts: Use the first so many traces.
-        write_decoding: Write decoding.json; without it, heads are left as they are.
         seed: Seed of the bootstrap.
         dtype: float32, bfloat16, float16, or auto; of the models.
         trust_remote_code: Run model code that comes with the models.
     """
     path = writable_file(Path(out))
     priced = read_costs(costs, t_draft, t_target, target_times)
-    grid = checked_grid(thresholds, k_min, k_max, lag, rules, search, objective, has_heads=bool(head))
+    grid = checked_grid(k_min, k_max, lag, rules, search, objective, has_heads=bool(head))
     if max_prompts is not None and max_prompts < 1:
         raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
@@ -95,7 +90,7 @@ def tune(
     for name in heads:
         check_unseen(name, head_folder(name), Path(traces), finished_config(Path(traces)))
     load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
-    files = decoding_files(heads) if write_decoding else {}
+    files = decoding_files(heads)
     longest = max(LONGEST, *grid.k_max)
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=longest, max_prompts=max_prompts)
     truth = informed_tables(coupled, model, load_target)
@@ -109,7 +104,7 @@ def tune(
         write_json(file, decoding(tuned, name, rows))
     console = make_console(unseen_width=132 if truth is None else 160)
     console.print(tuned_table(rows, tuned))
-    for name in heads if write_decoding else ():
+    for name in heads:
         elsewhere = f"{name} is not a local folder: its choice is in {path} only"
         console.print(f"wrote {files[name]}" if name in files else elsewhere, highlight=False)
     console.print(f"wrote {path}", highlight=False)

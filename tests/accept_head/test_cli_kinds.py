@@ -13,7 +13,7 @@ from accept_head.command.options import kinds
 
 WRONG = [
     (["tune", "--k_max", "x"], "k_max is ['x'], expected a list of integers"),
-    (["tune", "--thresholds", "0.3", "high"], "thresholds is [0.3, 'high'], expected a list of numbers"),
+    (["bench", "--temperature", "0.3", "high"], "temperature is [0.3, 'high'], expected a list of numbers"),
     (["collect", "--max_prompts", "1.5"], "max_prompts is 1.5, expected an integer"),
     (["collect", "--dry_run", "maybe"], "dry_run is maybe, expected true or false"),
     (["collect", "--max_memory", "3"], "max_memory is 3, expected a mapping of texts to texts"),

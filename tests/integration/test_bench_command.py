@@ -200,7 +200,7 @@ def test_there_is_a_plot_for_each_temperature(measured):
 
 
 def test_a_table_a_cell_is_printed(run, tmp_path, capsys):
-    done = run(tmp_path, *SMALL, "--batch_size", 2, "--temperature", 0, "--repeats", 1, "--clock", "cpu")
+    done = run(tmp_path, *SMALL, "--batch_size", 2, "--temperature", 0, "--repeats", 1)
     said = capsys.readouterr()
     assert (done.code, said.err) == (0, "")
     (cell,) = done.result["cells"]
@@ -229,14 +229,11 @@ def test_a_policy_can_be_given_the_limit_of_the_batch_at_hand(run, made, tmp_pat
 
 
 def test_domains_that_do_not_fill_a_batch_are_mixed(run, tmp_path):
-    words = (*SMALL, "--temperature", 0, "--repeats", 1)
-    done = run(tmp_path, *words, "--batch_size", 7)
+    done = run(tmp_path, *SMALL, "--temperature", 0, "--repeats", 1, "--batch_size", 7)
     (cell,) = done.result["cells"]
     assert done.result["settings"]["chunks"] == "mixed"
     assert cell["best_static_by_domain"] == {"names": {}, "throughput": None}
     assert cell["chunks"] == {"prompts": [12], "domains": [None]}
-    done = run(tmp_path, *words, "--batch_size", 2, "--chunk_prompts", 3)
-    assert done.result["cells"][0]["chunks"]["prompts"] == [3, 3, 3, 3]
 
 
 # --- interrupted runs -------------------------------------------------------------------------------------------------
@@ -293,9 +290,7 @@ def test_other_batch_sizes_may_be_asked_for_in_between(run, calls, interrupted, 
     assert [cell["batch_size"] for cell in done.result["cells"]] == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "change", [("--seed", 1), ("--policy", "fixed:2"), ("--clock", "cpu"), ("--max_prompts", 5), ("--slo", "true")]
-)
+@pytest.mark.parametrize("change", [("--seed", 1), ("--policy", "fixed:2"), ("--max_prompts", 5), ("--slo", "true")])
 def test_cells_of_other_settings_are_not_used(run, calls, interrupted, tmp_path, change):
     run(tmp_path, *TWO_CELLS, *change)
     assert calls.batches == [1, 3]
@@ -364,11 +359,10 @@ def test_traces_of_three_formats_are_replayed(run, trace_files, tmp_path, capsys
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_the_time_scale_can_be_given(run, trace_files, tmp_path):
-    done = run(tmp_path, *SMALL, "--trace", trace_files[0], "--temperature", 0, "--repeats", 1, "--time_scale", 0.001)
+def test_the_load_can_be_given(run, trace_files, tmp_path):
+    done = run(tmp_path, *SMALL, "--trace", trace_files[0], "--temperature", 0, "--repeats", 1, "--load", 50)
     (cell,) = done.result["traces"]
-    assert (cell["batch_size"], cell["time_scale"]) == (8, 0.001)
-    assert cell["load"] > 0 and cell["requests"] == 8
+    assert (cell["batch_size"], cell["requests"]) == (8, 8) and cell["load"] == pytest.approx(50)
 
 
 def test_a_trace_run_goes_on_too(run, trace_files, tmp_path, monkeypatch):
@@ -400,12 +394,8 @@ WRONG = {
     "no K": (["--fixed", "[]"], "fixed is [], expected integers"),
     "temperature": (["--temperature", -1], "temperature is -1"),
     "repeats": (["--repeats", 0], "repeats is 0, expected a positive integer"),
-    "chunk": (["--chunk_prompts", 0], "chunk_prompts is 0"),
     "tokens": (["--max_new_tokens", 0], "max_new_tokens is 0"),
     "load": (["--load", 0], "load is 0"),
-    "time scale": (["--time_scale", -1], "time_scale is -1"),
-    "start": (["--trace_start", -1], "trace_start is -1"),
-    "clock": (["--clock", "sun"], "sun"),
     "no trace": (["--trace", "nowhere.csv"], "nowhere.csv: no such file"),
     "no costs": (["--costs", "nowhere.json"], "nowhere.json: no such file"),
     "long responses": (["--max_new_tokens", 126], "the models' context leaves room for 2"),

@@ -172,7 +172,7 @@ def verbs(pair, random_pair_folder, random_traces_folder, collect_words, tmp_pat
             with_traces,
             lambda folder: [
                 *("tune", "--traces", folder / "traces", *pair, *priced, "--out", folder / "tuned.json"),
-                *("--rules", "max-prob", "--thresholds", 0.3, 0.6),
+                *("--rules", "max-prob"),
             ],
         ),
         "report": (

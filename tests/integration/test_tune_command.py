@@ -22,7 +22,7 @@ from tests.inference.support.toy import random_head
 
 COSTS = {"t_draft": 0.01, "t_target": 0.1}
 QUICK = (*RULES, "adaedl")
-SMALL = ("--thresholds", 0.2, 0.5, 0.8, "--k_max", 4, 20)  # a grid that is quick to walk
+SMALL = ("--k_max", 4, 20)  # a grid that is quick to walk
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +202,15 @@ def test_least_discard_is_an_objective(tune, place):
         assert chosen["throughput"] <= row(fast, start)["throughput"]
 
 
-def test_lags_bounds_and_thresholds_are_those_asked_for(tune, place):
-    done = tune("--head", place / "drawn", "--lag", 0, "--k_min", 3, "--k_max", 5, "--thresholds", ".35")
-    assert row(done, "head")["params"] == {"threshold": 0.35, "k_min": 3, "k_max": 5, "lag": 0}
-    assert row(done, "confidence")["params"] == {"threshold": 0.35, "k_min": 3, "k_max": 5}
+def test_lags_and_bounds_are_those_asked_for(tune, place):
+    done = tune("--head", place / "drawn", "--lag", 0, "--k_min", 3, "--k_max", 5)
+    for name, lag in (("head", {"lag": 0}), ("confidence", {})):
+        params = row(done, name)["params"]
+        assert params == {"threshold": params["threshold"], "k_min": 3, "k_max": 5, **lag}
 
 
 def test_longer_rounds_than_the_rollouts_have_are_rolled_out_anew(tune, place):
-    done = tune("--k_max", 24, "--thresholds", 0.5)
+    done = tune("--k_max", 24)
     assert done.code == 0 and row(done, "fixed:24")["discard_rate"] >= row(done, "fixed:20")["discard_rate"]
     assert json.loads((place / "traces" / "rollouts" / "rollout_config.json").read_text())["k_max"] == 24
 
@@ -222,13 +223,13 @@ def test_fewer_prompts(tune):
 def test_options_come_from_a_yaml_and_flags_win(tune, place):
     config = place / "tune.yaml"
     heads = [str(place / "drawn"), str(place / "before")]
-    config.write_text(yaml.safe_dump({"head": heads, "thresholds": [0.25, 0.75], "k_max": [6], "objective": "mean"}))
+    config.write_text(yaml.safe_dump({"head": heads, "k_min": [2], "k_max": [6], "objective": "mean"}))
     done = tune("--config", config)
     assert [name for name in heads if row(done, f"head:{name}:")] == heads
-    assert row(done, "confidence")["params"]["threshold"] in (0.25, 0.75)
-    assert row(done, "confidence")["params"]["k_max"] == 6
-    done = tune("--config", config, "--thresholds", 0.5, "--head", heads[1])
-    assert row(done, "confidence")["params"]["threshold"] == 0.5
+    params = row(done, "confidence")["params"]
+    assert (params["k_min"], params["k_max"]) == (2, 6)
+    done = tune("--config", config, "--k_min", 3, "--head", heads[1])
+    assert row(done, "confidence")["params"]["k_min"] == 3
     assert not any(heads[0] in one["name"] for one in done.tuned["policies"])
 
 
@@ -239,11 +240,9 @@ def test_the_same_run_gives_the_same_file(tune, place):
     assert row(other, "oracle")["ci95"] != row(first, "oracle")["ci95"]
 
 
-def test_without_write_decoding_a_heads_folder_stays_as_it_is(tune, place):
+def test_of_a_heads_folder_only_decoding_json_is_written(tune, place):
     (place / "drawn" / "decoding.json").write_text('{"threshold": 0.4}')
     before = files_in(place / "drawn")
-    assert tune("--head", place / "drawn", "--write_decoding", "false", *SMALL).code == 0
-    assert files_in(place / "drawn") == before
     assert tune("--head", place / "drawn", *SMALL).code == 0
     after = files_in(place / "drawn")
     assert [path.name for path in after if after[path] != before.get(path)] == ["decoding.json"]
@@ -355,11 +354,7 @@ WRONG = {
     "a negative cost": (lambda p: [], ["t_target", "-1"], ("--t_draft", 0.1, "--t_target", -1)),
     "a cost that is no number": (lambda p: [], ["t_draft", "fast"], ("--t_draft", "fast", "--t_target", 1)),
     "target_times 0": (lambda p: ["--target_times", 0], ["target_times", "0"], None),
-    "a threshold above 1": (lambda p: ["--thresholds", 0.5, 1.5], ["thresholds", "1.5"], None),
-    "a negative threshold": (lambda p: ["--thresholds", -0.5], ["thresholds", "-0.5"], None),
-    "a threshold that is no number": (lambda p: ["--thresholds", "high"], ["thresholds", "high"], None),
-    "a threshold that is not a number": (lambda p: ["--thresholds", "[.nan]"], ["thresholds", "nan"], None),
-    "no thresholds": (lambda p: ["--thresholds", "[]"], ["thresholds"], None),
+    "no k_min": (lambda p: ["--k_min", "[]"], ["k_min"], None),
     "k_min 0": (lambda p: ["--k_min", 0], ["k_min", "0"], None),
     "k_max 0": (lambda p: ["--k_max", 0, 4], ["k_max", "0"], None),
     "k_max 65": (lambda p: ["--k_max", 65], ["k_max", "65", "64"], None),
@@ -397,19 +392,14 @@ WRONG = {
     "a head that was trained on them and others": (of_these_and_other_traces, ["was trained on these"], None),
     "a lag of heads that have none": (lambda p: ["--head", p / "before", "--lag", 1], ["lag", "1"], None),
     "a lag without heads": (lambda p: ["--lag", 1], ["lag", "1"], None),
-    "thresholds of heads that are tuned by cost": (
-        lambda p: ["--head", p / "before", "--search", "cost", "--thresholds", 0.3, "--rules", "entropy"],
-        ["thresholds is [0.3]", "--search grid", "confidence"],
-        None,
-    ),
     "k_min of heads that are tuned by cost": (
         lambda p: ["--head", p / "before", "--search", "cost", "--k_min", 3, "--rules", "adaedl"],
         ["k_min is [3]", "--search grid", "entropy"],
         None,
     ),
-    "thresholds without heads or rules that have any": (
-        lambda p: ["--thresholds", 0.3, "--rules", "goodput"],
-        ["thresholds is [0.3]"],
+    "k_min without heads or rules that have any": (
+        lambda p: ["--k_min", 3, "--rules", "goodput"],
+        ["k_min is [3]"],
         None,
     ),
     "a head that does not exist": (lambda p: ["--head", p / "nowhere"], ["nowhere"], None),
@@ -485,5 +475,5 @@ def test_help_explains_each_option(run_warm):
     done = run_warm("tune", "--help")
     words = " ".join(done.stdout.split())
     assert (done.returncode, done.stderr) == (0, "")
-    for option in ("--head", "--thresholds", "--k_min", "--k_max", "--lag", "--objective", "--target_times", "--costs"):
+    for option in ("--head", "--k_min", "--k_max", "--lag", "--objective", "--target_times", "--costs"):
         assert option in words

@@ -16,6 +16,7 @@ from accept_head.files import write_json
 from accept_head.inference import make_policy
 from accept_head.inference.costs.files import read_costs
 from accept_head.inference.policies.cumulative_confidence import CumulativeConfidencePolicy
+from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.svip import SvipPolicy
 from accept_head.inference.replay.cost_aware import cost_aware
@@ -30,7 +31,7 @@ from tests.inference.support.rules_by_hand import BEFORE, SIGNALS, decider, theo
 from tests.inference.support.toy import llama, random_head
 
 COSTS = ForwardCosts(t_draft=0.03, t_target=0.1, t_autoregressive=0.09)
-GRID = Grid(thresholds=(0.2, 0.5, 0.8), nats=(0.2, 0.5, 0.8), k_min=(1, 3), k_max=(2, 4, 6))
+GRID = Grid(thresholds=(0.2, 0.5, 0.8), k_min=(1, 3), k_max=(2, 4, 6))
 HEADS = {"heads/drawn": SIGNALS, "heads/before": BEFORE}
 # family → the rules of test_replay that it tries
 FAMILIES = {
@@ -38,7 +39,7 @@ FAMILIES = {
     "heads/before": ["head before"],
     **{name: [name] for name in ("confidence", "cumulative-confidence", "entropy", "max-prob", "svip")},
 }
-OWN = {"cumulative-confidence": CumulativeConfidencePolicy.grid, "svip": SvipPolicy.grid}  # not the grid's thresholds
+OWN = {"cumulative-confidence": CumulativeConfidencePolicy.grid, "entropy": EntropyPolicy.grid, "svip": SvipPolicy.grid}
 LEARNERS = ["adaedl"]
 
 
