@@ -309,7 +309,7 @@ POLICIES = (
         "inference/policies/batch_stop.py",
         "self.costs.draft_seconds(rows, context), self.costs",
         "self.costs.draft_seconds(0.0 * rows + len(live), context), self.costs",
-        (BATCH_STOP + "the_rule_is_its_formula_over_many_rounds",),
+        (rule("Told by costs, light"),),
     ),
     Mutant(
         "head, `costs=`: a head that feeds the token to judge it is not charged for that",

@@ -113,7 +113,8 @@ def shown(told, ahead=None):
 @dataclass
 class Given:
     """A round. shown, room: as in one_round. wins: (rows, depths) bool, what would be accepted. divergence: (rows,
-    depths). tokens_per_second: of its live rows."""
+    depths). tokens_per_second: of its live rows. cut: (rows,) the most tokens that the host submits. known: (rows,)
+    bool, whether the outcome is ever known; None: of all."""
 
     live: np.ndarray
     wins: np.ndarray
@@ -121,6 +122,8 @@ class Given:
     room: np.ndarray | int = 99
     divergence: np.ndarray | None = None
     tokens_per_second: float = 1.0
+    cut: np.ndarray | int = 99
+    known: np.ndarray | None = None
 
     def of(self, row):
         """(what this row is shown, its room)."""
@@ -220,24 +223,28 @@ def compare(policy, reference, given, rounds, lengths, *, moves=0, seed=0):
         expected = reference.drafts(live, this, lengths[live].tolist())
         shown = {name: np.where(idle(this.live, values), np.nan, values) for name, values in this.shown.items()}
         drafted, submitted = (part.numpy() for part in one_round(policy, this.live, shown, this.room))
+        submitted = np.minimum(submitted, this.cut)
         for row, wanted in zip(live, expected, strict=True):
             said = (int(drafted[row]), int(submitted[row])) if isinstance(wanted, tuple) else int(drafted[row])
             assert reference.as_good(row, said, wanted), (number, row, said, wanted)
         assert not drafted[~this.live].any()
         accepted = np.minimum(this.wins.cumprod(1).sum(1), submitted)
-        lengths = lengths + this.live * (accepted + 1)
+        verdicts = this.live if this.known is None else this.live & this.known
+        lengths = lengths + verdicts * (accepted + 1)
         verdict = {"submitted": submitted, "lengths": lengths}
-        judged, divergence = np.minimum(submitted, accepted + 1) * this.live, [[]] * len(lengths)
+        judged, divergence = np.minimum(submitted, accepted + 1) * verdicts, [[]] * len(lengths)
         if Signal.DIVERGENCE in policy.needs:
             values = this.divergence[:, : max(1, submitted.max())]
             known = np.where(np.arange(values.shape[1]) < judged[:, None], values, np.nan)
             verdict["divergence"] = torch.tensor(known, dtype=torch.float32)
             divergence = [own[:n].tolist() for own, n in zip(values, judged, strict=True)]
         if Signal.SECONDS in policy.needs:
-            verdict["seconds"] = float((accepted + 1)[this.live].sum() / this.tokens_per_second)
-        policy.observe(outcome(drafted, accepted, this.live, **verdict))
+            verdict["seconds"] = float((accepted + 1)[verdicts].sum() / this.tokens_per_second)
+        policy.observe(outcome(drafted, accepted, verdicts, **verdict))
         counts = np.stack([drafted, submitted, accepted], -1).tolist()
-        reference.verified([Verified(row, *counts[row], divergence[row], verdict.get("seconds")) for row in live])
+        reference.verified(
+            [Verified(row, *counts[row], divergence[row], verdict.get("seconds")) for row in live if verdicts[row]]
+        )
         for name, value in reference.state().items():
             found = torch.as_tensor(getattr(policy, name)).numpy()
             assert found == pytest.approx(np.array(value), rel=1e-4), (number, name)

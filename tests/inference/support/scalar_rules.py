@@ -624,3 +624,92 @@ class ScalarAdaSpec(Reference):
 
     def state(self):
         return {"confidence": self.mean(), "last": self.last}
+
+
+class ScalarBatchStop(Reference):
+    """The end of a round for the batch, around a policy that says what it is told and stops by its product."""
+
+    def __init__(self, costs, k_max, threshold, host, prior=10.0, optimism=0.9, memory=500.0, probe=32):
+        self.costs, self.k_max, self.threshold, self.host = costs, k_max, threshold, host
+        self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
+        self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
+        self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, float(host.feeds), 0.0, 0
+        self.longest = set()
+
+    def draft_time(self, rows, context):
+        return self.costs.draft.alpha * context + self.costs.draft.beta * rows + self.costs.draft.gamma
+
+    def verify_time(self, tokens, context):
+        return self.costs.target.alpha * context + self.costs.target.beta * tokens + self.costs.target.gamma
+
+    def price(self, lengths):
+        rows, context = len(lengths), sum(lengths)
+        n, tau, ell = (x / self.row_rounds for x in (self.steps, self.emitted, self.verified_tokens))
+        speed = rows * tau / (n * self.draft_time(rows, context) + self.verify_time(rows * (1 + ell), context))
+        plain = self.host.feeds * self.draft_time(rows, context) + self.verify_time(rows, context)
+        speed = max(speed, rows / plain)
+        one, step = speed * self.costs.target.beta, speed * self.draft_time(rows, context)
+        if self.host.padded:
+            return 0.0, step + rows * one, rows * one if self.host.feeds else step + rows * one
+        return one, step, 0.0 if self.host.feeds else step
+
+    def drafts(self, live, given, lengths):
+        one, step, first = self.price(lengths)
+        rows = range(len(lengths))
+        shown, room = zip(*(given.of(row) for row in live), strict=True)
+        told, ahead = ([each[name] for each in shown] for name in ("max_prob", "entropy"))
+        drafted, product, going = [0] * len(lengths), [1.0] * len(lengths), set(rows)
+        hope = list(product)  # S·β̂
+        # live row → S·β̂ before and S after the token was judged, a depth each
+        self.live, self.decisions, self.verdicts = live, [], []
+        kappa, price = 1.0, first
+        for depth in range(1, self.k_max + 1):
+            rho = self.prior * self.optimism * kappa + self.accepted[depth - 1]
+            rho /= self.prior + self.before[depth - 1]
+            gains = {row: hope[row] * rho for row in going}
+            pays = sum(max(0.0, gain - one) for gain in gains.values()) > price
+            if depth == 1 and not pays and self.probe and self.idle >= self.probe:
+                pays = len(lengths) * max(0.0, 1 - one) > price
+                room = [min(1, r) for r in room]
+            elif depth > 1:
+                going = {row for row in going if gains[row] > one}
+            if not pays:
+                break
+            self.decisions.append({row: hope[row] for row in going})
+            price = step
+            going = {row for row in going if drafted[row] < room[row]}
+            for row in going:
+                drafted[row] = depth
+                product[row] *= told[row][depth - 1]
+                hope[row] = product[row] * ahead[row][depth - 1]
+            self.verdicts.append({row: product[row] for row in going})
+            kappa = (self.prior * rho + self.accepted[depth - 1]) / (self.prior + self.after[depth - 1])
+            going = {row for row in going if product[row] >= self.threshold and drafted[row] < room[row]}
+            if not going:
+                break
+        self.idle = 0 if self.decisions else self.idle + 1
+        self.longest.add(max(drafted))
+        return list(zip(drafted, [min(n, given.cut[row]) for n, row in zip(drafted, live, strict=True)], strict=True))
+
+    def verified(self, rounds):
+        keep = (1 - 1 / self.memory) ** len(rounds)
+        for sums in (self.accepted, self.before, self.after):
+            sums[:] = [keep * x for x in sums]
+        for depth, (before, after) in enumerate(zip(self.decisions, self.verdicts, strict=True)):
+            for each in rounds:
+                if each.submitted > depth:
+                    row = self.live.index(each.row)
+                    self.before[depth] += before[row]
+                    self.after[depth] += after[row]
+                    self.accepted[depth] += each.accepted > depth
+        steps = max([int(self.host.feeds), *(each.drafted for each in rounds)])
+        widest = max((each.submitted for each in rounds), default=0)
+        self.row_rounds = keep * self.row_rounds + len(rounds)
+        self.emitted = keep * self.emitted + sum(each.accepted + 1 for each in rounds)
+        self.steps = keep * self.steps + steps * len(rounds)
+        verified = sum(widest if self.host.padded else each.submitted for each in rounds)
+        self.verified_tokens = keep * self.verified_tokens + verified
+
+    def state(self):
+        totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens]
+        return {"accepted": self.accepted, "before": self.before, "after": self.after, "totals": totals}
