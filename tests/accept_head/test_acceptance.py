@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from scipy.special import rel_entr
 
 from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap, residual
-from accept_head.sampling import draw
 
 EXACT = 1e-12  # float64 sums over at most five tokens
 enumerated = settings(derandomize=True, deadline=None, max_examples=150)
@@ -74,18 +73,6 @@ def joint_distribution(couple, p, q):
     return joint
 
 
-def is_maximal_coupling(joint, p, q):
-    """Whether a joint distribution is the one that speculative decoding draws from."""
-    p_, q_ = p.numpy(), q.numpy()
-    accepted, rejected = joint[:, :, 1], joint[:, :, 0]
-    return (
-        np.allclose(joint.sum((1, 2)), p_, atol=1e-9)
-        and np.allclose(joint.sum((0, 2)), q_, atol=1e-9)
-        and np.allclose(accepted, np.diag(np.minimum(p_, q_)), atol=1e-9)
-        and np.allclose(np.diag(rejected), 0, atol=1e-9)
-    )
-
-
 # --- the three functions of one token
 
 
@@ -125,13 +112,6 @@ def test_verification_emits_exactly_the_target_distribution(pair):
     assert np.allclose(emitted_distribution(p, q, residual(p, q)), p, atol=EXACT)
 
 
-@pytest.mark.parametrize("wrong", ["target", "draft", "reversed residual"])
-def test_verification_is_biased_when_the_redraw_is_not_from_the_residual(wrong):
-    p, q = normalised([5, 3, 2]), normalised([2, 3, 5])
-    redraw = {"target": p, "draft": q, "reversed residual": residual(q, p)}[wrong]
-    assert np.abs(emitted_distribution(p, q, redraw) - p).max() > 0.01
-
-
 def test_equal_distributions_are_always_accepted_and_leave_the_target_as_residual():
     p = normalised([1, 2, 0, 4])
     assert (acceptance_probability(p.expand(3, -1), p.expand(3, -1), torch.tensor([0, 1, 3])) == 1).all()
@@ -169,45 +149,14 @@ def test_float32_is_exact_to_rounding(pair):
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(pairs())
 def test_coupling_with_the_target_token_is_the_maximal_coupling(pair):
-    """Y ∼ q exactly, P(accepted) = Σ min(p, q), accepted ⇔ Y = X."""
+    """X ∼ p and Y ∼ q exactly, P(accepted, Y = y) = min(p(y), q(y)), accepted ⇔ Y = X."""
     p, q = pair
     joint = joint_distribution(couple_with_target, p, q)
-    assert np.allclose(joint.sum((0, 2)), q, atol=1e-9)
-    assert joint[:, :, 1].sum() == pytest.approx(torch.minimum(p, q).sum().item(), abs=1e-9)
-    assert is_maximal_coupling(joint, p, q)
-
-
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(pairs())
-def test_a_coupled_draft_token_is_accepted_with_its_acceptance_probability(pair):
-    p, q = pair
-    joint = joint_distribution(couple_with_target, p, q).sum(0)  # (y, accepted)
-    for y in np.flatnonzero(q):
-        assert joint[y, 1] / joint[y].sum() == pytest.approx(min(1.0, (p[y] / q[y]).item()), abs=1e-9)
-
-
-def redraws_from_the_draft(p, q, x, accept_uniform, redraw_uniform):
-    accepted = accept_uniform < (q / p).gather(-1, x[..., None]).squeeze(-1)
-    return torch.where(accepted, x, draw(q, redraw_uniform)), accepted
-
-
-def redraws_from_the_other_residual(p, q, x, accept_uniform, redraw_uniform):
-    accepted = accept_uniform < (q / p).gather(-1, x[..., None]).squeeze(-1)
-    return torch.where(accepted, x, draw(residual(p, q), redraw_uniform)), accepted
-
-
-def accepts_by_the_inverse_ratio(p, q, x, accept_uniform, redraw_uniform):
-    accepted = accept_uniform < (p / q).gather(-1, x[..., None]).squeeze(-1)
-    return torch.where(accepted, x, draw(residual(q, p), redraw_uniform)), accepted
-
-
-@pytest.mark.parametrize(
-    "wrong", [redraws_from_the_draft, redraws_from_the_other_residual, accepts_by_the_inverse_ratio]
-)
-def test_a_wrong_coupling_fails_the_same_check(wrong):
-    p, q = normalised([5, 3, 2]), normalised([2, 3, 5])
-    assert is_maximal_coupling(joint_distribution(couple_with_target, p, q), p, q)
-    assert not is_maximal_coupling(joint_distribution(wrong, p, q), p, q)
+    accepted, rejected = joint[:, :, 1], joint[:, :, 0]
+    np.testing.assert_allclose(joint.sum((1, 2)), p, atol=1e-9)
+    np.testing.assert_allclose(joint.sum((0, 2)), q, atol=1e-9)
+    np.testing.assert_allclose(accepted, np.diag(torch.minimum(p, q).numpy()), atol=1e-9)
+    np.testing.assert_allclose(np.diag(rejected), 0, atol=1e-9)
 
 
 @pytest.mark.parametrize(("target", "draft"), [(1, 1), (1, 2)])
@@ -257,14 +206,6 @@ def test_divergence_is_the_kl_of_both_softmaxes(target, draft, shift):
     assert divergence(target, draft).item() == pytest.approx(expected, abs=2e-6, rel=1e-4)
     assert divergence(target + shift, draft).item() == pytest.approx(expected, abs=5e-5, rel=1e-3)
     assert divergence(target, draft).item() >= 0
-
-
-def test_divergence_is_of_the_target_against_the_draft():
-    target, draft = torch.tensor([2.0, 0.0, -1.0]), torch.tensor([0.0, 0.0, 0.0])
-    p, q = target.double().softmax(-1), draft.double().softmax(-1)
-    assert abs(kl(p, q) - kl(q, p)) > 0.05
-    assert divergence(target, draft).item() == pytest.approx(kl(p, q), abs=1e-6)
-    assert divergence(draft, target).item() == pytest.approx(kl(q, p), abs=1e-6)
 
 
 def test_divergence_of_equal_models_is_zero():

@@ -96,13 +96,6 @@ def test_who_looks_beyond_the_drawn_token(looks, config):
     assert HeadConfig(hidden_size=4, **config).looks_ahead == looks
 
 
-def test_another_token_gets_another_score():
-    head = made().attach(embeddings())
-    hidden, _, ids = inputs(5)
-    score = make_scorer(head)
-    assert not torch.isclose(score(hidden, None, ids), score(hidden, None, (ids + 1) % VOCAB)).any()
-
-
 def test_the_drafts_embeddings_are_not_among_the_weights(tmp_path):
     head = made(width=5).attach(embeddings())
     head.save_pretrained(tmp_path)
@@ -110,11 +103,6 @@ def test_the_drafts_embeddings_are_not_among_the_weights(tmp_path):
     loaded = load_head(tmp_path, hidden_size=HIDDEN, embeddings=embeddings())
     assert loaded.config == head.config
     assert torch.equal(loaded(*inputs(3)), head(*inputs(3)))
-
-
-def test_a_head_of_before_these_fields_is_as_it_was():
-    assert HeadConfig.from_dict({"hidden_size": 4}) == HeadConfig(hidden_size=4, embedding_std=None, width=None)
-    assert set(AcceptanceHead({"hidden_size": 4, "depth": 0}).state_dict()) == {"output.weight", "output.bias"}
 
 
 @pytest.mark.parametrize(

@@ -85,24 +85,6 @@ def test_logits_follow_the_formula(depth, predicts):
     assert np.allclose(head(hidden_states(2, 3)).detach(), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("predicts", PREDICTS)
-@pytest.mark.parametrize("depth", range(5))
-def test_every_block_has_parameters_of_its_own(depth, predicts):
-    """Not one matrix shared by all blocks, as in the research code."""
-    head = random_head(depth, predicts)
-    outputs = 2 if predicts == "both" else 1
-    counted = {parameter.data_ptr(): parameter.numel() for parameter in head.parameters()}
-    assert sum(counted.values()) == depth * (HIDDEN**2 + HIDDEN) + (HIDDEN + 1) * outputs
-    assert len(counted) == 2 * depth + 2
-
-
-def test_counting_distinct_parameters_finds_shared_blocks():
-    head = random_head(depth=3)
-    head.blocks = torch.nn.ModuleList([head.blocks[0]] * 3)
-    distinct = {parameter.data_ptr(): parameter.numel() for parameter in head.parameters()}
-    assert sum(distinct.values()) == (HIDDEN**2 + HIDDEN) + (HIDDEN + 1)
-
-
 @pytest.mark.parametrize(("predicts", "names"), [("token", ["token"]), ("next", ["next"]), ("both", ["token", "next"])])
 def test_there_is_one_logit_per_prediction(predicts, names):
     head = random_head(predicts=predicts)
@@ -322,13 +304,8 @@ def test_a_folder_without_config_is_refused(tmp_path):
         AcceptanceHead.from_pretrained(folder)
 
 
-def test_a_path_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(InputError, match="not-there"):
-        AcceptanceHead.from_pretrained(tmp_path / "not-there")
-
-
-@pytest.mark.parametrize("name", ["./runs/demo/not-there", "runs/not-there", "runs/a/b/not-there"])
-def test_a_relative_path_that_does_not_exist_is_refused_too(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("name", ["/runs/not-there", "./runs/demo/not-there", "runs/not-there", "runs/a/b/not-there"])
+def test_a_path_that_does_not_exist_is_refused(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="not-there"):
         AcceptanceHead.from_pretrained(name)

@@ -67,16 +67,6 @@ def test_messages_go_through_the_chat_template_once(tokenizer, prompts_file):
     assert list(prompt.ids) != tokenizer(text)["input_ids"], "a second begin token would not be seen"
 
 
-def test_embedded_tokenizer_takes_messages_too(embedded_pair_folder, prompts_file):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(embedded_pair_folder / "target")
-    (prompt,) = load_prompts(str(prompts_file({"prompt": MESSAGES})), tokenizer)
-    expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
-    assert list(prompt.ids) == expected
-    assert prompt.ids.count(tokenizer.bos_token_id) == 1
-
-
 def test_blank_lines_are_skipped_and_a_last_newline_is_not_needed(tokenizer, prompts_file):
     path = prompts_file("\n", {"prompt": "a"}, "   \n", "\n", '{"prompt": "b"}')
     assert [prompt.index for prompt in load_prompts(str(path), tokenizer)] == [0, 1]

@@ -193,16 +193,3 @@ def test_a_run_of_two_processes_killed_and_finished_by_one_is_the_same(
     done = run_cli(*arguments(out))
     assert done.returncode == 0, done.stderr
     assert visible(out) == content(undisturbed)
-
-
-@pytest.mark.slow
-def test_five_kills_in_a_row_lose_and_double_nothing(
-    undisturbed, arguments, console_script, cli_environment, run_cli, tmp_path
-):
-    out = tmp_path / "out"
-    for kills in range(1, 6):
-        command = [console_script, *arguments(out)]
-        start_and_kill(command, cli_environment, lambda wanted=kills: len(shards(out)) >= wanted)
-    done = run_cli(*arguments(out))
-    assert done.returncode == 0, done.stderr
-    assert visible(out) == content(undisturbed)

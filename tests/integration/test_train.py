@@ -252,11 +252,6 @@ def test_micro_batches_do_not_change_the_head(head, train, tmp_path):
     assert are_close(weights(train(tmp_path / "head", *SHORT[:2], "--micro_batch_size", 1, *SHORT[4:])), weights(head))
 
 
-@pytest.mark.parametrize("changed", [("--batch_size", 4), ("--seed", 1), ("--w_rej", 3.0), ("--packing", "mixing")])
-def test_the_comparison_of_heads_sees_another_setting(head, train, tmp_path, changed):
-    assert not are_close(weights(train(tmp_path / "head", *SHORT, *changed)), weights(head))
-
-
 # --- kill and resume ------------------------------------------------------------------------------------------------
 
 LONG = ("--batch_size", 4, "--micro_batch_size", 2, "--epochs", 30, "--checkpoint_every", 7)
@@ -294,16 +289,6 @@ def test_a_rerun_after_kill_9_gives_the_undisturbed_runs_very_bits(interrupted, 
     resumed = train(interrupted, *LONG)
     assert (resumed / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
     assert metrics(resumed) == metrics(undisturbed)
-
-
-def test_resume_test_would_see_a_run_that_starts_again_from_other_weights(interrupted, undisturbed, train):
-    """Bits in the checkpoint do matter: with its weights changed a little, the head is another one."""
-    path = run_folder(interrupted) / "last.ckpt"
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["state_dict"]["heads.0.output.weight"] += 0.01
-    torch.save(checkpoint, path)
-    resumed = train(interrupted, *LONG)
-    assert (resumed / "model.safetensors").read_bytes() != (undisturbed / "model.safetensors").read_bytes()
 
 
 def test_a_run_killed_twice_gives_the_undisturbed_runs_very_bits(
@@ -368,22 +353,6 @@ def test_a_rerun_with_other_micro_batches_gives_the_same_head_or_is_refused(
     if done.returncode == 0:
         assert metrics(interrupted)["steps"] == metrics(undisturbed)["steps"]
         assert are_close(weights(interrupted), weights(undisturbed), rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.slow
-def test_five_kills_in_a_row_change_nothing(undisturbed, arguments, console_script, cli_environment, run_cli, tmp_path):
-    out = tmp_path / "head"
-    checkpoint = run_folder(out) / "last.ckpt"
-    for _ in range(5):
-        before = checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
-        start_and_kill(
-            [console_script, *arguments(out, *LONG)],
-            cli_environment,
-            lambda before=before: checkpoint.exists() and checkpoint.stat().st_mtime_ns > before,
-        )
-    done = run_cli(*arguments(out, *LONG))
-    assert done.returncode == 0, done.stderr
-    assert (out / "model.safetensors").read_bytes() == (undisturbed / "model.safetensors").read_bytes()
 
 
 # --- several folders ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from accept_head.training.checkpoints import AtomicCheckpoints
 from accept_head.training.launch import trainer_options
@@ -35,13 +34,6 @@ def test_a_checkpoint_is_what_was_saved_and_was_written_beside_its_place(tmp_pat
     found = torch.load(path, weights_only=True)
     assert found["global_step"] == 7 and torch.equal(found["state_dict"]["weight"], torch.arange(6.0))
     assert names(path.parent) == ["last.ckpt"]
-
-
-def test_lightnings_own_way_goes_through_the_systems_temporary_folder(tmp_path, monkeypatch):
-    """Why it is not used: there a move to another disk is a copy, and a kill leaves half of it."""
-    monkeypatch.setattr(tempfile, "mkstemp", through_the_systems_folder)
-    with pytest.raises(AssertionError, match="elsewhere"):
-        TorchCheckpointIO().save_checkpoint(STATE, str(tmp_path / "last.ckpt"))
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path, monkeypatch):

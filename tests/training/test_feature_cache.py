@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from accept_head import AcceptanceHead, HeadConfig, InputError, Sampling
-from accept_head.checksum import read_tensors, save_tensors
 from accept_head.signals import SIGNALS
 from accept_head.training.learn.batches import StateBatch
 from accept_head.training.learn.candidates import Candidate

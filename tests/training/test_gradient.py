@@ -41,7 +41,7 @@ def make_inputs(head):
     return hidden, signals, torch.randint(VOCAB, (COUNT,), generator=generator), labels, mask
 
 
-def by_hand(head, inputs, *, place=None, w_rej=W_REJ, dtype=torch.float32):
+def by_hand(head, inputs, *, place=None, dtype=torch.float32):
     hidden, signals, ids, labels, mask = inputs
     signals = head.normalised(signals) if head.config.signals else None
     embedded = SharedRows(head.embedded(ids)) if head.config.reads_embedding else None
@@ -52,7 +52,7 @@ def by_hand(head, inputs, *, place=None, w_rej=W_REJ, dtype=torch.float32):
             positions.states = SharedRows(hidden, place)
         if head.config.reads_embedding and place is not None:
             positions.embedded = SharedRows(head.embedded(torch.arange(VOCAB)), ids)
-        return head_loss(head, positions, w_acc=W_ACC, w_rej=w_rej, dtype=dtype)
+        return head_loss(head, positions, w_acc=W_ACC, w_rej=W_REJ, dtype=dtype)
 
 
 def by_autograd(head, inputs):
@@ -131,26 +131,19 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", SHARED, ids=str)
-def test_what_several_positions_read_is_as_of_each_its_own(options, dtype):
+def test_what_several_positions_read_is_as_of_each_its_own(options):
     """States and embeddings are given once, some are read by many positions and some by none, and each goes once
     through weights of its own."""
     head = make_head(2, **options)
     hidden, *others = make_inputs(head)
     states, place = hidden[:9], torch.arange(COUNT) * 8 // COUNT  # of the last state, nothing was drawn
     place[place == 4] = 5
-    got = by_hand(head, (states, *others), place=place, dtype=dtype)
+    got = by_hand(head, (states, *others), place=place)
     value, gradients = by_autograd(head, (states[place], *others))
-    if dtype == torch.bfloat16:
-        for mine, wanted in zip(got.gradients, gradients, strict=True):
-            assert (mine - wanted).norm() < 0.05 * wanted.norm()
-        return
     torch.testing.assert_close(got.value, value, rtol=1e-5, atol=1e-5)
     for (name, _), mine, wanted in zip(head.named_parameters(), got.gradients, gradients, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
-    other = by_autograd(head, (states[place.flip(0)], *others))[0]
-    assert not torch.isclose(got.value, other, rtol=1e-3), "other states: the test has no power"
 
 
 def test_labels_of_one_draw_may_be_summed():

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 from accept_head import InputError, Pair, Sampling
 from accept_head.training.collect.score import score
 from accept_head.training.halving import Halving
-from accept_head.training.respond import transformers as respond_module
 from accept_head.training.respond.transformers import respond
 
 PROMPTS = [[1, 40, 41], [1, 100, 7, 8, 9, 60, 61, 62], [1], [1, 200, 201, 30, 31], [1, 9], [1, 77, 78], [1, 5, 6]]
@@ -61,23 +58,6 @@ def test_responses_are_those_of_the_whole_batch(model, byte_tokenizer, scarce, s
     assert said(model, byte_tokenizer, sampling) == whole
     assert forward.batches[0] == len(PROMPTS) and forward.batches[-1] <= most
     assert len({tuple(row) for row in whole}) == len(PROMPTS)
-
-
-def test_without_the_whole_batchs_draws_they_would_be_others(model, byte_tokenizer, scarce, monkeypatch):
-    whole = said(model, byte_tokenizer)
-    scarce(3)
-    monkeypatch.setattr(respond_module, "_draws_of", lambda start, stop, rows: nullcontext())
-    parts = said(model, byte_tokenizer)
-    assert parts[:3] != whole[:3] or parts[3:] != whole[3:]
-
-
-def test_responses_of_the_trained_pair_too(embedded_pair, monkeypatch):
-    texts = ["Once upon a time", "<|user|>What are three ways to build a pillow fort?<|assistant|>", "The", "def f(x):"]
-    prompts = [embedded_pair.tokenizer(text)["input_ids"] for text in texts]
-    options = {"sampling": SAMPLED, "max_new_tokens": 12, "seed": 3, "vocab_size": embedded_pair.vocab_size}
-    whole = respond(embedded_pair.target, embedded_pair.tokenizer, prompts, **options)
-    monkeypatch.setattr(embedded_pair.target, "forward", Scarce(embedded_pair.target, 2))
-    assert respond(embedded_pair.target, embedded_pair.tokenizer, prompts, **options) == whole
 
 
 def test_scores_are_those_of_the_whole_batch(model, random_llama, byte_tokenizer, scarce):

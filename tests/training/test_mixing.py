@@ -80,15 +80,14 @@ def test_mixed_labels_count_only_where_the_fed_token_is_the_one_they_speak_of(tr
     ids=["mixing", "exact", "prefix"],
 )
 def test_the_drawn_token_stands_where_its_label_and_its_signals_do(traces, pack):
-    """Found by value: the label at a place is a(Y), the signal log q(Y), of the very Y that stands there."""
+    """Found by value: the label at a place is a(Y), the signals are those of the very Y that stands there."""
     batch = collate([pack(trace) for trace in traces])
     for row, trace in enumerate(traces):
-        known = list(zip(*(trace[name].tolist() for name in ("draft_ids", "acceptance", "draft_logprob")), strict=True))
+        names = ("draft_ids", "acceptance", *SIGNALS)
+        known = list(zip(*(trace[name].tolist() for name in names), strict=True))
         counts = batch.mask[row, :, 0]
-        read = batch.labels[row, counts, 0].tolist(), batch.signals[row, counts, 0].tolist()
+        read = batch.labels[row, counts, 0].tolist(), *batch.signals[row, counts].T.tolist()
         assert list(zip(batch.drawn_ids[row, counts].tolist(), *read, strict=True)) == known
-        moved = batch.drawn_ids[row].roll(1)[counts].tolist()
-        assert list(zip(moved, *read, strict=True)) != known, "ids that stand one place off are seen"
 
 
 @pytest.mark.parametrize("r", [0.15, 0.6])
@@ -214,7 +213,6 @@ def after_of(packed, start):
 @pytest.mark.parametrize("packing", ["exact", "prefix"])
 def test_what_comes_after_a_drawn_token_counts_where_that_is_accepted(many_traces, packing):
     """Beside its token label, so that both logits of one input are trained."""
-    wrong = {"one early": 0, "one late": 0, "wherever a token is drawn": 0}
     for trace in list(many_traces.select(range(20)).with_format("torch")):
         prompt, response = len(trace["prompt_ids"]), len(trace["response_ids"])
         packed, start = (
@@ -223,11 +221,6 @@ def test_what_comes_after_a_drawn_token_counts_where_that_is_accepted(many_trace
         expected = after_by_hand(trace)
         assert after_of(packed, start) == expected and len(expected) > 5
         assert packed.mask[packed.mask[:, 2], 0].all()
-        wrong["one early"] += after_of(packed, start - 1) == expected
-        wrong["one late"] += after_of(packed, start + 1) == expected
-        packed.mask[:, 2] = packed.mask[:, 0]
-        wrong["wherever a token is drawn"] += after_of(packed, start) == expected
-    assert not any(wrong.values()), "mistakes are seen"
 
 
 def test_in_scored_text_a_token_that_the_target_would_never_say_is_not_accepted(many_traces):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 import re
@@ -121,12 +120,11 @@ def loss_terms(head, draft, trace):
     return value, weight
 
 
-def gradients_by_hand(head, draft, groups):
-    """Gradients of the mean over groups of (sum of numerators / sum of denominators)."""
+def gradients_by_hand(head, draft, traces):
+    """Gradients of sum of numerators / sum of denominators."""
     head = copy.deepcopy(head)
-    for group in groups:
-        terms = [loss_terms(head, draft, trace) for trace in group]
-        (sum(value for value, _ in terms) / sum(weight for _, weight in terms) / len(groups)).backward()
+    terms = [loss_terms(head, draft, trace) for trace in traces]
+    (sum(value for value, _ in terms) / sum(weight for _, weight in terms)).backward()
     return [parameter.grad for parameter in head.parameters()]
 
 
@@ -134,7 +132,7 @@ def gradients_by_hand(head, draft, groups):
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 8])
 def test_gradients_of_a_step_are_those_of_one_ratio_over_all_its_traces(draft, traces, micro_batch_size, predicts):
     head = new_head(predicts)
-    expected = gradients_by_hand(head, draft, [list(traces)])
+    expected = gradients_by_hand(head, draft, traces)
     packing = "prefix" if predicts in ("before", "ahead") else "exact"
     seen = fit(head, draft, traces, micro_batch_size=micro_batch_size, packing=packing).seen
     for got, wanted in zip(seen, expected, strict=True):
@@ -150,7 +148,7 @@ def test_gradients_with_alternatives_are_those_of_one_ratio_over_all_draws(
     records = make_traces(LENGTHS, alternatives=2)
     head, data = new_head(predicts), Dataset.from_list(records, features=trace_features(alternatives=True))
     others = [with_alternative(trace, number) for number in range(2) for trace in records]
-    expected, without = (gradients_by_hand(head, draft, [group]) for group in ([*records, *others], records))
+    expected, without = (gradients_by_hand(head, draft, group) for group in ([*records, *others], records))
     seen = fit(head, draft, data, micro_batch_size=micro_batch_size, packing="prefix", alternatives=2).seen
     for got, wanted in zip(seen, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
@@ -194,10 +192,9 @@ def test_only_the_head_learns(draft, traces, packing, predicts):
     assert set(module.state_dict()) == {f"heads.0.{name}" for name in head.state_dict()} | {"train_sums"}
 
 
-@pytest.mark.parametrize("locked", [True, False])
-def test_the_draft_is_run_by_one_thread_at_a_time(draft, traces, monkeypatch, locked):
+def test_the_draft_is_run_by_one_thread_at_a_time(draft, traces, monkeypatch):
     """Dev batches come while a training batch is read ahead, and some drafts change their tables with the length. Two
-    threads try to meet inside the draft; without the lock they do."""
+    threads try to meet inside the draft."""
     data = TraceData(traces, traces, packing="exact", r=0.5, epochs=1, batch_size=8, micro_batch_size=8, seed=0)
     batch = collate([data.train[0, row] for row in range(8)])
     options = {"lr": 1e-3, "total_steps": 10, "steps_per_epoch": 1, "warmup_share": 0.0, "w_acc": W_ACC}
@@ -206,17 +203,15 @@ def test_the_draft_is_run_by_one_thread_at_a_time(draft, traces, monkeypatch, lo
 
     def run(**inputs):
         try:
-            met.append(meeting.wait(timeout=0.2 if locked else 60) >= 0)
+            met.append(meeting.wait(timeout=0.2) >= 0)
         except threading.BrokenBarrierError:
             met.append(False)
         return draft.model(**inputs)
 
     monkeypatch.setattr(module_module, "base_model", lambda model: run)
-    if not locked:
-        module.draft_in_use = contextlib.nullcontext()
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: module.hidden_states(batch), range(2))
-    assert met == [not locked] * 2 and torch.equal(first, second)
+    assert met == [False] * 2 and torch.equal(first, second)
 
 
 def indices_in(message):

@@ -142,18 +142,3 @@ def test_lists_are_every_combination_by_name():
 
 def test_close_weights_keep_names_of_their_own():
     assert len(variants(RECIPES["default"], None, [1.0, 1.00000001])) == 2
-
-
-@pytest.mark.parametrize(
-    ("depth", "w_rej", "message"),
-    [
-        ([], None, "^--depth is an empty list"),
-        (None, [], "^--w_rej is an empty list"),
-        ([1, 2, 1], [1.0], r"^--depth is \[1, 2, 1\], which has 1 twice"),
-        (1, [3.0, 3], r"^--w_rej is .* which has 3 twice"),
-        ([1], [1.0, -2.0], "^w_rej is -2.0, expected a positive number"),
-    ],
-)
-def test_a_list_that_is_no_sweep_is_refused_by_name(depth, w_rej, message):
-    with pytest.raises(InputError, match=message):
-        variants(RECIPES["default"], depth, w_rej)
