@@ -4,14 +4,12 @@
     AL(K) = 1 + Σ_{j≤K} S_j,   S_j = Π_{i≤j} acc_i
 
 ITL: seconds of a round of B rows that draft K tokens each. acc_i: the chance that the i-th drafted token is accepted if
-all tokens before it were. S_j: the chance that the first j are accepted (Su et al., arXiv 2310.18813; vLLM's PR 32374,
-whose `acceptance_rate_per_pos` is S and not acc).
+all tokens before it were. S_j: the chance that the first j are accepted (Su et al., arXiv 2310.18813).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Sequence
 from itertools import pairwise
@@ -89,79 +87,20 @@ def best_table(
 def read_batch_table(path: Path) -> list[Range]:
     """A table from a file of `accept-head profile --batch_map` or a speculative config of vLLM.
 
-    Or a table made from the measurements in a dynamic_speculative_config.json (the first version of vLLM's PR 32374).
     vLLM drafts at most `num_speculative_tokens`. When a file has this field, the table respects it too. Raises
     InputError naming the file and the field.
     """
     values = read_json(path)
-    if values.get(FIELD) is not None:
-        try:
-            table = checked_table(values[FIELD])
-        except InputError as error:
-            raise InputError(f"{path}: field {FIELD!r}: {error}") from None
-        most = values.get("num_speculative_tokens")
-        if most is None:
-            return table
-        if type(most) is not int or most < 1:
-            raise InputError(f"{path}: field 'num_speculative_tokens' is {most!r}, expected a positive integer")
-        return [(first, last, min(k, most)) for first, last, k in table]
-    if "batch_stats" not in values:
-        raise InputError(f"{path}: has neither a field {FIELD!r} nor a field 'batch_stats', expected one of them")
-    survival = _survival(path, values)
-    seconds, batch_sizes, draft_lengths = _measured(path, values["batch_stats"])
-    longest = draft_lengths[-1]
-    if longest < len(survival):
-        raise InputError(
-            f"{path}: field 'batch_stats' goes up to {longest} draft tokens, but 'acceptance_rate_per_pos' has "
-            f"{len(survival)} positions; expected measurements up to the last of them"
-        )
-    return best_table(seconds, batch_sizes, draft_lengths, tokens_per_round(survival))
-
-
-def _survival(path: Path, values: dict[str, Any]) -> np.ndarray:
-    rates = values.get("acceptance_rate_per_pos")
-    if not isinstance(rates, list) or not rates or not all(_is_number(rate) and 0 <= rate <= 1 for rate in rates):
-        raise InputError(f"{path}: field 'acceptance_rate_per_pos' is {rates!r}, expected a list of rates from 0 to 1")
-    most = values.get("max_num_speculative_tokens", len(rates))
-    if most != len(rates):
-        raise InputError(
-            f"{path}: field 'max_num_speculative_tokens' is {most!r}, expected {len(rates)}, the length of "
-            "'acceptance_rate_per_pos'"
-        )
-    return np.array(rates, dtype=float)
-
-
-def _measured(path: Path, stats: Any) -> tuple[np.ndarray, list[int], list[int]]:
-    """Milliseconds by batch size and draft length, {"1": {"0": 6.5, "3": 8.8}, …} → (B, K), and both axes."""
-    sizes = _by_number(path, "batch_stats", stats)
-    rows = {size: _by_number(path, f"batch_stats.{size}", row) for size, row in sizes.items()}
-    batch_sizes = sorted(rows)
-    draft_lengths = sorted(rows[batch_sizes[0]])
-    if batch_sizes[0] != 1:
-        raise InputError(f"{path}: field 'batch_stats' has the batch sizes {batch_sizes}, expected 1 among them")
-    if draft_lengths[0] != 0:
-        raise InputError(f"{path}: field 'batch_stats.1' has the draft lengths {draft_lengths}, expected 0 among them")
-    for size, row in rows.items():
-        if sorted(row) != draft_lengths:
-            raise InputError(
-                f"{path}: field 'batch_stats.{size}' has the draft lengths {sorted(row)}, expected {draft_lengths} as "
-                "at batch size 1"
-            )
-        for k, value in row.items():
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise InputError(f"{path}: field 'batch_stats.{size}.{k}' is {value!r}, expected milliseconds")
-    return np.array([[rows[size][k] for k in draft_lengths] for size in batch_sizes]), batch_sizes, draft_lengths
-
-
-def _by_number(path: Path, field: str, value: Any) -> dict[int, Any]:
-    """An object with its keys converted to numbers, because JSON keys are strings."""
-    if not isinstance(value, dict) or not value or not all(key.isdecimal() for key in value):
-        raise InputError(f"{path}: field {field!r} is {value!r}, expected an object with numbers for keys")
-    return {int(key): entry for key, entry in value.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        table = checked_table(values.get(FIELD))
+    except InputError as error:
+        raise InputError(f"{path}: field {FIELD!r}: {error}") from None
+    most = values.get("num_speculative_tokens")
+    if most is None:
+        return table
+    if type(most) is not int or most < 1:
+        raise InputError(f"{path}: field 'num_speculative_tokens' is {most!r}, expected a positive integer")
+    return [(first, last, min(k, most)) for first, last, k in table]
 
 
 def vllm_option(table: Sequence[Range], draft: str) -> str | None:

@@ -249,29 +249,10 @@ def test_rounds_of_one_length_emit_al_tokens():
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
-# The example of vLLM's PR 32374: milliseconds, and rates that are unconditional.
-PULL_REQUEST = {
-    "is_online": False,
-    "batch_stats": {
-        "1": {"0": 6.520589930005372, "1": 7.367628160864115, "3": 8.84066498838365, "5": 10.32649097032845},
-        "4": {"0": 6.601515458896756, "1": 7.472813129425049, "3": 8.981170016340911, "5": 10.400271974503994},
-        "16": {"0": 6.898819003254175, "1": 7.852344075217843, "3": 9.518282022327185, "5": 11.196403065696359},
-        "64": {"0": 7.774091092869639, "1": 9.656429989263415, "3": 13.497876934707165, "5": 16.831180080771446},
-        "256": {"0": 14.491415582597256, "1": 27.138127014040947, "3": 41.848431108519435, "5": 57.40421102382243},
-    },
-    "max_num_speculative_tokens": 5,
-    "acceptance_rate_per_pos": [0.68118017, 0.3914351188, 0.2035233457, 0.1014036092, 0.0514179318],
-}
-
-
 def write(folder, value):
     path = folder / "table.json"
     path.write_text(value if isinstance(value, str) else json.dumps(value))
     return path
-
-
-def changed(**values):
-    return {**PULL_REQUEST, **values}
 
 
 def test_a_table_is_read_from_a_speculative_config_of_vllm(tmp_path):
@@ -280,48 +261,12 @@ def test_a_table_is_read_from_a_speculative_config_of_vllm(tmp_path):
     assert read_batch_table(write(tmp_path, {**config, "num_speculative_tokens": 3})) == [(1, 2, 3), (4, 8, 1)]
 
 
-def test_a_dynamic_config_gives_the_table_that_the_pull_request_would_have_used(tmp_path):
-    """Its manager: ITL between measured sizes and lengths is linear, AL(K) = 1 + the sum of the rates."""
-    stats = {int(size): row for size, row in PULL_REQUEST["batch_stats"].items()}
-    sizes, lengths = sorted(stats), [0, 1, 3, 5]
-    seconds = [[stats[size][str(k)] for k in lengths] for size in sizes]
-    rates = PULL_REQUEST["acceptance_rate_per_pos"]
-    expected = [scalar_best(seconds, sizes, lengths, rates, size) for size in range(1, 257)]
-    table = read_batch_table(write(tmp_path, PULL_REQUEST))
-    assert spread(table) == expected
-    assert (expected[0], expected[-1]) == (3, 0) and len(table) > 2
-    # Multiplied once more, as if they were conditional, the rates would say something else.
-    conditional = [scalar_best(seconds, sizes, lengths, np.cumprod(rates), size) for size in range(1, 257)]
-    assert conditional != expected
-
-
-def test_a_dynamic_config_may_have_its_keys_in_any_order_and_lengths_beyond_its_rates(tmp_path):
-    stats = {size: dict(reversed(row.items())) for size, row in reversed(PULL_REQUEST["batch_stats"].items())}
-    table = read_batch_table(write(tmp_path, PULL_REQUEST))
-    assert read_batch_table(write(tmp_path, changed(batch_stats=stats))) == table
-    short = changed(acceptance_rate_per_pos=[0.7, 0.6], max_num_speculative_tokens=2)
-    assert max(k for _, _, k in read_batch_table(write(tmp_path, short))) == 2
-
-
-ROW = {"0": 1.0, "1": 2.0, "5": 3.0}
 BAD_FILES = {
-    "nothing that is a table": ({"t_draft": 1}, [FIELD, "batch_stats"]),
+    "nothing that is a table": ({"t_draft": 1}, [FIELD, "None"]),
     "not JSON": ("[[1, 2", ["not readable as JSON"]),
     "a list": ([[1, 2, 3]], ["expected a JSON object"]),
     "a bad row": ({FIELD: [[1, 4]]}, [FIELD, "[1, 4]"]),
     "a most of 0": ({FIELD: [[1, 4, 2]], "num_speculative_tokens": 0}, ["'num_speculative_tokens' is 0"]),
-    "no rates": ({"batch_stats": {"1": ROW}}, ["'acceptance_rate_per_pos' is None"]),
-    "a rate of 2": (changed(acceptance_rate_per_pos=[0.5, 2]), ["acceptance_rate_per_pos", "2"]),
-    "another number of rates": (changed(max_num_speculative_tokens=4), ["'max_num_speculative_tokens' is 4", "5"]),
-    "no measurements": (changed(batch_stats={}), ["'batch_stats' is {}"]),
-    "measurements by name": (changed(batch_stats={"one": ROW}), ["'batch_stats'"]),
-    "a size without measurements": (changed(batch_stats={"1": ROW, "4": 3.0}), ["'batch_stats.4' is 3.0"]),
-    "no batch size 1": (changed(batch_stats={"2": ROW}), ["[2]", "expected 1 among them"]),
-    "no draft length 0": (changed(batch_stats={"1": {"1": 2.0, "5": 3.0}}), ["batch_stats.1", "expected 0 among"]),
-    "a hole": (changed(batch_stats={"1": ROW, "4": {"0": 1.0, "5": 3.0}}), ["'batch_stats.4'", "[0, 1, 5]"]),
-    "a text": (changed(batch_stats={"1": {**ROW, "1": "2"}}), ["'batch_stats.1.1' is '2'", "milliseconds"]),
-    "no time at all": (changed(batch_stats={"1": {**ROW, "5": 0}}), ["'batch_stats.1.5' is 0"]),
-    "too few lengths": (changed(batch_stats={"1": {"0": 1.0, "3": 2.0}}), ["up to 3", "5 positions"]),
 }
 
 
