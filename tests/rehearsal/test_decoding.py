@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from accept_head import InputError, Sampling
-from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.inference import generate, make_policy
+from accept_head.inference import generate
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.graphs import Graphs
-from accept_head.inference.policies.adaspec import AdaSpecPolicy
-from accept_head.inference.policies.batch_map import BatchMapPolicy
-from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.drafting import Drafting
-from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
-from accept_head.pair import input_embeddings
-from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
+from tests.inference.support.decoders import LLAMA, POLICIES
+from tests.inference.support.decoders import decode as run
+from tests.inference.support.toy import VOCAB, ragged_prompts
 from tests.rehearsal.pretend_cuda import pretend_cuda
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20, top_p=0.95), Sampling(temperature=0)
 PROMPTS = [prompt[:16] for prompt in ragged_prompts(6)]
 TENANTS = ["ann", "bob", "ann", "eve", "bob", "ann"]
-COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
-HERE = one_layer_pair()
+HERE = LLAMA
 with pretend_cuda():
     THERE = tuple(copy.deepcopy(model).to("cuda") for model in HERE)
 
@@ -57,51 +50,6 @@ def captures(monkeypatch):
     return names
 
 
-def named(spec):
-    return lambda draft: make_policy(f"{spec},k_max=5", draft)
-
-
-def head(kind=HeadPolicy, reads="drawn", predicts="token", k_max=5, **options):
-    def make(draft):
-        made = random_head(
-            32, depth=2, signals=True, reads=reads, predicts=predicts, embeddings=input_embeddings(HERE[1])
-        )
-        return kind(made.to(draft.device).attach(input_embeddings(draft)), 0.7, k_max=k_max, **options)
-
-    return make
-
-
-online = RecalibratedHeadPolicy
-POLICIES = {
-    "none": lambda draft: make_policy("none", draft),
-    "fixed": lambda draft: make_policy("fixed:3", draft),
-    "leviathan": named("leviathan:0.1"),
-    "hf-heuristic": named("hf-heuristic:3"),
-    "hf-confidence": named("hf-confidence:0.4"),
-    "confidence": named("confidence:0.4"),
-    "cumulative-confidence": named("cumulative-confidence:0.2"),
-    "max-prob": named("max-prob:0.6,k_min=2"),
-    "max-prob-mean": named("max-prob-mean:0.6"),
-    "entropy": named("entropy:1.0"),
-    "svip": named("svip:0.4"),
-    "adaedl": named("adaedl:0.4"),
-    "online-logistic": named("online-logistic:0.4"),
-    "online-signals": named("online-signals:0.6"),
-    "dsde": named("dsde:3"),
-    "batch-map": lambda draft: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
-    "goodput": lambda draft: GoodputPolicy(COSTS, k_max=5),
-    "adaspec": lambda draft: AdaSpecPolicy(COSTS, k_max=5),
-    "budget": lambda draft: BudgetPolicy(COSTS, k_max=5),
-    "costs": named("max-prob:0.05,costs=0.2"),
-    "head": head(),
-    "head lag 0": head(lag=0),
-    "head before": head(reads="before"),
-    "head gain": head(reads="before", predicts="both"),
-    "head online": head(online, online=True),
-    "head online, before": head(online, "before", online=True),
-    "head by tenants": head(online, "before", online=True, per_tenant=True),
-    "head trains": head(online, "before", online=True, train=True, state=False),
-}
 SLOW = pytest.mark.slow
 QUICK = ("adaedl", "head gain", "head online", "head trains")
 CASES = [
@@ -114,13 +62,9 @@ CASES = [
 
 
 def decode(models, name, sampling=SAMPLED, prompts=PROMPTS, **options):
-    """(tokens and counts of each prompt; what was learnt)"""
     policy = POLICIES[name](models[1])
-    options = {"max_new_tokens": 14, "end_token_ids": [7, 14, 20], "batch_size": 2, "seed": 3} | options
     options |= {"tenants": TENANTS} if Drafting(policy).by_tenant else {}
-    result = generate(*models, prompts, policy=policy, sampling=sampling, allow_lossy=True, **options)
-    stats = [replace(each, seconds=0.0, wasted=0) for each in result.stats]
-    return list(zip(result.tokens, stats, strict=True))
+    return run(models, policy, prompts, sampling=sampling, **options)
 
 
 @pytest.mark.parametrize(("name", "compile", "sampling"), CASES)
@@ -216,7 +160,7 @@ def test_a_policy_that_reads_on_the_host_is_seen(waits, monkeypatch):
 
 
 def test_a_head_on_another_device_is_refused_in_a_sentence(waits):
-    policy = head()(HERE[1])
+    policy = POLICIES["head"](HERE[1])
     with pytest.raises(InputError, match=r"the head is on cpu, but the models are on cuda:0"):
         generate(*THERE, PROMPTS[:1], policy=policy, max_new_tokens=4)
     assert torch.cuda.is_available()

@@ -12,84 +12,35 @@ import pytest
 import torch
 
 from accept_head import InputError, Sampling
-from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference import RowPolicy, generate, make_policy
 from accept_head.inference.decode import chunks, loop
 from accept_head.inference.decode.chunks import RECONSIDERED, Chunks, asks, best_chunk, chunk_cost, measured_seconds
 from accept_head.inference.decode.drafted import Drafted
 from accept_head.inference.decode.generate import make_decoder, make_requests
-from accept_head.inference.decode.steps import Steps
 from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.policies.adaspec import AdaSpecPolicy
-from accept_head.inference.policies.batch_map import BatchMapPolicy
-from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.drafting import Drafting, DraftProgress
 from accept_head.inference.policies.fixed import FixedPolicy
-from accept_head.inference.policies.goodput import GoodputPolicy
-from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.registry import POLICIES
-from tests.inference.support.toy import one_layer_pair, ragged_prompts, random_head
+from tests.inference.support.decoders import LLAMA
+from tests.inference.support.decoders import POLICIES as EVERY
+from tests.inference.support.toy import ragged_prompts
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20), Sampling(temperature=0)
-LLAMA = one_layer_pair()
 PROMPTS = ragged_prompts(5, longest=16)
-COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
-
-
-def named(spec):
-    return lambda: make_policy(spec, LLAMA[1])
-
-
-def head(kind=HeadPolicy, reads="drawn", **options):
-    return lambda: kind(random_head(32, reads=reads, signals=True), 0.6, k_max=7, **options)
-
-
-def with_base(**config):
-    return lambda: HeadPolicy(random_head(32, base=True, **config), 0.6, k_max=7)
-
-
-CHUNKED = {
-    "none": named("none"),
-    "fixed": named("fixed:3"),
-    "leviathan": named("leviathan:0.1,k_max=6"),
-    "hf-heuristic": named("hf-heuristic:3,k_max=6"),
-    "hf-confidence": named("hf-confidence:0.4,k_max=7"),
-    "confidence": named("confidence:0.4,k_max=7"),
-    "cumulative-confidence": named("cumulative-confidence:0.2,k_max=7"),
-    "max-prob": named("max-prob:0.6,k_max=7"),
-    "max-prob-mean": named("max-prob-mean:0.6,k_max=7"),
-    "entropy": named("entropy:1.0,k_max=7"),
-    "svip": named("svip:0.4,k_max=7"),
-    "adaedl": named("adaedl:0.4,k_max=7"),
-    "online-logistic": named("online-logistic:0.4,k_max=7"),
-    "base alone": with_base(),
-    "head with a base": with_base(width=20),
-    "online-signals": named("online-signals:0.6,k_max=7"),
-    "dsde": named("dsde:3,k_max=6"),
-    "batch-map": lambda: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
-    "goodput": lambda: GoodputPolicy(COSTS, k_max=6),
-    "budget": lambda: BudgetPolicy(COSTS, k_max=6),
-    "head": head(),
-    "head lag 0": head(lag=0),
-    "head before": head(reads="before"),
-    "head online": head(RecalibratedHeadPolicy, "before", online=True),
-    "costs": named("confidence:0.4,k_max=7,costs=0.2"),
-}
 # They decide with the host after each token, or go by how often they were asked.
-ONE_BY_ONE = {
-    "head online, with a lag": head(RecalibratedHeadPolicy, online=True),
-    "adaspec": lambda: AdaSpecPolicy(COSTS, k_max=6),
-    "budget retrospective": lambda: BudgetPolicy(COSTS, k_max=6, retrospective=True),
-}
+ONE_BY_ONE = {"head online", "head trains", "adaspec", "budget retrospective"}
+CHUNKED = [name for name in EVERY if name not in ONE_BY_ONE and name != "head by tenants"]
+
+
 # What a round leaves behind, which the next one makes anew.
 OF_A_ROUND = {"predicted", "predicted_next", "drawn", "features", "tokens", "survivals", "seen", "earlier", "running"}
 OF_A_ROUND |= {"survival", "state", "pending", "decided", "judged", "counted", "steps", "rho", "longest"}
 OF_A_ROUND |= {"token_price", "step_price"}
 
 
-def run(make, **options):
-    """(tokens, statistics but for the clock and what was wasted; what the policy has learnt; forwards wasted)."""
+def run(name, **options):
+    """name: of EVERY, or a policy's class → (tokens and statistics, but for the clock and what was wasted; what the
+    policy has learnt; forwards wasted)."""
     options = {
         "sampling": SAMPLED,
         "max_new_tokens": 14,
@@ -99,7 +50,7 @@ def run(make, **options):
         "allow_lossy": True,
         **options,
     }
-    policy = make()
+    policy = EVERY[name](LLAMA[1]) if isinstance(name, str) else name()
     result = generate(*LLAMA, PROMPTS, policy=policy, **options)
     rows = [(ids, replace(each, seconds=0.0, wasted=0)) for ids, each in zip(result.tokens, result.stats, strict=True)]
     if getattr(policy, "recalibration", None):
@@ -135,9 +86,8 @@ def alike(one, other):
     return one == other
 
 
-def test_every_policy_is_in_one_of_these_lists_but_that_by_the_clock():
-    known = {name.split()[0] for name in (*CHUNKED, *ONE_BY_ONE)}
-    assert set(POLICIES) - known == {"bandit"}  # which learns from seconds
+def test_every_policy_is_tried_but_that_by_the_clock():
+    assert set(POLICIES) - {name.split()[0] for name in EVERY} == {"bandit"}  # which learns from seconds
 
 
 @pytest.mark.parametrize(
@@ -154,13 +104,13 @@ def test_every_policy_is_in_one_of_these_lists_but_that_by_the_clock():
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_change_neither_tokens_nor_counts_nor_what_is_learnt(name, sampling, batch_size, sizes):
     """Five prompts, of responses that end at different times: rows come and go."""
-    make, options = CHUNKED[name], {"sampling": sampling, "batch_size": batch_size}
-    asked = Drafting(make())
+    options = {"sampling": sampling, "batch_size": batch_size}
+    asked = Drafting(EVERY[name](LLAMA[1]))
     assert asked.in_chunks or not asked.stops_early
-    rows, state, wasted = run(make, **options)
+    rows, state, wasted = run(name, **options)
     assert wasted == 0
     for chunk in sizes:
-        in_chunks = run(make, **options, chunk=chunk)
+        in_chunks = run(name, **options, chunk=chunk)
         assert in_chunks[0] == rows and alike(in_chunks[1], state)
 
 
@@ -176,20 +126,20 @@ def test_alone_in_its_batch_a_row_wastes_what_the_device_ran_beyond_its_counts(n
     ran = {}
     for chunk in (1, 2, 50):
         forwards.clear()
-        *_, wasted = run(CHUNKED[name], batch_size=1, chunk=chunk)
+        *_, wasted = run(name, batch_size=1, chunk=chunk)
         ran[chunk] = len(forwards), wasted
         assert (wasted > 0) == (chunk > 1)
     assert ran[1][0] == ran[2][0] - ran[2][1] == ran[50][0] - ran[50][1]
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
+@pytest.mark.parametrize("name", sorted(ONE_BY_ONE))
 def test_policies_that_cannot_are_asked_after_each_token(name, caplog):
-    make = ONE_BY_ONE[name]
-    asked = Drafting(make())
+    policy = EVERY[name](LLAMA[1])
+    asked = Drafting(policy)
     assert asked.stops_early and not asked.in_chunks
-    assert run(make) == run(make, chunk=4)
+    assert run(name) == run(name, chunk=4)
     assert [record.message for record in caplog.records] == [
-        f"accept-head: policy {type(make()).__name__} decides with the host after each token: chunk is 1"
+        f"accept-head: policy {type(policy).__name__} decides with the host after each token: chunk is 1"
     ]
 
 
@@ -215,33 +165,12 @@ def test_a_policy_of_the_users_is_asked_after_each_token_unless_it_says_that_it_
     assert run(Wrong)[1] != run(Wrong, chunk=3)[1]
 
 
-# What is wrong shows.
-
-
-def not_masked(steps, depth, fed, progress, *shown, draw=Steps.draw):
-    """Rows that have stopped count what is drawn for them in the rest of a chunk."""
-    drawn, after = draw(steps, depth, fed, progress, *shown)
-    return drawn, after._replace(lengths=torch.full_like(after.lengths, depth) * (progress.budget >= depth))
-
-
-def not_cut(drafted, slots, wasted, cut=Drafted.cut):
-    """The target verifies a whole chunk."""
-    drafted.wasted = wasted
-
-
-@pytest.mark.parametrize(("owner", "name", "wrong"), [(Steps, "draw", not_masked), (Drafted, "cut", not_cut)])
-def test_a_chunk_that_is_not_masked_or_cut_shows(owner, name, wrong, monkeypatch):
-    make, widths = CHUNKED["confidence"], []
-
-    def seen(round_):
-        widths.append((round_.logits.shape[1], int(round_.drafted.lengths.max())))
-
-    right = run(make, chunk=4, watch=seen)
-    assert right[0] == run(make)[0] and all(width == drafted + 1 for width, drafted in widths)
-    widths.clear()
-    monkeypatch.setattr(owner, name, wrong)
-    other = run(make, chunk=4, watch=seen)
-    assert other[0] != right[0] or any(width > drafted + 1 for width, drafted in widths)
+def test_the_target_verifies_no_more_than_what_was_drafted():
+    widths = []
+    run(
+        "confidence", chunk=4, watch=lambda seen: widths.append((seen.logits.shape[1], int(seen.drafted.lengths.max())))
+    )
+    assert all(width == drafted + 1 for width, drafted in widths) and len(set(widths)) > 1
 
 
 # --- what a chunk costs -----------------------------------------------------------------------------------------------
@@ -315,26 +244,26 @@ def test_auto_follows_where_rounds_end():
 def test_auto_is_one_on_a_cpu_and_for_policies_that_cannot():
     assert Chunks("auto", Drafting(FixedPolicy(0)), None).size == 1
     assert Chunks("auto", Drafting(make_policy("confidence", LLAMA[1])), None).size == 1
-    assert Chunks("auto", Drafting(ONE_BY_ONE["adaspec"]()), (1.0, 50.0)).size == 1
+    assert Chunks("auto", Drafting(EVERY["adaspec"](LLAMA[1])), (1.0, 50.0)).size == 1
     assert Chunks("auto", Drafting(make_policy("confidence", LLAMA[1])), (1.0, 50.0)).size > 1
 
 
 @pytest.mark.parametrize("t_sync", [0.0, 10.0])
 def test_auto_measures_and_changes_nothing(t_sync, monkeypatch):
     """As on a GPU, whose times are taken before the first request is there."""
-    make, measured = CHUNKED["head before"], []
+    measured = []
 
     def times(draft, batch):
         measured.append(measured_seconds(draft, batch, repeats=1))
         return 1.0, t_sync
 
-    right = run(make)
+    right = run("head before")
     monkeypatch.setattr(chunks, "works_ahead", lambda device: True)
     monkeypatch.setattr(loop, "measured_seconds", times)
-    rows, state, wasted = run(make, chunk="auto")
+    rows, state, wasted = run("head before", chunk="auto")
     assert (rows, state) == right[:2] and (wasted > 0) == (t_sync > 0)
     assert len(measured) == 1 and min(measured[0]) > 0
-    run(CHUNKED["fixed"], chunk="auto")
+    run("fixed", chunk="auto")
     assert len(measured) == 1
 
 
@@ -344,4 +273,4 @@ def test_a_chunk_that_is_none_is_refused(chunk):
     decoder = make_decoder(*LLAMA, requests, FixedPolicy(1), batch_size=1, greedy=True)
     assert decoder.chunk == "auto"
     with pytest.raises(InputError, match=r"chunk is .*, expected auto or a positive integer"):
-        run(CHUNKED["fixed"], chunk=chunk)
+        run("fixed", chunk=chunk)

@@ -4,118 +4,40 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
 
 from accept_head import InputError, Sampling
-from accept_head.calibration import DepthCalibration
-from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.inference import generate, make_policy
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
-from accept_head.inference.decode.rows import Rows
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.engine.cache import CachedModel
-from accept_head.inference.engine.capture import Capture
+from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.engine.graphs import Graphs
-from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.bandit import BanditPolicy
-from accept_head.inference.policies.batch_map import BatchMapPolicy
-from accept_head.inference.policies.batch_stop import BatchStopPolicy
-from accept_head.inference.policies.budget import BudgetPolicy
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
-from accept_head.inference.policies.goodput import GoodputPolicy
-from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
-from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
-from accept_head.pair import input_embeddings
 from tests.inference.support.cached import MODELS
+from tests.inference.support.decoders import LLAMA, POLICIES
+from tests.inference.support.decoders import decode as decoded
 from tests.inference.support.replayed import ReplayedGraphs, standing_in
-from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts, random_head
+from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20, top_p=0.95), Sampling(temperature=0)
 PROMPTS = [prompt[:16] for prompt in ragged_prompts(6)]
-END_IDS = [7, 14, 20]
 
 
-LLAMA = one_layer_pair()
-
-
-def head(**options):
-    kind = {name: options.pop(name) for name in ("reads", "predicts") if name in options}
-    made = random_head(32, depth=2, signals=True, embeddings=input_embeddings(LLAMA[1]), **kind)
-    return HeadPolicy(made, 0.7, k_max=5, **options)
-
-
-def recalibrated(reads="drawn", predicts="token", **options):
-    made = random_head(32, signals=True, reads=reads, predicts=predicts)
-    return RecalibratedHeadPolicy(made, 0.7, k_max=5, **options)
-
-
-def eager(policy):
-    """Which learns every other round, so that a short text tells."""
-    learner = getattr(policy, "recalibration", None) or policy.estimator
-    learner.INTERVAL = 2
-    return policy
-
-
-AFFINE = DepthCalibration(method="affine", slopes=(0.5, 2.0), intercepts=(0.2, -0.2))
-COSTS = PairCosts.constant(ForwardCosts(t_draft=0.2, t_target=1.0))
-
-
-def of_costs(policy):
-    return BatchStopPolicy(policy, COSTS)
-
-
-CAPTURED = {
-    "none": lambda: FixedPolicy(0),
-    "fixed:3": lambda: FixedPolicy(3),
-    "confidence": lambda: make_policy("confidence:0.4,k_max=5", LLAMA[1]),
-    "max-prob, k_min": lambda: make_policy("max-prob:0.6,k_min=2,k_max=5", LLAMA[1]),
-    "cumulative-confidence": lambda: make_policy("cumulative-confidence:0.2,k_max=5", LLAMA[1]),
-    "svip": lambda: make_policy("svip:0.4,k_max=5", LLAMA[1]),
-    "head lag 1": head,
-    "head lag 0": lambda: head(lag=0),
-    "head before": lambda: head(reads="before"),
-    "head gain": lambda: head(reads="before", predicts="both"),
-    "max-prob, costs": lambda: of_costs(make_policy("max-prob:0.05,k_max=5", LLAMA[1])),
-    # These go by what rounds before have taught.
-    "adaedl": lambda: make_policy("adaedl:0.4,k_max=5", LLAMA[1]),
-    "leviathan": lambda: make_policy("leviathan:0.1,k_max=5", LLAMA[1]),
-    "hf-heuristic": lambda: make_policy("hf-heuristic:3,k_max=5", LLAMA[1]),
-    "online-logistic": lambda: eager(make_policy("online-logistic:0.4,k_max=5", LLAMA[1])),
-    "dsde": lambda: make_policy("dsde:3,k_max=5,calibration=2", LLAMA[1]),
-    "batch-map": lambda: BatchMapPolicy([(1, 1, 4), (2, 8, 2)]),
-    "goodput": lambda: GoodputPolicy(COSTS, k_max=5, probe=2),
-    "budget": lambda: eager(BudgetPolicy(COSTS, k_max=5)),
-    "adaspec": lambda: AdaSpecPolicy(COSTS, k_max=5, probe=2),
-    "head calibrated": lambda: recalibrated(calibration=AFFINE),
-    "head online": lambda: eager(recalibrated(online=True)),
-    "head online, before": lambda: eager(recalibrated(online=True, reads="before", predicts="both")),
-}
-FORWARDS_ALONE = {  # and steps that ask no policy
-    "hf-confidence": lambda: make_policy("hf-confidence:0.4,k_max=5", LLAMA[1]),
-    "head trains": lambda: recalibrated(online=True, train=True, reads="before"),
-}
+# Graphs hold forwards, and steps that ask no policy.
+FORWARDS_ALONE = {"hf-confidence", "max-prob-mean", "head trains", "head by tenants"}
+CAPTURED = [name for name in POLICIES if name not in FORWARDS_ALONE]
 
 
 SLOW = pytest.mark.slow
-QUICK = (
-    "none",
-    "fixed:3",
-    "confidence",
-    "head lag 0",
-    "head lag 1",
-    "head gain",
-    "max-prob, costs",
-    "adaedl",
-    "goodput",
-)
-QUICK += ("budget", "adaspec", "head calibrated", "head online")
+QUICK = ("none", "fixed", "confidence", "head lag 0", "head", "head gain", "costs", "adaedl", "goodput", "budget")
+QUICK += ("adaspec", "head calibrated", "head online")
 ALL = [(name, SAMPLED) for name in QUICK]
 ALL += [pytest.param(name, SAMPLED, marks=SLOW) for name in CAPTURED if (name, SAMPLED) not in ALL]
 ALL += [pytest.param(name, GREEDY, marks=SLOW) for name in CAPTURED]
@@ -133,18 +55,10 @@ def backend():
         yield backend
 
 
-def decode(policy, prompts=PROMPTS, models=LLAMA, **options):
-    options = {
-        "sampling": SAMPLED,
-        "max_new_tokens": 14,
-        "end_token_ids": END_IDS,
-        "batch_size": 2,
-        "seed": 3,
-        **options,
-    }
-    result = generate(*models, prompts, policy=policy, **options)
-    stats = [replace(each, seconds=0.0, wasted=0) for each in result.stats]
-    return list(zip(result.tokens, stats, strict=True))
+def decode(name, prompts=PROMPTS, **options):
+    """name: of POLICIES, or a policy."""
+    policy = POLICIES[name](LLAMA[1]) if isinstance(name, str) else name
+    return decoded(LLAMA, policy, prompts, **{"sampling": SAMPLED, **options})
 
 
 # --- the decode loop --------------------------------------------------------------------------------------------------
@@ -153,23 +67,23 @@ def decode(policy, prompts=PROMPTS, models=LLAMA, **options):
 @pytest.mark.parametrize(("name", "sampling"), ALL)
 def test_replayed_steps_are_the_plain_ones(name, sampling, backend, caplog):
     """Six prompts of many lengths on two rows: admissions, rejections, end tokens; chunks of three tokens."""
-    make = CAPTURED[name]
-    plain = decode(make(), sampling=sampling)
+    policy = POLICIES[name](LLAMA[1])
+    assert capture_of(policy) is not None
+    plain = decode(name, sampling=sampling)
     assert backend.captures == 0
-    chunk = 3 if Drafting(make()).in_chunks else 1
-    assert decode(make(), sampling=sampling, compile="graphs", chunk=chunk) == plain
+    chunk = 3 if Drafting(policy).in_chunks else 1
+    assert decode(policy, sampling=sampling, compile="graphs", chunk=chunk) == plain
     assert 0 < backend.captures < backend.replays
     assert len({stats.rounds for _, stats in plain}) > 2
     assert not caplog.records  # nothing was left out
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "hf-confidence" else pytest.param(name, marks=SLOW) for name in FORWARDS_ALONE]
+    "name", [name if name == "hf-confidence" else pytest.param(name, marks=SLOW) for name in sorted(FORWARDS_ALONE)]
 )
 def test_policies_that_are_not_captured_see_the_same(name, backend, caplog):
-    make = FORWARDS_ALONE[name]
-    policies = make(), make()
-    assert decode(policies[0]) == decode(policies[1], compile="graphs")
+    assert capture_of(POLICIES[name](LLAMA[1])) is None
+    assert decode(name) == decode(name, compile="graphs")
     assert backend.replays > backend.captures > 0 and not caplog.records
 
 
@@ -182,8 +96,7 @@ def test_policies_that_are_not_captured_see_the_same(name, backend, caplog):
     ids=str,
 )
 def test_other_ways_to_decode(options, backend):
-    policy = "max-prob:0.6,k_max=5"
-    assert decode(policy, PROMPTS[:4], **options) == decode(policy, PROMPTS[:4], **options, compile="graphs")
+    assert decode("max-prob", PROMPTS[:4], **options) == decode("max-prob", PROMPTS[:4], **options, compile="graphs")
 
 
 @pytest.mark.parametrize(
@@ -209,13 +122,13 @@ def test_runs_of_one_decoder_share_the_forwards_and_nothing_else(backend):
     )
 
     def run(decoder, name, seed):
-        processing, stopping = Processing(SAMPLED, VOCAB), Stopping(END_IDS, [], torch.device("cpu"))
-        policy = CAPTURED[name]()
+        processing, stopping = Processing(SAMPLED, VOCAB), Stopping([7, 14, 20], [], torch.device("cpu"))
+        policy = POLICIES[name](LLAMA[1])
         done = decoder.run(requests, policy=policy, processing=processing, stopping=stopping, seed=seed)
         return sorted((finished.request.index, finished.token_ids) for finished in done)
 
     captured = []
-    for name in ("fixed:3", "head lag 1", "fixed:3"):
+    for name in ("fixed", "head", "fixed"):
         assert run(decoder, name, 0) == run(plain, name, 0)
         captured.append(len(decoder.target.graphs.captured) + len(decoder.draft.graphs.captured))
     assert captured[0] < captured[1] == captured[2]
@@ -243,58 +156,7 @@ def test_rows_that_wait_and_rows_that_end_early(backend):
     assert answers[0] == answers[1]
 
 
-# What is wrong shows: the stand-in is no mock that says yes.
-
-
-def test_a_depth_that_is_baked_in_shows(backend, monkeypatch):
-    call = Graphs.__call__
-
-    def baked(graphs, name, function, *inputs, **options):
-        if not name.startswith("draw"):
-            return call(graphs, name, function, *inputs, **options)
-        depth, *rest = inputs  # the graph's key does not have it
-        return call(graphs, "draw", lambda *given: function(depth, *given), *rest, **options)
-
-    monkeypatch.setattr(Graphs, "__call__", baked)
-    assert decode("fixed:3") != decode("fixed:3", compile="graphs")
-
-
-def test_an_extent_that_is_baked_in_shows(backend, monkeypatch):
-    prompts, extent, first = sorted(PROMPTS, key=len), CachedModel._extent, {}
-    plain = decode("fixed:3", prompts)
-    monkeypatch.setattr(CachedModel, "_extent", lambda model, slots: first.setdefault(id(model), extent(model, slots)))
-    assert decode("fixed:3", prompts, compile="graphs") != plain
-
-
-def test_rows_that_move_in_memory_show(backend, monkeypatch):
-    """Captured steps read what was there: a tensor in its place has to be written, not bound anew."""
-    accept = Rows.accept
-
-    def moving(rows, *given):
-        rows.lengths = rows.lengths.clone()
-        return accept(rows, *given)
-
-    monkeypatch.setattr(Rows, "accept", moving)
-    plain = decode("fixed:3")
-    with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        assert decode("fixed:3", compile="graphs") == plain
-
-
 FORGETS = ("goodput", "online-logistic", "budget", "adaspec", "head online")
-LEARNT = {"budget": BudgetPolicy, "goodput": GoodputPolicy, "head online": RecalibratedHeadPolicy}
-
-
-@pytest.mark.parametrize("name", LEARNT)
-def test_what_a_policy_learns_and_does_not_name_shows(name, backend, monkeypatch):
-    plain = decode(CAPTURED[name](), max_new_tokens=30)
-    assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") == plain
-    capture = LEARNT[name].capture
-    if isinstance(capture, property):
-        unread = property(lambda policy: replace(capture.fget(policy), read=()))
-    else:
-        unread = replace(capture, read=())
-    monkeypatch.setattr(LEARNT[name], "capture", unread)
-    assert decode(CAPTURED[name](), max_new_tokens=30, compile="graphs") != plain
 
 
 @pytest.mark.parametrize("name", [*FORGETS, "bandit", "hf-heuristic"])
@@ -302,10 +164,9 @@ def test_a_policy_that_forgets_is_as_if_new(name):
     made = {
         "bandit": lambda: BanditPolicy(3),
         "hf-heuristic": lambda: HfHeuristicPolicy(3, persist=True),
-        **{each: CAPTURED[each] for each in FORGETS},
-    }[name]
-    options = {"max_new_tokens": 30, "allow_lossy": True}
-    policy = made()
+    }
+    options = {"max_new_tokens": 30}
+    policy = made[name]() if name in made else POLICIES[name](LLAMA[1])
     if name == "bandit":  # it goes by the clock: what it was told is all that it has
         policy.start(2, torch.device("cpu"))
         policy.counts, policy.top = policy.counts + 1, policy.top + 1
@@ -374,7 +235,7 @@ def test_memory_is_planned_for_what_forwards_leave_in_place(backend):
 
 def test_graphs_need_a_gpu():
     with pytest.raises(InputError, match="compile is 'graphs', which needs a CUDA device, but the models are on cpu"):
-        decode("fixed:1", compile="graphs")
+        decode("fixed", compile="graphs")
 
 
 def test_a_model_on_several_devices_is_refused(backend):
@@ -488,11 +349,10 @@ def test_there_are_only_so_many_graphs():
 @pytest.mark.parametrize("name", CAPTURED)
 def test_cuda_graphs_are_the_plain_steps(name):
     models = [model.to("cuda") for model in one_layer_pair()]
-    policy = CAPTURED[name]()
-    if isinstance(policy, HeadPolicy):
-        made = policy.head.to("cuda").attach(input_embeddings(models[1]))
-        policy = HeadPolicy(made, 0.7, k_max=5, lag=policy.lag)
-    answers = [decode(policy, models=models, sampling=GREEDY, compile=mode) for mode in ("none", "graphs")]
+    answers = [
+        decoded(models, POLICIES[name](models[1]), PROMPTS, sampling=GREEDY, compile=mode)
+        for mode in ("none", "graphs")
+    ]
     assert [tokens for tokens, _ in answers[0]] == [tokens for tokens, _ in answers[1]]
 
 
@@ -505,8 +365,8 @@ def test_the_embedded_pair_and_its_own_head(spec, embedded_pair, embedded_pair_f
     policy = spec.format(head)
     lines = (embedded_pair_folder / "prompts" / "test.jsonl").read_text(encoding="utf-8").splitlines()[:3]
     prompts = [embedded_pair.tokenizer(json.loads(line)["prompt"])["input_ids"][:40] for line in lines]
-    options = {"models": (embedded_pair.target, embedded_pair.draft), "max_new_tokens": 16, "end_token_ids": [203]}
-    options |= {"sampling": Sampling(temperature=1.0, top_k=50)}
-    plain = decode(policy, prompts, **options)
-    assert decode(policy, prompts, **options, compile="graphs", chunk=4) == plain
+    models = embedded_pair.target, embedded_pair.draft
+    options = {"sampling": Sampling(temperature=1.0, top_k=50), "max_new_tokens": 16, "end_token_ids": [203]}
+    plain = decoded(models, policy, prompts, **options)
+    assert decoded(models, policy, prompts, **options, compile="graphs", chunk=4) == plain
     assert sum(stats.accepted for _, stats in plain) > 4 and backend.replays
