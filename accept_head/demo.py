@@ -12,11 +12,12 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -136,8 +137,8 @@ def demo(
     chosen = _tuned(output / "tuned.json", head)
     grid = {f"head:{h}": (f"head:{head}:{h}", {"threshold": h, "k_min": 1, "k_max": 20}) for h in THRESHOLDS}
     fixed = {f"fixed:{k}": (f"fixed:{k}", {"k": k}) for k in FIXED_K}
-    with Decoders(job, processes or min(4, os.cpu_count() or 1)) as decoders:
-        measured = decoders.run({"none": ("none", {})} | fixed | grid | chosen, test)
+    policies = {"none": ("none", {})} | fixed | grid | chosen
+    measured = _decode_all(job, processes or min(4, os.cpu_count() or 1), policies, test)
     measured.append(_oracle(output / "traces" / "test"))
     rows = compare(measured, costs)
     tuned_head = next(iter(chosen))
@@ -177,25 +178,17 @@ class DecodeJob:
     seed: int
 
 
-class Decoders:
-    """Processes that each hold the pair and decode batches of prompts, with a progress bar over all of them."""
-
-    def __init__(self, job: DecodeJob, processes: int):
-        # Spawned, because threads of torch and tokenizers do not survive a fork.
-        self.pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_decoder, initargs=(job,))
-
-    def __enter__(self) -> Decoders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pool.shutdown(cancel_futures=True)
-
-    def run(self, policies: dict[str, tuple[str, dict[str, Any]]], prompts: Sequence[Prompt]) -> list[Measured]:
-        """Decode all prompts with each policy. policies: name → (SPEC, params)."""
-        batches = [prompts[start : start + DECODE_BATCH] for start in range(0, len(prompts), DECODE_BATCH)]
-        futures = {name: [self.pool.submit(_decode, spec, b) for b in batches] for name, (spec, _) in policies.items()}
-        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        measured = []
+def _decode_all(
+    job: DecodeJob, processes: int, policies: dict[str, tuple[str, dict[str, Any]]], prompts: Sequence[Prompt]
+) -> list[Measured]:
+    """Decode all prompts with each policy, in processes that each hold the pair. policies: name → (SPEC, params)."""
+    batches = [prompts[start : start + DECODE_BATCH] for start in range(0, len(prompts), DECODE_BATCH)]
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    measured = []
+    # Spawned, because threads of torch and tokenizers do not survive a fork.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start_decoder, initargs=(job,))
+    try:
+        futures = {name: [pool.submit(_decode, spec, b) for b in batches] for name, (spec, _) in policies.items()}
         with Progress(*columns) as progress:
             task = progress.add_task("decode", total=len(policies) * len(batches))
             for name, mine in futures.items():
@@ -204,8 +197,14 @@ class Decoders:
                 for future in mine:
                     counts += future.result()
                     progress.advance(task)
-                measured.append(Measured(name=name, params=policies[name][1], counts=counts))
-        return measured
+                measured.append(_measured(name, policies[name][1], counts))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return measured
+
+
+def _measured(name: str, params: dict[str, Any], counts: Sequence[DecodeCounts]) -> Measured:
+    return Measured(name=name, params=params, counts=np.array([astuple(count) for count in counts]))
 
 
 _decoder: tuple[DecodeJob, Pair] | None = None  # of this process
@@ -249,7 +248,7 @@ def _oracle(folder: Path) -> Measured:
     """Theorem 4.1 on the coupled traces of the test prompts."""
     _, traces = read_traces(folder)
     counts = [oracle_counts(generated=len(row), rejections=row[:-1].count(False)) for row in traces["accepted"]]
-    return Measured(name="oracle", params={}, counts=counts)
+    return _measured("oracle", {}, counts)
 
 
 def _table(rows: list[dict[str, Any]], tuned: Sequence[str]) -> Table:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,8 +209,8 @@ def judged(
         policies["oracle"] = known.oracle
         if known.informed is not None:
             policies["informed"] = known.informed(costs)
-        keep = None if tested_on is None else np.flatnonzero(tested_on).tolist()
-        compared = compare([one.measured(keep) for one in policies.values()], costs)
+        keep = slice(None) if tested_on is None else np.flatnonzero(tested_on)
+        compared = compare([replace(one, counts=one.counts[keep]) for one in policies.values()], costs)
         shown = [*chosen, *({"informed", "oracle"} & set(policies))]
         shown.append(max((name for name in policies if name.startswith("fixed")), key=lambda n: speed(policies[n], c)))
         for name, row in zip(policies, compared, strict=True):

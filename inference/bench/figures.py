@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -190,11 +191,12 @@ def priced(
     for name in cell.names:
         if name == cell.twin + TWIN:
             continue
-        counts = {index: DecodeCounts.total([]) for index in prompts}
+        counts = {index: np.zeros(4) for index in prompts}
         for done in cell.finished[name]:
-            counts[done.request.index] += done.stats.counts
-        measured.append(Measured(name=name, params={}, counts=[counts[index] for index in prompts]))
-    measured.append(Measured(name="oracle", params={}, counts=[oracle[index] for index in prompts]))
+            counts[done.request.index] += astuple(done.stats.counts)
+        measured.append(Measured(name=name, params={}, counts=np.array(list(counts.values()))))
+    bound = np.array([astuple(oracle[index]) for index in prompts])
+    measured.append(Measured(name="oracle", params={}, counts=bound))
     figures = ("throughput", "speedup", "gain_over_best_fixed", "oracle_gap_closed")
     return {
         row["name"]: {**{figure: row[figure] for figure in figures}, "ci95": row["ci95"]["oracle_gap_closed"]}

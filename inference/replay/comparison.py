@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from accept_head.cost import DecodeCounts, ForwardCosts, oracle_gap_closed, total_time
+from accept_head.cost import ForwardCosts, oracle_gap_closed, total_time
 from accept_head.errors import InputError
 from accept_head.inference.replay.bootstrap import RESAMPLES, draws, interval
 
@@ -18,11 +18,14 @@ BOUNDS = ("informed", "oracle")  # rows that are bounds, not policies
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One policy's counts per prompt. All compared policies have the same prompts in the same order."""
+    """One policy on n prompts. All compared policies have the same prompts in the same order.
+
+    counts: (n, 4) generated tokens, discarded tokens, target forwards and draft forwards of each response.
+    """
 
     name: str
     params: dict[str, Any]
-    counts: Sequence[DecodeCounts]
+    counts: np.ndarray
 
 
 def compare(
@@ -43,7 +46,7 @@ def compare(
     if not fixed or "oracle" not in names:
         raise InputError("a comparison needs at least one fixed:K policy and the oracle")
     bounds = {f"{name}_gap_closed": names.index(name) for name in ("oracle", "informed") if name in names}
-    table = np.array([[_row(count) for count in policy.counts] for policy in measured])  # (policy, prompt, 4)
+    table = np.array([policy.counts for policy in measured], dtype=float)  # (policy, prompt, 4)
 
     everything = _figures(table.sum(1), costs, fixed, bounds)
     drawn = draws(table.shape[1], seed=seed, resamples=resamples)
@@ -88,7 +91,3 @@ def throughputs(totals: np.ndarray, costs: ForwardCosts) -> np.ndarray:
     generated, _, verified, drafts = np.moveaxis(totals, -1, 0)
     speculative = total_time(costs, draft_forwards=drafts, target_forwards=verified) / generated
     return 1 / np.where(drafts == 0, costs.t_autoregressive, speculative)
-
-
-def _row(count: DecodeCounts) -> tuple[float, float, float, float]:
-    return count.generated, count.discarded, count.target_forwards, count.draft_forwards

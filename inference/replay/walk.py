@@ -7,7 +7,7 @@ walk has the same distribution as the decode loop (docs/theory.md, post-hoc coup
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,30 +21,24 @@ from accept_head.inference.replay.coupled import CoupledTraces
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed:
+class Replayed(Measured):
     """The replay of one policy on n responses.
 
-    counts: (n, 4) generated tokens, discarded tokens, target forwards and draft forwards of each response.
     draft_lengths: (k_max + 1,) number of rounds by their draft length.
     at_risk: (k_max,) rounds that drafted to this depth with all earlier tokens accepted.
     accepted: (k_max,) those of them whose token at this depth was accepted too.
     """
 
-    name: str
-    params: dict[str, Any]
-    counts: np.ndarray
     draft_lengths: np.ndarray
     at_risk: np.ndarray
     accepted: np.ndarray
 
     @property
     def total(self) -> DecodeCounts:
-        return _counts(self.counts.sum(0))
-
-    def measured(self, responses: Sequence[int] | None = None) -> Measured:
-        """The input for `compare`. responses: only these; None = all."""
-        rows = self.counts if responses is None else self.counts[list(responses)]
-        return Measured(name=self.name, params=self.params, counts=[_counts(row) for row in rows])
+        generated, discarded, target_forwards, draft_forwards = map(float, self.counts.sum(0))
+        return DecodeCounts(
+            generated=generated, discarded=discarded, target_forwards=target_forwards, draft_forwards=draft_forwards
+        )
 
 
 def replay_fixed(traces: CoupledTraces, lengths: Sequence[int]) -> list[Replayed]:
@@ -62,9 +56,8 @@ def replay_oracle(traces: CoupledTraces) -> Replayed:
     """Replay the oracle, which stops just before each rejection (theorem 4.1). No policy does better."""
     walked = walk_rounds(traces, torch.minimum(traces.drafts, traces.leading)[:, None])
     walked.counts[:, 0] = [
-        [count.generated, count.discarded, count.target_forwards, count.draft_forwards]
+        astuple(oracle_counts(generated=len(row), rejections=list(row[:-1]).count(False)))
         for row in traces.traces["accepted"]
-        for count in [oracle_counts(generated=len(row), rejections=list(row[:-1]).count(False))]
     ]
     return replayed_of(walked, 0, "oracle", {})
 
@@ -131,13 +124,6 @@ def replayed_of(walked: Walked, lane: int, name: str, params: dict[str, Any]) ->
 def _at_least(histogram: np.ndarray) -> np.ndarray:
     """Number of rounds that reached depth 1, 2, …: (k_max + 1,) → (k_max,)."""
     return histogram[::-1].cumsum()[::-1][1:]
-
-
-def _counts(row: Sequence[float]) -> DecodeCounts:
-    generated, discarded, target_forwards, draft_forwards = map(float, row)
-    return DecodeCounts(
-        generated=generated, discarded=discarded, target_forwards=target_forwards, draft_forwards=draft_forwards
-    )
 
 
 def check_k_max(name: str, k_max: int, traces: CoupledTraces) -> None:

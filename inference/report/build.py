@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -55,7 +56,7 @@ def build_report(
     bounds = [*([replay_informed(traces, truth, costs)] if truth else []), replay_oracle(traces)]
     curves = {name: rule.curve(traces) for name, rule in rules.items()}
     everything = [none, *fixed, *(replayed for curve in curves.values() for replayed in curve), *bounds]
-    rows = compare([policy.measured() for policy in everything], costs, seed=seed)
+    rows = compare(everything, costs, seed=seed)
     domains = _domains(traces, everything, costs)
     speeds = {row["name"]: row["throughput"] for row in rows}
     best = max(fixed, key=lambda policy: speeds[policy.name])
@@ -105,7 +106,7 @@ def _domains(traces: CoupledTraces, policies: Sequence[Replayed], costs: Forward
     names = traces.domains
     for domain in sorted(set(names)):
         mine = [index for index, name in enumerate(names) if name == domain]
-        rows = compare([policy.measured(mine) for policy in policies], costs, resamples=1)
+        rows = compare([replace(policy, counts=policy.counts[mine]) for policy in policies], costs, resamples=1)
         for found, row in zip(results, rows, strict=True):
             kept = ("throughput", "speedup", "gain_over_best_fixed", "discard_rate", "verification_rate")
             found[domain] = DomainResult(**{name: row[name] for name in kept}, prompts=len(mine))

@@ -96,7 +96,7 @@ class Tuned:
         """One row per policy. spec: its SPEC for `--policy`, with costs_file if the policy predicts seconds."""
         bounds = [self.informed, self.oracle] if self.informed else [self.oracle]
         policies = [self.none, *self.fixed, *self.chosen.values(), *bounds]
-        rows = compare([policy.measured() for policy in policies], self.costs, seed=seed)
+        rows = compare(policies, self.costs, seed=seed)
         return [{**row, **({"spec": spec_of(row, costs_file)} if row["name"] not in BOUNDS else {})} for row in rows]
 
     @property

@@ -8,19 +8,16 @@ import numpy as np
 import pytest
 
 from accept_head import InputError
-from accept_head.cost import DecodeCounts, ForwardCosts
+from accept_head.cost import ForwardCosts
 from accept_head.inference.replay.comparison import Measured, compare, throughputs
 
 COSTS = ForwardCosts(t_draft=0.02, t_target=0.1)
 
 
-def counts(generated, discarded, rounds):
-    forwards = generated + discarded - rounds
-    return DecodeCounts(generated=generated, discarded=discarded, target_forwards=rounds, draft_forwards=forwards)
-
-
 def policy(name, *rows, **params):
-    return Measured(name=name, params=params, counts=[counts(*row) for row in rows])
+    """rows: generated and discarded tokens and target forwards of each prompt; each drafted token is one forward."""
+    counts = [(generated, discarded, rounds, generated + discarded - rounds) for generated, discarded, rounds in rows]
+    return Measured(name=name, params=params, counts=np.array(counts))
 
 
 def rows():
@@ -96,9 +93,7 @@ def test_a_comparison_without_baseline_or_oracle_is_refused():
 def test_throughput_counts_the_draft_forwards_that_drew_nothing():
     """Eq. 3.1, not its short form 5.1: a head read at lag 0 feeds the draft more tokens than it drafts."""
     plain = policy("head:0.5", (100, 30, 45))
-    idle = Measured(name="head:0.5,lag=0", params={}, counts=[
-        DecodeCounts(generated=100, discarded=30, target_forwards=45, draft_forwards=85 + 20)
-    ])  # fmt: skip
+    idle = Measured(name="head:0.5,lag=0", params={}, counts=np.array([[100, 30, 45, 85 + 20]]))
     table = compare([policy("fixed:2", (100, 40, 50)), policy("oracle", (100, 0, 30)), plain, idle], COSTS)
     assert table[2]["throughput"] == pytest.approx(100 / (0.02 * 85 + 0.1 * 45))
     assert table[3]["throughput"] == pytest.approx(100 / (0.02 * 105 + 0.1 * 45))
@@ -109,9 +104,7 @@ def test_the_target_alone_runs_at_its_own_pace():
     """Where nothing is drafted a token takes t_autoregressive, not a verification."""
     costs = ForwardCosts(t_draft=0.02, t_target=0.1, t_autoregressive=0.08)
     table = {row["name"]: row for row in compare(rows(), costs)}
-    none = Measured(name="none", params={}, counts=[
-        DecodeCounts(generated=100, discarded=0, target_forwards=100, draft_forwards=0)
-    ])  # fmt: skip
+    none = Measured(name="none", params={}, counts=np.array([[100, 0, 100, 0]]))
     (alone, *_) = compare([none, policy("fixed:2", (100, 40, 50)), policy("oracle", (100, 0, 30))], costs)
     assert (alone["throughput"], alone["speedup"]) == pytest.approx((12.5, 1.0))
     assert table["fixed:2"]["speedup"] == pytest.approx(0.08 / 0.068)
@@ -145,7 +138,7 @@ def test_intervals_are_those_of_a_bootstrap_over_prompts():
     """Resampled one at a time, with numbers of its own, and the best fixed length chosen in each resample."""
     measured, random = many(), np.random.default_rng(99)
     (row,) = [row for row in compare(measured, COSTS) if row["name"] == "head:0.5"]
-    tables = [np.array([[c.generated, c.discarded, c.target_forwards] for c in one.counts]) for one in measured]
+    tables = [one.counts[:, :3] for one in measured]
 
     def figures(chosen):
         speeds = []
