@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
-from accept_head.files import read_json, write_json
+from accept_head.files import is_number, read_json, write_json
 
 CALIBRATION_NAME = "calibration.json"
 Method = Literal["temperature", "affine"]
@@ -45,7 +45,7 @@ class DepthCalibration:
             raise InputError(f"calibration: method is {self.method!r}, expected one of {get_args(Method)}")
         for name in ("slopes", "intercepts"):
             values = getattr(self, name)
-            if not isinstance(values, list | tuple) or not all(_is_finite(value) for value in values):
+            if not isinstance(values, list | tuple) or not all(is_number(value) for value in values):
                 raise InputError(f"calibration: {name} is {values!r}, expected a list of one finite number a depth")
             object.__setattr__(self, name, tuple(values))  # JSON gives lists
         if not self.slopes or len(self.slopes) != len(self.intercepts):
@@ -153,7 +153,3 @@ def _logit(p: np.ndarray) -> np.ndarray:
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

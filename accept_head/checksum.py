@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,8 +90,8 @@ def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
                 if checksums[name] != _checksum(name, tensor):
                     raise ValueError(f"the checksum of {name!r} does not match")
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
-        message = " ".join(str(error).split())[:160]
-        raise InputError(f"{path}: damaged or not such a file ({message}); remove it to have it made again") from None
+        said = one_line(error)
+        raise InputError(f"{path}: damaged or not such a file ({said}); remove it to have it made again") from None
     return tensors
 
 

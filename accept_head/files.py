@@ -136,6 +136,11 @@ def has_half_pairs(text: str, value: Any) -> bool:
     return False
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value read from JSON is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _integer(text: str) -> int:
     if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:
         raise ValueError(f"the number {text[:24]} is too large")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from accept_head.base import places_of
 from accept_head.errors import InputError
+from accept_head.files import is_number
 from accept_head.signals import SIGNALS
 
 Predicts = Literal["token", "next", "both"]
@@ -56,21 +56,21 @@ class HeadConfig:
     residual: bool = True
 
     def __post_init__(self) -> None:
-        if not _is_int(self.hidden_size) or not 1 <= self.hidden_size <= MAX_CHANNELS:
-            raise InputError(f"head config: hidden_size is {self.hidden_size!r}, expected 1 to {MAX_CHANNELS}")
-        if self.width is not None and (not _is_int(self.width) or not 1 <= self.width <= MAX_CHANNELS):
-            raise InputError(f"head config: width is {self.width!r}, expected 1 to {MAX_CHANNELS}, or null")
-        if not _is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
-            raise InputError(f"head config: depth is {self.depth!r}, expected an integer from 0 to {MAX_DEPTH}")
-        if self.predicts not in get_args(Predicts):
-            raise InputError(f"head config: predicts is {self.predicts!r}, expected one of {get_args(Predicts)}")
-
-        if self.reads not in get_args(Reads):
-            raise InputError(f"head config: reads is {self.reads!r}, expected one of {get_args(Reads)}")
+        for name, least, most in (
+            ("hidden_size", 1, MAX_CHANNELS),
+            ("width", 1, MAX_CHANNELS),
+            ("depth", 0, MAX_DEPTH),
+        ):
+            value = getattr(self, name)
+            if (type(value) is not int or not least <= value <= most) and (name != "width" or value is not None):
+                raise InputError(f"head config: {name} is {value!r}, expected an integer from {least} to {most}")
+        for name, kind in (("predicts", Predicts), ("reads", Reads)):
+            if getattr(self, name) not in get_args(kind):
+                raise InputError(f"head config: {name} is {getattr(self, name)!r}, expected one of {get_args(kind)}")
         self._check_signals()
         self._check_base()
         if self.embedding_std is not None:
-            if not _is_finite(self.embedding_std) or not self.embedding_std > 0:
+            if not is_number(self.embedding_std) or not self.embedding_std > 0:
                 raise InputError(f"head config: embedding_std is {self.embedding_std!r}, expected a positive number")
             if self.predicts == "next":
                 raise InputError("head config: an embedding is of a drawn token, but predicts is 'next'")
@@ -86,7 +86,7 @@ class HeadConfig:
             raise InputError(f"head config: signals is {list(self.signals)}, in which one is named twice")
         for name in ("signal_mean", "signal_std"):
             values = getattr(self, name)
-            if len(values) != self.inputs or not all(_is_finite(value) for value in values):
+            if len(values) != self.inputs or not all(is_number(value) for value in values):
                 each = "function of the signals" if self.base else "signal"
                 raise InputError(f"head config: {name} is {values}, expected one finite number a {each}")
         if not all(value > 0 for value in self.signal_std):
@@ -171,11 +171,3 @@ class HeadConfig:
         if "hidden_size" not in values:
             raise InputError(f"{source}: field 'hidden_size' is missing")
         return cls(**values)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.files import sha256
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def load_model(
             output_loading_info=True,
         )
     except Exception as error:  # a wrong name, a damaged file, a bad config value: each library raises its own errors
-        raise InputError(f"{option} {name}: cannot be loaded as a causal language model ({_one_line(error)})") from None
+        raise InputError(f"{option} {name}: cannot be loaded as a causal language model ({one_line(error)})") from None
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers would continue with random numbers in its place.
@@ -132,7 +132,7 @@ def load_tokenizer(name: str | Path, option: str, trust_remote_code: bool = Fals
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, padding_side="left")
     except Exception as error:  # as above
-        raise InputError(f"{option} {name}: its tokenizer cannot be loaded ({_one_line(error)})") from None
+        raise InputError(f"{option} {name}: its tokenizer cannot be loaded ({one_line(error)})") from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -171,7 +171,7 @@ def checkpoint_fingerprint(name: str | Path) -> str:
             with safe_open(path, framework="pt") as file:
                 parts += [_describe(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: not readable as safetensors ({_one_line(error)})") from None
+            raise InputError(f"{path}: not readable as safetensors ({one_line(error)})") from None
     return sha256("\n".join(sorted(parts)))
 
 
@@ -260,10 +260,6 @@ def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype not in ("float32", "bfloat16", "float16"):
         raise InputError(f"dtype is {dtype!r}, expected auto, float32, bfloat16 or float16")
     return getattr(torch, dtype)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def attention_mask_for(model: PreTrainedModel, allowed: Tensor) -> Tensor:

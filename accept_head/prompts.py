@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.files import HALF_PAIR, has_half_pairs, sha256
 
 
@@ -109,7 +109,7 @@ def _dataset_records(source: str, split: str) -> Iterator[tuple[str, dict[str, A
     try:
         dataset = load_dataset(source, split=split)
     except Exception as error:  # datasets raises many kinds of errors for a wrong name, split, or no network
-        raise InputError(f"{source}: neither a file nor a data set ({' '.join(str(error).split())[:160]})") from None
+        raise InputError(f"{source}: neither a file nor a data set ({one_line(error)})") from None
     for number, record in enumerate(dataset):
         yield f"{source}, record {number}", record
 

@@ -11,9 +11,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.utils.data import DataLoader
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -60,15 +61,10 @@ class Threads:
         return list(self.pool.map(without_gradients, items))
 
 
-class Sized(Protocol):
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[Any]: ...
-
-
 class ReadAhead:
     """Applies `read` to the batches of `loader` in one of the threads, one batch ahead of the consumer."""
 
-    def __init__(self, loader: Sized, read: Callable[[Any], Any], threads: Threads):
+    def __init__(self, loader: DataLoader, read: Callable[[Any], Any], threads: Threads):
         self.loader, self.read, self.threads = loader, read, threads
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 
 MOST_BYTES = 1 << 20
 MOST_NESTED = 32
@@ -38,8 +38,9 @@ def check_config_files(options: Sequence[str]) -> None:
         except InputError:
             raise
         except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-            reason = " ".join(str(error).split())[:160]
-            raise InputError(f"--config {str(name)[-300:]}: not readable as YAML in UTF-8 ({reason})") from None
+            raise InputError(
+                f"--config {str(name)[-300:]}: not readable as YAML in UTF-8 ({one_line(error)})"
+            ) from None
 
 
 def config_names(options: Sequence[str]) -> Iterator[str]:

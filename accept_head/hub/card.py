@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from accept_head.files import is_number
 from accept_head.head_config import HeadConfig
 from accept_head.trace.config import TraceConfig
 
@@ -229,12 +230,8 @@ def _described(decoding: Mapping[str, Any]) -> str:
 
 def _numbers(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float]:
     """The entries of `values` in `names` that are finite numbers, with the card's names."""
-    return {name: values[name] for name in names if _is_number(values.get(name))}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return {name: values[name] for name in names if is_number(values.get(name))}
 
 
 def _shown(values: Mapping[str, Any], name: str, form: str) -> str:
-    return format(values[name], form) if _is_number(values.get(name)) else "–"
+    return format(values[name], form) if is_number(values.get(name)) else "–"

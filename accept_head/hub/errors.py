@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 
 LOG_IN = "log in with `hf auth login`"
 
@@ -46,10 +46,10 @@ def _reason(error: BaseException, otherwise: str) -> str:
             return _refusal(each)
     for each in chain:
         if isinstance(each, HTTPError | ConnectionError | TimeoutError):
-            return f"the connection to {constants.ENDPOINT} failed ({_one_line(each)}){otherwise}"
+            return f"the connection to {constants.ENDPOINT} failed ({one_line(each)}){otherwise}"
     if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is None:
         return "it is not in the local cache, and the Hub could not be reached"
-    return _one_line(chain[-1])
+    return one_line(chain[-1])
 
 
 def _refusal(error: HfHubHTTPError) -> str:
@@ -69,7 +69,7 @@ def _refusal(error: HfHubHTTPError) -> str:
         return f"the Hub refuses it (403){said}: your token must be allowed to do this"
     if code == 429:
         return f"the Hub's limit on requests is reached (429){said}: try again later"
-    return f"the Hub answered {code}{said or f' ({_one_line(error)})'}"
+    return f"the Hub answered {code}{said or f' ({one_line(error)})'}"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -77,7 +77,3 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:160] or type(error).__name__

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accept_head.checksum import check_parquet, seal_parquet
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.files import atomic_path
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS, POSITION_COLUMNS, trace_features
 from accept_head.trace.config import TraceConfig
@@ -89,10 +89,9 @@ def _read_table(folder: Path, config: TraceConfig, shard: int) -> Any:
         table = pq.read_table(path, page_checksum_verification=True, memory_map=True)
         table = table.select(schema.names).cast(pa.schema(list(schema)))
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        message = " ".join(str(error).split())[:160]
         raise InputError(
-            f"{path}: damaged or not a trace shard ({message}); the same `accept-head collect` with --repair true "
-            "makes it anew"
+            f"{path}: damaged or not a trace shard ({one_line(error)}); the same `accept-head collect` with --repair "
+            "true makes it anew"
         ) from None
     if table.num_rows != rows:
         raise InputError(f"{path}: {table.num_rows} records, expected {rows}")

@@ -20,7 +20,7 @@ from accept_head.signals import SIGNALS
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.learn import module as module_module
 from accept_head.training.learn.batches import collate
-from accept_head.training.learn.candidates import Base, Candidate
+from accept_head.training.learn.candidates import Candidate, Outcome
 from accept_head.training.learn.data import TraceData
 from accept_head.training.learn.module import HeadTraining
 
@@ -315,7 +315,7 @@ def test_a_weak_decay_is_taken_where_it_pays(draft, strong, weak, taken):
         return {"token": Quality(count=9, binary_kl=kl, **others)}
 
     heads = [new_head("token") for _ in range(2)]
-    base = Base(new_head("token"), of(0.6), {})
+    base = Outcome("", new_head("token"), of(0.6), {}, of(0.6))
     candidates = [Candidate("", head, W_REJ, base, decay) for head, decay in zip(heads, (8.0, 0.0), strict=True)]
     options = {"lr": 1e-3, "total_steps": 4, "steps_per_epoch": 2, "warmup_share": 0.0, "w_acc": W_ACC, "keep": "best"}
     module = HeadTraining(candidates, draft, **options)

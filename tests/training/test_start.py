@@ -7,7 +7,7 @@ import torch
 from accept_head import AcceptanceHead, HeadConfig
 from accept_head.base import places_of
 from accept_head.signals import SIGNALS
-from accept_head.training.learn.start import StateMoments, standardise, start_heads
+from accept_head.training.learn.start import principal_components, standardise, start_heads
 
 CHANNELS = 12
 
@@ -19,15 +19,8 @@ def states(count=5000):
     return mixed * torch.logspace(-1, 1.5, CHANNELS) + torch.linspace(-30, 30, CHANNELS)
 
 
-def moments(values):
-    found = StateMoments(CHANNELS)
-    for part in values.split(700):
-        found.add(part)
-    return found
-
-
 def test_components_are_standardised_and_uncorrelated():
-    weight, offset = moments(states()).components(5)
+    weight, offset = principal_components(states().split(700), 5)
     found = states() @ weight.t() + offset
     torch.testing.assert_close(found.mean(0), torch.zeros(5), atol=1e-3, rtol=0)
     torch.testing.assert_close(found.t().cov(correction=0), torch.eye(5), atol=2e-3, rtol=0)
@@ -36,7 +29,7 @@ def test_components_are_standardised_and_uncorrelated():
 def test_they_are_the_largest_ones():
     """The same space as by a singular value decomposition."""
     values = states()
-    weight, _ = moments(values).components(3)
+    weight, _ = principal_components(values.split(700), 3)
     _, _, axes = torch.linalg.svd(values.double() - values.double().mean(0), full_matrices=False)
     cosines = torch.nn.functional.normalize(weight.double(), dim=1) @ axes[:3].t()
     torch.testing.assert_close(cosines.abs(), torch.eye(3).double(), atol=1e-3, rtol=0)
@@ -45,7 +38,7 @@ def test_they_are_the_largest_ones():
 def test_what_does_not_vary_is_left_out():
     """Fewer states than channels, or channels that say nothing: rounding is not blown up to deviation 1."""
     few = states(4)
-    weight, offset = moments(few).components(CHANNELS)
+    weight, offset = principal_components([few], CHANNELS)
     found = few @ weight.t() + offset
     assert (weight[3:] == 0).all() and (offset[3:] == 0).all()
     assert found.isfinite().all() and found.abs().max() < 10

@@ -37,7 +37,7 @@ class BestWeights:
             self.weights[place] = {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
     def take(self) -> bool:
-        """Load the kept weights into their heads. Returns whether there are any."""
+        """Load the kept weights into their heads. Returns whether there are any; they must be judged again."""
         for place, state in self.weights.items():
             self.candidates[place].head.load_state_dict(state)
         return bool(self.weights)

@@ -25,24 +25,12 @@ from accept_head.training.learn.splits import Splits
 from accept_head.training.learn.start import start_heads
 
 
-@dataclass(frozen=True)
-class Base:
-    """The base that a head starts from, as a head of its own. dev, train: as in Outcome."""
-
-    head: AcceptanceHead
-    dev: dict[str, Quality]
-    train: dict[str, dict[str, float]]
-
-    def outcome(self, name: str) -> Outcome:
-        """The outcome for a head that is its base alone."""
-        return Outcome(name, self.head, self.dev, self.train, self.dev)
-
-
 class Outcome(NamedTuple):
     """A finished head and its quality.
 
     dev: its quality on dev traces. train: its quality on the training traces, as in metrics.json. base: the quality of
-    its base on dev traces; None for a head without a base. decay: used in its training; None for a base alone.
+    its base on dev traces, also of a base alone; None for a head without a base. decay: used in its training; None for
+    a base alone.
     """
 
     name: str
@@ -58,19 +46,20 @@ class Candidate:
     """A head to train.
 
     name: its name in a sweep, "" when it is the only head. One of the candidates with the same name is chosen in the
-    end. w_rej: its loss weight of rejection. base: where it starts; None for a head without a base. decay: rate per
+    end. w_rej: its loss weight of rejection. base: where it starts, a head of its own; None for a head
+    without a base. decay: rate per
     epoch at which its weights shrink at the peak of lr. label: its name in the logs.
     """
 
     name: str
     head: AcceptanceHead
     w_rej: float
-    base: Base | None = None
+    base: Outcome | None = None
     decay: float = 0.0
     label: str = ""
 
 
-def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict[str, Base]:
+def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict[str, Outcome]:
     """The base of each head, by the head's name. Heads with the same loss weights share one base."""
     common = next(iter(recipes.values()))
     packing: Packing = "prefix" if common.packing == "prefix" else "exact"
@@ -84,17 +73,18 @@ def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict
     )
 
     @cache
-    def fitted(w_rej: float) -> Base:
+    def fitted(w_rej: float) -> Outcome:
         head = fit_base(
             train, dev, hidden_size=channels, signals=SIGNALS, predicts=common.predicts, w_acc=common.w_acc, w_rej=w_rej
         )
-        return Base(head, qualities(head, dev), train_quality(head, train))
+        quality = qualities(head, dev)
+        return Outcome("", head, quality, train_quality(head, train), quality)
 
-    return {name: fitted(recipe.w_rej) for name, recipe in recipes.items()}
+    return {name: fitted(recipe.w_rej)._replace(name=name) for name, recipe in recipes.items()}
 
 
 def make_candidates(
-    recipes: dict[str, Recipe], bases: dict[str, Base], draft: PreTrainedModel, traces: Dataset, seed: int
+    recipes: dict[str, Recipe], bases: dict[str, Outcome], draft: PreTrainedModel, traces: Dataset, seed: int
 ) -> list[Candidate]:
     """The heads to train, each with its initial weights. traces: the training traces."""
     common = next(iter(recipes.values()))

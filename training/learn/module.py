@@ -207,10 +207,6 @@ class HeadTraining(L.LightningModule):
                 self.best.judge(index, self.dev_quality[index])
         self.judged_step = self.global_step
 
-    def take_best(self) -> bool:
-        """Load the kept best weights into their heads. Returns whether there are any; they must be judged again."""
-        return self.best.take()
-
     def outcomes(self) -> list[Outcome]:
         """The outcome for each name: its chosen candidate, or the base when no residual paid."""
         return [self._outcome(place) for place in self.best.chosen()]
@@ -218,7 +214,7 @@ class HeadTraining(L.LightningModule):
     def _outcome(self, index: int) -> Outcome:
         candidate, base = self.candidates[index], self.candidates[index].base
         if base is not None and self.keep == "best" and index not in self.best.weights:
-            return base.outcome(candidate.name)
+            return base
         dev, train = self.dev_quality[index], self.train_quality(index)
         head, of_base = candidate.head.float().cpu(), base.dev if base is not None else None
         return Outcome(candidate.name, head, dev, train, of_base, candidate.decay)

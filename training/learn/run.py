@@ -91,7 +91,7 @@ def run_training(settings: TrainSettings) -> None:
     bases = fit_bases(recipes, splits, hidden_size(draft)) if recipe.base and recipe.signals else {}
     if not recipe.residual:
         check_out(settings.out, sweep=sweep)
-        _save(settings, [base.outcome(name) for name, base in bases.items()], recipes, splits, 0)
+        _save(settings, list(bases.values()), recipes, splits, 0)
         return
     sampler = data.sampler(rank=0, world=processes)
     module = HeadTraining(
@@ -195,7 +195,7 @@ def _fit(
     )
     last = run_folder / "last.ckpt"
     trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None, weights_only=True)
-    if module.take_best() or not all(module.dev_quality):  # a finished run that is run again has nothing left to fit
+    if module.best.take() or not all(module.dev_quality):  # a finished run that is run again has nothing left to fit
         trainer.validate(module, data, verbose=False)
     return trainer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ModelShape:
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         except Exception as error:  # as in pair.load_model
-            unreached = " ".join(str(error).split())[:120]
+            unreached = one_line(error)
             folder = Path(model_shapes) / name if model_shapes is not None else None
             if folder is None or not (folder / "config.json").is_file():
                 instead = f", and {folder} has no config.json" if folder else "; --model_shapes names stand-ins"

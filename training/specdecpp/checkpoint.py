@@ -11,9 +11,9 @@ difference z₁ − z₀ is linear in the last B's output. It becomes the one lo
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accept_head.errors import InputError
@@ -22,6 +22,7 @@ from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig
 from accept_head.hub.card import CardFacts, model_card
 from accept_head.hub.folder import TRAINING_NAME, WEIGHTS_NAME, head_folder
+from accept_head.hub.stored import read_weights
 from accept_head.version import VERSION
 
 PICKLE_NAME = "pytorch_model.bin"
@@ -39,9 +40,9 @@ def read_checkpoint(name: str | Path) -> AcceptanceHead:
     """
     folder = _local(name)
     config = _head_config(folder / "config.json")
-    tensors = _tensors(folder / WEIGHTS_NAME, config)
+    weights = _weights(folder / WEIGHTS_NAME, config)  # before anything of that size is made
     head = AcceptanceHead(config)
-    head.load_state_dict(_ours(tensors, config.depth))
+    head.load_state_dict(weights)
     return head.eval()
 
 
@@ -86,45 +87,27 @@ def _head_config(path: Path) -> HeadConfig:
         raise InputError(f"{path}: {error} (their num_layers is our depth)") from None
 
 
-def _tensors(path: Path, config: HeadConfig) -> dict[str, Tensor]:
-    """Their tensors by name. Names and shapes must be exactly those of such a head; they are checked before reading."""
+def _weights(path: Path, config: HeadConfig) -> dict[str, Tensor]:
+    """The state dict of an AcceptanceHead, from their file, which must hold exactly the tensors of such a head.
+
+    The difference of the two classes is in float64 and rounded once.
+    """
     size, depth = config.hidden_size, config.depth
-    block = {"linear.weight": (size, size), "linear.bias": (size,)}
-    expected = {f"model.{i}.{part}": shape for i in range(depth) for part, shape in block.items()}
-    expected |= {f"model.{depth}.weight": (2, size), f"model.{depth}.bias": (2,)}
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            for name in names:
-                shape = tuple(file.get_slice(name).get_shape())
-                if expected.get(name) != shape:
-                    what = f"shape {expected[name]}" if name in expected else "no such tensor"
-                    raise InputError(
-                        f"{path}: tensor {name!r} has shape {shape}, expected {what} in a SpecDec++ head of "
-                        f"hidden_size {size} and {depth} layers"
-                    )
-            stored = {name: file.get_tensor(name) for name in names}
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: not readable as safetensors ({' '.join(str(error).split())[:160]})") from None
-    for name, tensor in stored.items():
-        if not tensor.is_floating_point() or not tensor.double().isfinite().all():
-            raise InputError(f"{path}: tensor {name!r} holds something else than finite floating-point numbers")
-    blocks = sorted({int(name.split(".")[1]) for name in stored if ".linear." in name})
-    if len(blocks) == 1:  # the shared block, stored under the name of one layer
-        for part in (part for part in block if f"model.{blocks[0]}.{part}" in stored):
-            stored |= {f"model.{i}.{part}": stored[f"model.{blocks[0]}.{part}"] for i in range(depth)}
-    if missing := sorted(set(expected) - set(stored)):
-        raise InputError(f"{path}: tensor {missing[0]!r} is missing")
-    return stored
+    parts = {"linear.weight": (size, size), "linear.bias": (size,)}
+    output = {f"model.{depth}.weight": (2, size), f"model.{depth}.bias": (2,)}
 
+    def expected(names: Set[str]) -> dict[str, tuple[int, ...]]:
+        stored = [place for place in range(depth) if any(f"model.{place}.{part}" in names for part in parts)]
+        # The shared block is stored once, under the name of one layer.
+        places = stored if len(stored) == 1 else range(depth)
+        return output | {f"model.{place}.{part}": shape for place in places for part, shape in parts.items()}
 
-def _ours(theirs: dict[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """The state dict of an AcceptanceHead. The difference of the two classes is in float64 and rounded once."""
-    state = {
-        f"blocks.{i}.linear.{part}": theirs[f"model.{i}.linear.{part}"].float()
-        for i in range(depth)
-        for part in ("weight", "bias")
-    }
+    theirs = read_weights(path, expected)
+    state: dict[str, Tensor] = {}
+    for part in parts:
+        stored = [theirs[name] for place in range(depth) if (name := f"model.{place}.{part}") in theirs]
+        blocks = stored * depth if len(stored) == 1 else stored
+        state |= {f"blocks.{place}.{part}": block.float() for place, block in enumerate(blocks)}
     for part in ("weight", "bias"):
         rejected, accepted = theirs[f"model.{depth}.{part}"].double()
         state[f"output.{part}"] = (accepted - rejected).unsqueeze(0).float()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.files import parse_json
 
 
@@ -40,7 +40,7 @@ def read_records(path: Path, vocab_size: int) -> list[Record]:
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not readable as JSON ({' '.join(str(error).split())[:160]})") from None
+        raise InputError(f"{path}: not readable as JSON ({one_line(error)})") from None
     if not isinstance(values, list) or not values:
         raise InputError(f"{path}: expected a JSON list of at least one record, found {_kind(values)}")
     return [_record(f"{path}, record {place}", value, place, vocab_size) for place, value in enumerate(values)]
