@@ -18,13 +18,15 @@ from accept_head.inference.engine import cache
 from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.head import HeadPolicy
-from tests.inference.support.decoders import LLAMA, POLICIES
+from tests.inference.support.decoders import LLAMA, online
+from tests.inference.support.decoders import POLICIES as EVERY
 from tests.inference.support.decoders import decode as run
 from tests.inference.support.toy import VOCAB, ragged_prompts
 from tests.rehearsal.pretend_cuda import pretend_cuda
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20, top_p=0.95), Sampling(temperature=0)
 PROMPTS = [prompt[:16] for prompt in ragged_prompts(6)]
+POLICIES = EVERY | {"head by tenants": online(reads="before", per_tenant=True)}
 TENANTS = ["ann", "bob", "ann", "eve", "bob", "ann"]
 HERE = LLAMA
 with pretend_cuda():

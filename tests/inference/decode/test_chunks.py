@@ -29,7 +29,7 @@ SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20), Sampling(temperature=0)
 PROMPTS = ragged_prompts(5, longest=16)
 # They decide with the host after each token, or go by how often they were asked.
 ONE_BY_ONE = {"head online", "head trains", "adaspec", "budget retrospective"}
-CHUNKED = [name for name in EVERY if name not in ONE_BY_ONE and name != "head by tenants"]
+CHUNKED = [name for name in EVERY if name not in ONE_BY_ONE]
 
 
 # What a round leaves behind, which the next one makes anew.

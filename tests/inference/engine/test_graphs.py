@@ -31,7 +31,7 @@ PROMPTS = [prompt[:16] for prompt in ragged_prompts(6)]
 
 
 # Graphs hold forwards, and steps that ask no policy.
-FORWARDS_ALONE = {"hf-confidence", "max-prob-mean", "head trains", "head by tenants"}
+FORWARDS_ALONE = {"hf-confidence", "max-prob-mean", "head trains"}
 CAPTURED = [name for name in POLICIES if name not in FORWARDS_ALONE]
 
 

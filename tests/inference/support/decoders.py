@@ -151,6 +151,5 @@ POLICIES = {
     "head calibrated": head(RecalibratedHeadPolicy, calibration=AFFINE),
     "head online": online(),
     "head online, before": online(reads="before", predicts="both"),
-    "head by tenants": online(reads="before", per_tenant=True),
     "head trains": online(reads="before", train=True),
 }
