@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from accept_head.checksum import read_tensors
 from accept_head.errors import InputError
-from accept_head.inference.replay.rollouts import read_rollouts, roll_out
+from accept_head.inference.replay.rollouts import roll_out
 from accept_head.pair import context_tokens
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.trace.config import TraceConfig, check_coupled, check_made_by
@@ -75,7 +76,7 @@ class CoupledTraces:
         position's token was drawn from. hidden: (rollouts, k_max − 1, hidden) the same for each rollout's tokens."""
         position = rollout = 0
         for path, positions, rollouts in self.shards:
-            tensors = read_rollouts(path, ("fed_hidden", "hidden"))
+            tensors = read_tensors(path, ("fed_hidden", "hidden"))
             yield (
                 slice(position, position + positions),
                 slice(rollout, rollout + rollouts),
@@ -147,7 +148,7 @@ def _read_shards(
     for number, path in enumerate(paths):
         mine = lengths[number * config.shard_size : (number + 1) * config.shard_size]
         positions = int(mine.sum())
-        part = read_rollouts(path, SMALL)
+        part = read_tensors(path, SMALL)
         used = int((part["position"] < positions).sum())  # they are in order
         part = {name: tensor[:used] for name, tensor in part.items()}
         part |= {name: part[name][:, : k_max - 1] for name in ("ids", "logprob", "entropy", "max_prob")}

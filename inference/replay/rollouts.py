@@ -7,8 +7,6 @@ position to the longest possible round. The hidden states of both parts are kept
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from accept_head.checksum import read_tensors, save_tensors
+from accept_head.checksum import save_tensors
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
@@ -33,27 +31,6 @@ FOLDER_NAME, CONFIG_NAME = "rollouts", "rollout_config.json"
 RESPONSES, ROLLOUTS = 16, 128  # batch sizes; as in collect, a rollout does not depend on the others in its batch
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How a folder of rollouts was made. traces: fingerprint of their config. k_max: tokens of the longest round."""
-
-    traces: str
-    draft_fingerprint: str
-    dtype: str
-    k_max: int
-    version: int = ROLLOUT_VERSION
-
-    @classmethod
-    def load(cls, path: Path) -> RolloutConfig | None:
-        """None if the file is missing or of another version: the rollouts are then made anew."""
-        if not path.is_file():
-            return None
-        values = read_json(path)
-        known = {field.name for field in fields(cls)}
-        usable = set(values) == known and values["version"] == ROLLOUT_VERSION and type(values["k_max"]) is int
-        return cls(**values) if usable else None
-
-
 def roll_out(
     draft: PreTrainedModel, folder: Path, config: TraceConfig, traces: Any, *, k_max: int, shards: int
 ) -> list[Path]:
@@ -64,14 +41,16 @@ def roll_out(
     """
     check_served(draft)
     place = folder / FOLDER_NAME
-    wanted = RolloutConfig(
-        traces=config.fingerprint(),
-        draft_fingerprint=config.draft_fingerprint,
-        dtype=str(draft.dtype).removeprefix("torch."),
-        k_max=k_max,
-    )
-    there = RolloutConfig.load(place / CONFIG_NAME)
-    usable = there is not None and replace(there, k_max=k_max) == wanted and there.k_max >= k_max
+    wanted = {
+        "traces": config.fingerprint(),
+        "draft_fingerprint": config.draft_fingerprint,
+        "dtype": str(draft.dtype).removeprefix("torch."),
+        "k_max": k_max,
+        "version": ROLLOUT_VERSION,
+    }
+    there = read_json(place / CONFIG_NAME) if (place / CONFIG_NAME).is_file() else {}
+    longest: int = there.get("k_max", 0)
+    usable = type(longest) is int and longest >= k_max and {**there, "k_max": k_max} == wanted
     paths = [place / f"shard-{shard:05d}.safetensors" for shard in range(shards)]
     missing = [shard for shard, path in enumerate(paths) if not usable or not path.is_file()]
     if missing:
@@ -79,19 +58,14 @@ def roll_out(
     if not usable:
         for old in place.glob("*.safetensors"):
             old.unlink()
-        write_json(place / CONFIG_NAME, asdict(wanted))
-    longest = there.k_max if there is not None and usable else k_max
+        write_json(place / CONFIG_NAME, wanted)
+        longest = k_max
     for shard in tqdm(missing, unit="shard", desc="rollouts", disable=not missing):
         first = shard * config.shard_size
         records = traces.with_format("numpy")[first : first + config.shard_rows(shard)]
         with atomic_path(paths[shard]) as temporary:
             save_tensors(roll_out_records(draft, records, config, longest), temporary)
     return paths
-
-
-def read_rollouts(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors of one shard, by their names in `roll_out_records`. Raises InputError naming a damaged file."""
-    return read_tensors(path, names)
 
 
 @torch.no_grad()
@@ -107,16 +81,28 @@ def roll_out_records(
     hidden: (R, k_max - 1, hidden), the state that each of its tokens was drawn from.
     """
     count = len(records["prompt_ids"])
-    parts = [_roll_out_group(draft, group, config, k_max) for group in _groups(records, range(0, count, RESPONSES))]
+    groups = [
+        {name: values[first : first + RESPONSES] for name, values in records.items()}
+        for first in range(0, count, RESPONSES)
+    ]
+    parts = [_roll_out_group(draft, group, config, k_max) for group in groups]
     starts = np.cumsum([0, *(len(part["fed_hidden"]) for part in parts)])
     for part, start in zip(parts, starts[:-1], strict=True):
         part["position"] += int(start)
     return {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
 
 
-def _groups(records: dict[str, Any], starts: range) -> Iterator[dict[str, Any]]:
-    for start in starts:
-        yield {name: values[start : start + RESPONSES] for name, values in records.items()}
+def feed_responses(model: PreTrainedModel, group: dict[str, Any], k_max: int) -> tuple[CachedModel, Tensor]:
+    """A cache with one row a response, with its prompt, and room for a round after it. Also its hidden states.
+
+    Rows with a spent budget are fed beside the others, but not beyond the model's context.
+    """
+    ids = [
+        torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
+    ]
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(model.device)
+    trunk = CachedModel(model, len(ids), min(padded.shape[1] + k_max, context_tokens(model)))
+    return trunk, trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=model.device), 0)
 
 
 def _roll_out_group(
@@ -125,16 +111,10 @@ def _roll_out_group(
     """Feed the prefixes once, one row a response. Each rollout then continues a copy of its row from the rejected
     position; a ragged cache needs no rewind for that."""
     device = draft.device
-    ids = [
-        torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
-    ]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(device)
     prompts = torch.tensor([len(prompt) for prompt in group["prompt_ids"]])
     lengths = torch.tensor([len(response) for response in group["response_ids"]])
-    # Rows with a spent budget are still fed beside the others, but not beyond the draft's context.
-    trunk = CachedModel(draft, len(ids), min(padded.shape[1] + k_max, context_tokens(draft)))
-    states = trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=device), 0)
-    row = torch.repeat_interleave(torch.arange(len(ids)), lengths)
+    trunk, states = feed_responses(draft, group, k_max)
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     step = torch.cat([torch.arange(n) for n in lengths.tolist()])
     fed = states[row, prompts[row] - 1 + step]
 

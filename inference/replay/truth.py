@@ -7,7 +7,7 @@ models over the rollouts. The result is stored beside the rollouts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, overlap
-from accept_head.checksum import save_tensors
+from accept_head.checksum import read_tensors, save_tensors
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.replay.coupled import CoupledTraces
-from accept_head.inference.replay.rollouts import RESPONSES, ROLLOUTS, read_rollouts
-from accept_head.pair import checkpoint_fingerprint, context_tokens, load_model
+from accept_head.inference.replay.rollouts import RESPONSES, ROLLOUTS, feed_responses
+from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import finished_config, read_shard
 
@@ -57,15 +57,16 @@ def informed_tables(
     model.
     """
     place = traces.shards[0][0].parents[1] / FOLDER_NAME
-    rollouts = [read_rollouts(path, ("position", "ids")) for path, *_ in traces.shards]
-    wanted = InformedConfig(
-        traces=traces.config.fingerprint(),
-        target_fingerprint=traces.config.target_fingerprint,
-        draft_fingerprint=traces.config.draft_fingerprint,
-        k_max=rollouts[0]["ids"].shape[1] + 1,
-    )
+    rollouts = [read_tensors(path, ("position", "ids")) for path, *_ in traces.shards]
+    wanted = {
+        "traces": traces.config.fingerprint(),
+        "target_fingerprint": traces.config.target_fingerprint,
+        "draft_fingerprint": traces.config.draft_fingerprint,
+        "k_max": rollouts[0]["ids"].shape[1] + 1,
+        "version": INFORMED_VERSION,
+    }
     paths = [place / path.name for path, *_ in traces.shards]
-    usable = InformedConfig.load(place / CONFIG_NAME) == wanted
+    usable = (place / CONFIG_NAME).is_file() and read_json(place / CONFIG_NAME) == wanted
     missing = [
         shard
         for shard, (path, part) in enumerate(zip(paths, rollouts, strict=True))
@@ -81,7 +82,7 @@ def informed_tables(
         if not usable:
             for old in place.glob("*.safetensors"):
                 old.unlink()
-            write_json(place / CONFIG_NAME, asdict(wanted))
+            write_json(place / CONFIG_NAME, wanted)
         for shard in tqdm(missing, unit="shard", desc="informed bound"):
             tables = ask_records(*models, _records(traces, shard), rollouts[shard], traces.config)
             with atomic_path(paths[shard]) as temporary:
@@ -115,30 +116,9 @@ def check_target(config: TraceConfig, folder: Path, target_fingerprint: str) -> 
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class InformedConfig:
-    """How a folder of tables was made. traces: fingerprint of their config. k_max: tokens of the longest round."""
-
-    traces: str
-    target_fingerprint: str
-    draft_fingerprint: str
-    k_max: int
-    version: int = INFORMED_VERSION
-
-    @classmethod
-    def load(cls, path: Path) -> InformedConfig | None:
-        """None if the file is missing or of another version: the tables are then made anew."""
-        if not path.is_file():
-            return None
-        values = read_json(path)
-        known = {field.name for field in fields(cls)}
-        usable = set(values) == known and values["version"] == INFORMED_VERSION and type(values["k_max"]) is int
-        return cls(**values) if usable else None
-
-
 def _is_of(path: Path, ids: Tensor) -> bool:
     """Whether the file is a table of exactly these tokens. Rollouts made again on another machine can differ."""
-    return path.is_file() and torch.equal(read_rollouts(path, ("ids",))["ids"], ids)
+    return path.is_file() and torch.equal(read_tensors(path, ("ids",))["ids"], ids)
 
 
 def _records(traces: CoupledTraces, shard: int) -> dict[str, Any]:
@@ -153,7 +133,7 @@ def _joined(traces: CoupledTraces, paths: list[Path]) -> InformedTables:
     for name in ("acceptance", "overlap"):
         parts = [torch.from_numpy(np.concatenate(records[name][:]))]
         for path, (_, _, used) in zip(paths, traces.shards, strict=True):
-            parts.append(read_rollouts(path, (name,))[name][:used, : traces.k_max - 1].reshape(-1))
+            parts.append(read_tensors(path, (name,))[name][:used, : traces.k_max - 1].reshape(-1))
         whole[name] = torch.cat(parts)
     inside = torch.arange(traces.k_max - 1) < traces.rollout_lengths[:, None]
     known = torch.cat([torch.ones(traces.positions, dtype=torch.bool), inside.reshape(-1)])
@@ -203,7 +183,7 @@ def _ask_group(
     asked = torch.where(acceptance > 0)[0]
     if not len(asked):
         return truth
-    trunks = [_trunk(model, group, ids.shape[1] + 1) for model in models]
+    trunks = [feed_responses(model, group, ids.shape[1] + 1)[0] for model in models]
     for chunk in asked.split(max(1, min(ROLLOUTS, CHUNK_ELEMENTS // (ids.shape[1] * config.vocab_size)))):
         p, q = (_distributions(trunk, row[chunk], fed[chunk], places[chunk], config) for trunk in trunks)
         truth[0, chunk] = acceptance_probability(p, q, ids[chunk].to(p.device)).cpu()
@@ -217,14 +197,3 @@ def _distributions(trunk: CachedModel, row: Tensor, fed: Tensor, places: Tensor,
     device = trunk.model.device
     logits = trunk.copy(row.to(device)).forward(fed.to(device), places.to(device), int(places.max())).logits
     return config.sampling.probabilities(logits[..., : config.vocab_size])
-
-
-def _trunk(model: PreTrainedModel, group: dict[str, Any], k_max: int) -> CachedModel:
-    """A cache with one row a response, with its prompt, and room for a round after it."""
-    ids = [
-        torch.from_numpy(np.concatenate(pair)) for pair in zip(group["prompt_ids"], group["response_ids"], strict=True)
-    ]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(model.device)
-    trunk = CachedModel(model, len(ids), min(padded.shape[1] + k_max, context_tokens(model)))
-    trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=model.device), 0)
-    return trunk

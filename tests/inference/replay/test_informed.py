@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from accept_head import InputError, Sampling
 from accept_head.acceptance import acceptance_probability, overlap
-from accept_head.checksum import save_tensors
+from accept_head.checksum import read_tensors, save_tensors
 from accept_head.cost import ForwardCosts
 from accept_head.inference import RowPolicy, generate
 from accept_head.inference.engine.cache import CachedModel
@@ -25,7 +25,6 @@ from accept_head.inference.replay import informed as module
 from accept_head.inference.replay import truth as truth_module
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.replay.informed import replay_informed
-from accept_head.inference.replay.rollouts import read_rollouts
 from accept_head.inference.replay.truth import CONFIG_NAME, InformedTables, ask_records, check_target, informed_tables
 from accept_head.inference.replay.walk import replay_fixed, replay_oracle, replayed_of, walk_rounds
 from accept_head.prompts import load_prompts
@@ -197,7 +196,7 @@ def toy(tmp_path_factory):
             collected(models, PROMPTS, place, sampling=sampling, max_new_tokens=12, ends=(3, 5))
             load_coupled(place, models[1], "draft", k_max=6)
             config, traces = read_traces(place)
-            parts = [read_rollouts(path, ("position", "length", "ids")) for path in sorted(place.glob("rollouts/*.s*"))]
+            parts = [read_tensors(path, ("position", "length", "ids")) for path in sorted(place.glob("rollouts/*.s*"))]
             lengths = [len(ids) for ids in traces["response_ids"]]
             for shard, part in enumerate(parts):
                 part["position"] += sum(lengths[: shard * config.shard_size])
@@ -316,7 +315,7 @@ def test_longer_rollouts_and_other_tokens_are_asked_anew(files):
     files.tables(k_max=8)
     assert files.asked == [0, 1, 2]
     path = files.traces / "rollouts" / "shard-00001.safetensors"
-    tensors = read_rollouts(
+    tensors = read_tensors(
         path, ("position", "length", "ids", "logprob", "entropy", "max_prob", "hidden", "fed_hidden")
     )
     tensors["ids"][0, 0] = (tensors["ids"][0, 0] + 1) % 3
