@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import inspect
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from accept_head.inference.bench.arrivals import Arrival
 from accept_head.inference.bench.cells import Job
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.registry import make_policy
-from accept_head.inference.profile.device import device_name
+from accept_head.inference.profile.device import command_line, device_name, versions
 from accept_head.pair import checkpoint_fingerprint
 from accept_head.prompts import prompts_fingerprint
 
@@ -28,18 +25,15 @@ SETTINGS = (
 )  # parameters of the verb that are recorded unchanged
 
 
-def header(
-    job: Job, verb: Callable[..., None], given: Mapping[str, Any], traces: Mapping[str, Sequence[Arrival]]
-) -> dict[str, Any]:
+def header(job: Job, given: Mapping[str, Any], traces: Mapping[str, Sequence[Arrival]]) -> dict[str, Any]:
     """The header. given: the verb's values by parameter.
 
     In the result, settings: everything that a cell's figures depend on. They do not depend on the other cells.
     """
     where = {"device": device_name(job.pair.target.device), "threads": torch.get_num_threads()}
-    versions = {name: version(name) for name in ("accept-head", "torch", "transformers")}
     return {
-        "command": command_line(verb, given),
-        "versions": versions,
+        "command": command_line(),
+        "versions": versions(),
         **where,
         "date": datetime.date.today().isoformat(),
         "settings": {
@@ -52,20 +46,10 @@ def header(
             "target": checkpoint_fingerprint(given["target"]),
             "draft": checkpoint_fingerprint(given["draft"]),
             "dtype": str(job.pair.target.dtype).removeprefix("torch."),
-            "measured": {**where, "versions": versions},
+            "measured": {**where, "versions": versions()},
         },
     }
 
 
 def _digest(arrivals: Sequence[Arrival]) -> str:
     return sha256(repr([(a.seconds, a.prompt_tokens, a.output_tokens) for a in arrivals]))
-
-
-def command_line(verb: Callable[..., None], given: Mapping[str, Any]) -> str:
-    """The command with these values. Options with their default value are left out."""
-    words = ["accept-head", verb.__name__]
-    for name, parameter in inspect.signature(verb).parameters.items():
-        if (value := given[name]) != parameter.default:
-            parts = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
-            words += [f"--{name}", *map(str, parts)]
-    return shlex.join(words)

@@ -1,9 +1,11 @@
-"""The machine that is measured: its description, and waiting for it."""
+"""The machine that is measured: its description, that of the software, and waiting for it."""
 
 from __future__ import annotations
 
 import datetime
 import platform
+import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,18 @@ def conditions(target: str, draft: str, pair: Pair, compile: Compile) -> dict[st
         "compile": compile,
         "device": device_name(pair.target.device),
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("accept-head", "torch", "transformers")},
+        "versions": versions(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def versions() -> dict[str, str]:
+    return {name: version(name) for name in ("accept-head", "torch", "transformers")}
+
+
+def command_line() -> str:
+    """The command that this process was started with."""
+    return shlex.join(["accept-head", *sys.argv[1:]])
 
 
 def device_name(device: torch.device) -> str:

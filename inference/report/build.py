@@ -6,7 +6,6 @@ import datetime
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from accept_head.cost import ForwardCosts
 from accept_head.head.network import AcceptanceHead
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.profile.device import device_name
+from accept_head.inference.profile.device import device_name, versions
 from accept_head.inference.replay.comparison import compare
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.informed import replay_informed
@@ -93,7 +92,7 @@ def build_report(
             "command": command,
             "settings chosen on these very traces": ", ".join(here) or "none",
             "traces": config.fingerprint()[:16],
-            "versions": ", ".join(f"{name} {version(name)}" for name in ("accept-head", "torch", "transformers")),
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
             "hardware": f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores (replay)",
             "date": datetime.date.today().isoformat(),
         },

@@ -136,7 +136,7 @@ def bench(
         chunk=chunk,
     )
     check_all_lossless(names, pair, verifier, samplings, allow_lossy=allow_lossy)
-    head = header(job, bench, given, traces)
+    head = header(job, given, traces)
     wanted = [Place(file, batch, sampling) for file in traces or [None] for batch in batches for sampling in samplings]
     console = make_console(unseen_width=132)
     kept = Unfinished(path, head["settings"])

@@ -6,12 +6,12 @@ is chosen on these traces, and the page says so.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file
 from accept_head.inference.costs.files import read_costs
+from accept_head.inference.profile.device import command_line
 from accept_head.inference.replay.coupled import LONGEST, load_coupled
 from accept_head.inference.replay.truth import informed_tables, target_loader
 from accept_head.inference.report.build import build_report
@@ -76,7 +76,7 @@ def report(
     truth = informed_tables(coupled, model, load_target)
     data = build_report(
         coupled, heads, priced, tokenizer, chosen=settings, truth=truth,
-        responses=responses, seed=seed, command=" ".join(["accept-head", *sys.argv[1:]]),
+        responses=responses, seed=seed, command=command_line(),
     )  # fmt: skip
     for file in write_report(data, path):
         print(f"wrote {file}")
