@@ -50,7 +50,7 @@ def quality(logits: Tensor, labels: Tensor) -> Quality:
         count=labels.numel(),
         binary_kl=binary_kl(labels, logits).mean().item(),
         constant_kl=binary_kl(labels, constant).mean().item(),
-        brier=brier(predicted, labels),
+        brier=(predicted - labels).square().mean().item(),
         ece=expected_calibration_error(predicted, labels),
         auroc=auroc(predicted, labels),
         mean_predicted=predicted.mean().item(),
@@ -64,11 +64,6 @@ def binary_kl(labels: Tensor, logits: Tensor) -> Tensor:
     cross_entropy = -(labels * F.logsigmoid(logits) + (1 - labels) * F.logsigmoid(-logits))
     entropy = -(torch.xlogy(labels, labels) + torch.xlogy(1 - labels, 1 - labels))
     return cross_entropy - entropy
-
-
-def brier(predicted: Tensor, labels: Tensor) -> float:
-    """Mean (P̂ − a)². Both (n,)."""
-    return (predicted - labels).square().mean().item()
 
 
 def expected_calibration_error(predicted: Tensor, labels: Tensor, bins: int = ECE_BINS) -> float:

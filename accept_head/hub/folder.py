@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import snapshot_download
 
@@ -27,17 +27,6 @@ HEAD_FILES = (
     TRAINING_NAME,
 )
 HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
-
-
-class HubName(NamedTuple):
-    repo: str
-    revision: str | None  # a branch, a tag or a commit; None = main
-
-
-def hub_name(name: str | Path) -> HubName | None:
-    """The parts of a name on the Hub; None for anything else. An existing path is not a name."""
-    found = HUB_NAME.fullmatch(str(name))
-    return None if found is None or Path(name).exists() else HubName(found["repo"], found["revision"])
 
 
 def head_folder(name: str | Path, *, revision: str | None = None, **download: Any) -> Path:
@@ -59,15 +48,15 @@ def head_folder(name: str | Path, *, revision: str | None = None, **download: An
         return folder
     if is_file:
         raise InputError(f"{folder}: not a head folder")
-    hub = hub_name(name)
+    hub = HUB_NAME.fullmatch(str(name))
     if hub is None:
         raise InputError(f"{name}: no such folder, nor a name on the Hub, user/name or user/name@revision")
-    if revision is not None and hub.revision not in (None, revision):
+    if revision is not None and hub["revision"] not in (None, revision):
         raise InputError(f"{name}: the revision is also given as {revision!r}")
-    revision = revision or hub.revision
-    shown = f"{hub.repo}@{revision}" if revision else hub.repo
+    repo, revision = hub["repo"], revision or hub["revision"]
+    shown = f"{repo}@{revision}" if revision else repo
     with hub_errors(f"{shown}: no such folder, and from the Hub"):
-        folder = Path(snapshot_download(hub.repo, revision=revision, allow_patterns=list(HEAD_FILES), **download))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=list(HEAD_FILES), **download))
     for file in (HEAD_CONFIG_NAME, WEIGHTS_NAME):
         if not (folder / file).is_file():
             raise InputError(f"{shown}: the repository has no {file}, so it is not a head")

@@ -26,19 +26,20 @@ def test_a_file_appears_only_when_it_is_whole(tmp_path):
     assert (tmp_path / "file").read_text() == "whole" and names(tmp_path) == ["file"]
 
 
-def test_an_exception_leaves_the_old_file_and_no_partial(tmp_path):
-    (tmp_path / "file").write_text("old")
-    with pytest.raises(RuntimeError, match="midway"), atomic_path(tmp_path / "file") as temporary:
+@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("old", ["none", "file", "folder"])
+def test_an_exception_leaves_the_old_one_and_no_partial(tmp_path, old, raised):
+    path = tmp_path / "name"
+    if old == "folder":
+        path.mkdir()
+    kept = path / "kept" if old == "folder" else path
+    if old != "none":
+        kept.write_text("old")
+    with pytest.raises(raised), atomic_path(path) as temporary:
         temporary.write_text("half")
-        raise RuntimeError("midway")
-    assert (tmp_path / "file").read_text() == "old" and names(tmp_path) == ["file"]
-
-
-def test_an_interrupt_leaves_no_partial_either(tmp_path):
-    with pytest.raises(KeyboardInterrupt), atomic_path(tmp_path / "file") as temporary:
-        temporary.write_text("half")
-        raise KeyboardInterrupt
-    assert names(tmp_path) == []
+        raise raised
+    assert names(tmp_path) == ([] if old == "none" else ["name"])
+    assert old == "none" or kept.read_text() == "old"
 
 
 def test_a_folder_replaces_an_older_one_whole(tmp_path):
@@ -49,17 +50,6 @@ def test_a_folder_replaces_an_older_one_whole(tmp_path):
         temporary.mkdir()
         (temporary / "fresh").write_text("new")
     assert names(tmp_path) == ["folder"] and names(folder) == ["fresh"]
-
-
-def test_an_exception_leaves_the_old_folder_and_no_partial(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "kept").write_text("old")
-    with pytest.raises(RuntimeError, match="midway"), atomic_path(folder) as temporary:
-        temporary.mkdir()
-        (temporary / "fresh").write_text("new")
-        raise RuntimeError("midway")
-    assert names(tmp_path) == ["folder"] and names(folder) == ["kept"]
 
 
 def test_a_rename_that_fails_leaves_no_partial(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import read_traces
 
 FROM_FILE = ("prompt_ids", "response_ids", "draft_ids", "acceptance")
@@ -230,20 +229,3 @@ def test_wrong_options_are_refused(run_warm, tmp_path, flags, said):
     done = run_warm("import-specdecpp", "--out", tmp_path / "out", *flags)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_the_embedded_pairs_traces_come_back_at_the_research_codes_own_settings(
-    embedded_pair_folder, collect, run_warm, tmp_path
-):
-    """Trained models, plain softmaxes, and no option left that is not theirs."""
-    options = {"max_new_tokens": 48, "max_prompts": 40, "top_k": 0}
-    original = collect(embedded_pair_folder, tmp_path / "original", prompts="dev", **options)
-    _, traces = read_traces(original)
-    (tmp_path / "data.json").write_text(their_data(traces))
-    pair = ("--target", embedded_pair_folder / "target", "--draft", embedded_pair_folder / "draft")
-    done = run_warm("import-specdecpp", "--data", tmp_path / "data.json", *pair, "--out", tmp_path / "back")
-    assert done.returncode == 0, done.stderr
-    _, found = read_traces(tmp_path / "back")
-    assert_same(found, traces, BY_MODELS)
-    assert TraceConfig.load(tmp_path / "back").sampling == TraceConfig.load(original).sampling

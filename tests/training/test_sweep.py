@@ -199,7 +199,7 @@ def test_the_head_whose_loss_is_not_finite_is_named_and_none_is_saved(arguments,
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("accept-head"))
     assert "head depth2-w_rej3e+38: the loss is" in line and "step 0" in line
-    assert not (tmp_path / "heads").exists()
+    assert not (tmp_path / "heads").exists() and not (run_folder(tmp_path / "heads") / "last.ckpt").exists()
 
 
 @pytest.mark.parametrize(
