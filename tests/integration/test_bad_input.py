@@ -380,7 +380,7 @@ def test_print_config_prints_a_yaml_that_the_verb_reads(verb, given, run_warm):
     assert yaml.safe_load(again.stdout) == printed
 
 
-@pytest.mark.parametrize("verb", ["collect", "train", "demo"])
+@pytest.mark.parametrize("verb", ["collect", "train", "demo", "generate", "profile", "tune"])
 def test_every_verb_has_help_that_explains_each_option(verb, run_warm):
     done = run_warm(verb, "--help")
     assert done.returncode == 0, done.stderr

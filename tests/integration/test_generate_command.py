@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from accept_head.inference.verbs.generate import generate_file
 from accept_head.inference.verbs.terminal import Terminal
@@ -226,36 +225,6 @@ def test_min_p_drops_what_it_says(command, tmp_path, sampled, records, embedded_
 
     assert least_share(done.lines) >= 0.2 - 1e-4
     assert least_share(sampled.lines) < 0.1
-
-
-def test_settings_come_from_a_yaml_and_flags_win(command, tmp_path, greedy):
-    config = tmp_path / "generate.yaml"
-    config.write_text(yaml.safe_dump({"policy": "confidence:0.3,k_max=3", "seed": 5, "batch_size": 2}))
-    done = command(tmp_path, config=config, seed=6)
-    assert token_ids(done) == token_ids(greedy)
-    assert (done.summary["policy"], done.summary["seed"]) == ("confidence:0.3,k_max=3", 6)
-    assert "2 rows" in done.summary["memory"]
-
-
-def test_print_config_prints_a_yaml_that_it_reads(pair_flags, run_warm, tmp_path):
-    out = tmp_path / "out.jsonl"
-    arguments = ["generate", *pair_flags, "--prompts", "p.jsonl", "--out", out, "--stop", '["a b", "\\n"]']
-    done = run_warm(*arguments, "--print_config")
-    assert (done.returncode, done.stderr) == (0, "")
-    printed = yaml.safe_load(done.stdout)
-    assert (printed["out"], printed["stop"], printed["policy"]) == (str(out), ["a b", "\n"], "fixed:4")
-    config = tmp_path / "printed.yaml"
-    config.write_text(done.stdout)
-    again = run_warm("generate", "--config", config, "--print_config")
-    assert yaml.safe_load(again.stdout) == printed
-    assert not out.exists()
-
-
-def test_help_explains_each_option(run_warm):
-    done = run_warm("generate", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    for option in ("--policy POLICY", "--stop STOP", "--min_p MIN_P", "--config", "--print_config", "--list-policies"):
-        assert option in " ".join(done.stdout.split())
 
 
 # --- interrupted runs -----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
 
 from accept_head import Sampling, load_pair
 from accept_head.cli import main
@@ -218,19 +217,6 @@ def test_longer_rounds_than_the_rollouts_have_are_rolled_out_anew(tune, place):
 def test_fewer_prompts(tune):
     done = tune("--max_prompts", 10, *SMALL)
     assert done.tuned["traces"]["prompts"] == 10
-
-
-def test_options_come_from_a_yaml_and_flags_win(tune, place):
-    config = place / "tune.yaml"
-    heads = [str(place / "drawn"), str(place / "before")]
-    config.write_text(yaml.safe_dump({"head": heads, "k_min": [2], "k_max": [6], "objective": "mean"}))
-    done = tune("--config", config)
-    assert [name for name in heads if row(done, f"head:{name}:")] == heads
-    params = row(done, "confidence")["params"]
-    assert (params["k_min"], params["k_max"]) == (2, 6)
-    done = tune("--config", config, "--k_min", 3, "--head", heads[1])
-    assert row(done, "confidence")["params"]["k_min"] == 3
-    assert not any(heads[0] in one["name"] for one in done.tuned["policies"])
 
 
 def test_the_same_run_gives_the_same_file(tune, place):
@@ -469,11 +455,3 @@ def test_the_console_command_does_it_and_says_nothing_on_stderr(made, place, run
     rows = json.loads((place / "tuned.json").read_text())["policies"]
     assert all(one["throughput"] > 0 for one in rows)
     assert (place / "drawn" / "decoding.json").is_file()
-
-
-def test_help_explains_each_option(run_warm):
-    done = run_warm("tune", "--help")
-    words = " ".join(done.stdout.split())
-    assert (done.returncode, done.stderr) == (0, "")
-    for option in ("--head", "--k_min", "--k_max", "--lag", "--objective", "--target_times", "--costs"):
-        assert option in words

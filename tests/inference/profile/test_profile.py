@@ -72,18 +72,13 @@ def pair_clock(clock, random_pair):
 # --- eq. 3.1 --------------------------------------------------------------------------------------------------------
 
 
-def test_the_regression_over_real_rounds_finds_the_clocks_costs(pair_clock, random_pair):
-    fit = regress_rounds(random_pair, PROMPTS, max_new_tokens=14)
-    assert fit.costs.t_draft == pytest.approx(T_DRAFT)
-    assert fit.costs.t_target == pytest.approx(T_TARGET)
-    assert fit.costs.t_autoregressive == pytest.approx(T_ALONE)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_regression_over_real_rounds_finds_the_clocks_costs(pair_clock, random_pair, temperature):
+    fit = regress_rounds(random_pair, PROMPTS, sampling=Sampling(temperature=temperature), max_new_tokens=14)
+    costs = (fit.costs.t_draft, fit.costs.t_target, fit.costs.t_autoregressive)
+    assert costs == pytest.approx((T_DRAFT, T_TARGET, T_ALONE))
     assert fit.r_squared == pytest.approx(1)
     assert fit.rounds > 20
-
-
-def test_a_sampled_regression_finds_them_too(pair_clock, random_pair):
-    fit = regress_rounds(random_pair, PROMPTS, sampling=Sampling(temperature=1), max_new_tokens=12)
-    assert fit.costs.t_draft == pytest.approx(T_DRAFT) and fit.costs.t_target == pytest.approx(T_TARGET)
 
 
 def test_a_rounds_time_does_not_hold_the_prefill(pair_clock, random_pair, monkeypatch):
@@ -137,29 +132,20 @@ def regress(monkeypatch, pair, rounds):
     return regress_rounds(pair, PROMPTS, max_new_tokens=24)
 
 
-def test_noiseless_rounds_give_the_coefficients_exactly(monkeypatch, random_pair):
-    fit = regress(monkeypatch, random_pair, Rounds())
-    costs = (fit.costs.t_draft, fit.costs.t_target, fit.costs.t_autoregressive)
-    assert costs == pytest.approx((T_DRAFT, T_TARGET, T_ALONE))
-    assert fit.r_squared == pytest.approx(1)
-
-
-def test_noisy_rounds_give_the_coefficients_nearly(monkeypatch, random_pair):
-    rounds = Rounds(noise=0.05)
+@pytest.mark.parametrize(
+    ("noise", "every", "near", "r_squared"),
+    [(0, 0, 1e-9, (1 - 1e-9, 1 + 1e-9)), (0.05, 0, 0.03, (0.9, 1)), (0.02, 33, 0.03, (0.9, 1))],
+    ids=["noiseless", "noisy", "3 % take 50 times as long: somebody else had the processor"],
+)
+def test_rounds_give_the_coefficients_and_a_few_very_slow_ones_hardly_matter(
+    monkeypatch, random_pair, noise, every, near, r_squared
+):
+    rounds = Rounds(noise=noise, every=every)
     fit = regress(monkeypatch, random_pair, rounds)
-    assert (fit.costs.t_draft, fit.costs.t_target) == pytest.approx(rounds.reference()[0], rel=0.03)
-    assert (fit.costs.t_draft, fit.costs.t_target) == pytest.approx((T_DRAFT, T_TARGET), rel=0.03)
-    assert fit.costs.t_autoregressive == pytest.approx(T_ALONE, rel=0.02)
-    assert 0.9 < fit.r_squared < 1
-
-
-def test_a_few_very_slow_rounds_hardly_matter(monkeypatch, random_pair):
-    """3 % of the rounds take 50 times as long: somebody else had the processor."""
-    rounds = Rounds(noise=0.02, every=33)
-    fit = regress(monkeypatch, random_pair, rounds)
-    assert (fit.costs.t_draft, fit.costs.t_target) == pytest.approx(rounds.reference()[0], rel=0.03)
-    assert fit.costs.t_autoregressive == pytest.approx(T_ALONE, rel=0.02)
-    assert fit.r_squared > 0.9
+    assert (fit.costs.t_draft, fit.costs.t_target) == pytest.approx(rounds.reference()[0], rel=near)
+    assert (fit.costs.t_draft, fit.costs.t_target) == pytest.approx((T_DRAFT, T_TARGET), rel=near)
+    assert fit.costs.t_autoregressive == pytest.approx(T_ALONE, rel=near)
+    assert r_squared[0] < fit.r_squared < r_squared[1]
 
 
 def test_with_the_outliers_left_in_they_matter(monkeypatch, random_pair):
@@ -272,6 +258,11 @@ def arguments(folder, pair_folder, **options):
     return ["profile", *(str(word) for name, value in given.items() for word in (f"--{name}", value))]
 
 
+def map_options(folder, **options):
+    sizes = {"batch_sizes": "[3,1,2]", "draft_lengths": "[0,2]"}
+    return {"batch_map": folder / "map.json", "max_prompts": 4, **sizes, **options}
+
+
 def check_numbers(costs):
     assert all(costs[name] > 0 for name in ("t_draft", "t_target", "t_autoregressive"))
     assert 0 < costs["r_squared"] <= 1
@@ -342,6 +333,13 @@ REFUSED = {
     "a target that does not exist": (lambda f: {"target": f / "nowhere"}, ["--target", "nowhere"]),
     "an output that is a folder": (lambda f: {"out": f}, ["--out"]),
     "an output below a file": (lambda f: {"out": "/proc/version/costs.json"}, ["--out", "/proc/version"]),
+    "a size without a map": (lambda f: {"batch_sizes": "[1]"}, ["batch_sizes", "--batch_map"]),
+    "no batch size 1": (lambda f: map_options(f, batch_sizes="[2,4]"), ["batch_sizes", "[2, 4]", "expected 1"]),
+    "batch size 0": (lambda f: map_options(f, batch_sizes="[0,1]"), ["batch_sizes", "[0, 1]"]),
+    "no draft length 0": (lambda f: map_options(f, draft_lengths="[1,2]"), ["draft_lengths", "[1, 2]", "expected 0"]),
+    "a map that is a folder": (lambda f: map_options(f, batch_map=f), ["--batch_map", "folder"]),
+    "both into one file": (lambda f: map_options(f, batch_map=f / "costs.json"), ["--batch_map", "costs.json"]),
+    "too short for long drafts": (lambda f: map_options(f, draft_lengths="[0,12]"), ["max_new_tokens is 24", "26"]),
 }
 
 
@@ -352,16 +350,7 @@ def test_bad_input_is_one_line_that_names_it(name, quick, random_pair_folder, tm
     assert main(options) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("accept-head: ")]
     assert line.startswith("accept-head: error: ") and all(words in line for words in named)
-    assert not list(tmp_path.iterdir())
-
-
-def test_print_config_prints_a_yaml_that_it_reads(run_warm, random_pair_folder, tmp_path):
-    printed = run_warm(*arguments(tmp_path, random_pair_folder), "--print_config")
-    assert (printed.returncode, printed.stderr) == (0, "")
-    config = tmp_path / "profile.yaml"
-    config.write_text(printed.stdout)
-    assert run_warm("profile", "--config", config, "--print_config").stdout == printed.stdout
-    assert "max_new_tokens: 24" in printed.stdout
+    assert not quick.asked and not list(tmp_path.iterdir())
 
 
 # --- captured forwards and steps: the stand-in for CUDA graphs --------------------------------------------------------
@@ -627,13 +616,8 @@ def test_a_grid_of_one_batch_size_leaves_the_costs_as_they_are():
     assert fit_round_costs(alone, bare, bare) == {"draft": bare, "target": bare}
 
 
-def map_arguments(folder, pair_folder, **options):
-    sizes = {"batch_sizes": "[3,1,2]", "draft_lengths": "[0,2]"}
-    return arguments(folder, pair_folder, **{"batch_map": folder / "map.json", "max_prompts": 4, **sizes, **options})
-
-
 def test_the_command_writes_a_batch_map(quick, random_pair_folder, tmp_path, capsys):
-    assert main(map_arguments(tmp_path, random_pair_folder)) == 0
+    assert main(arguments(tmp_path, random_pair_folder, **map_options(tmp_path))) == 0
     written = json.loads((tmp_path / "map.json").read_text())
     assert (written["batch_sizes"], written["draft_lengths"]) == ([1, 2, 3], [0, 2])
     table = read_batch_table(tmp_path / "map.json")
@@ -664,34 +648,10 @@ def test_what_is_printed_for_vllm_is_the_table_that_is_written(
     grid = grid_of(seconds, (1, 2, 4), (0, 2), 40 * seconds)
     grid = replace(grid, at_risk=np.array([100, 80]), accepted=np.array([80, 40]))
     monkeypatch.setattr(verb, "measure_rounds", lambda *_, **__: grid)
-    assert main(map_arguments(tmp_path, random_pair_folder)) == 0
+    assert main(arguments(tmp_path, random_pair_folder, **map_options(tmp_path))) == 0
     table = [[1, 2, 2], [3, 4, 0]]
     assert json.loads((tmp_path / "map.json").read_text())[FIELD] == table
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("vllm")]
     config = json.loads(shlex.split(line)[-1])
     assert (config["num_speculative_tokens"], config[FIELD]) == (2, table)
     assert config["model"] == str(random_pair_folder / "draft")
-
-
-MAP_REFUSED = {
-    "a size without a map": (lambda f: {"batch_map": None}, ["batch_sizes", "--batch_map"]),
-    "no batch size 1": (lambda f: {"batch_sizes": "[2,4]"}, ["batch_sizes", "[2, 4]", "expected 1"]),
-    "batch size 0": (lambda f: {"batch_sizes": "[0,1]"}, ["batch_sizes", "[0, 1]"]),
-    "no draft length 0": (lambda f: {"draft_lengths": "[1,2]"}, ["draft_lengths", "[1, 2]", "expected 0"]),
-    "a map that is a folder": (lambda f: {"batch_map": f}, ["--batch_map", "folder"]),
-    "both into one file": (lambda f: {"batch_map": f / "costs.json"}, ["--batch_map", "costs.json"]),
-    "responses too short for a long draft": (lambda f: {"draft_lengths": "[0,12]"}, ["max_new_tokens is 24", "26"]),
-}
-
-
-@pytest.mark.parametrize("name", MAP_REFUSED)
-def test_a_map_that_cannot_be_measured_is_refused_in_one_line(name, quick, random_pair_folder, tmp_path, capsys):
-    change, named = MAP_REFUSED[name]
-    options = map_arguments(tmp_path, random_pair_folder, **change(tmp_path))
-    if "None" in options:
-        place = options.index("None")
-        options = options[: place - 1] + options[place + 1 :]
-    assert main(options) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("accept-head: ")]
-    assert line.startswith("accept-head: error: ") and all(words in line for words in named)
-    assert not quick.asked and not list(tmp_path.iterdir())
