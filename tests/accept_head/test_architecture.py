@@ -8,7 +8,6 @@ files of a room may import each other, but there is no cycle.
 import ast
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -32,9 +31,6 @@ ORDER = {
 FRONT_DOORS = {"accept_head.cli", "accept_head.demo"}  # they call both floors above
 MOST_LINES, MOST_ENTRIES = 300, 16  # of a file, and of the listing of inference/
 HEAVY = ["lightning", "vllm", "flash_attn", "datasets", "jsonargparse"]
-
-# What does not hold yet. An entry that is mended must go, so this can only shrink.
-KNOWN: set[str] = set()
 
 
 def read_tree():
@@ -115,7 +111,7 @@ def cycles(graph):
     return {frozenset(other for other in reached[m] if m in reached[other]) for m in graph if m in reached[m]}
 
 
-def violations(tree, inference=()):
+def violations(tree, inference):
     """One line for each rule that is broken somewhere. inference: the names in that folder."""
     graph = import_graph(tree)
     found = set()
@@ -140,120 +136,14 @@ def violations(tree, inference=()):
 def test_the_product_keeps_every_rule():
     tree = read_tree()
     names = [path.name for path in (ROOT / "inference").iterdir() if not path.name.startswith(("__pycache__", "."))]
-    found = violations(tree, names)
-    assert sorted(found - KNOWN) == [], "new violations"
-    assert sorted(KNOWN - found) == [], "mended: take them out of KNOWN"
+    assert len({module_of(path) for path in tree}) == len(tree) > 150, "each file is read once"
+    assert sorted(violations(tree, names)) == []
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_room_of_the_order_is_there(folder):
     rooms = {place_of(module_of(path))[1] for path in read_tree() if path.startswith(f"{folder}/")}
     assert rooms - {""} == set(ORDER[folder]) and len(ORDER[folder]) == len(rooms - {""})
-
-
-# --- the rules can fail
-
-WAYS_TO_IMPORT = [
-    "import accept_head.{parent}.{leaf}",
-    "import accept_head.{parent}.{leaf} as other",
-    "from accept_head.{parent} import {leaf}",
-    "from accept_head.{parent}.{leaf} import anything",
-    "from {parent}.{leaf} import anything",
-    "def late():\n    from accept_head.{parent}.{leaf} import anything",
-    "if TYPE_CHECKING:\n    import accept_head.{parent}.{leaf}",
-]
-
-
-def tree_of(sources):
-    """A tree with these files, path → source, and some that they may import."""
-    files = ["accept_head/errors.py", "accept_head/cost.py", "accept_head/cli.py"]
-    files += ["training/launch.py", "training/learn/run.py", "training/respond/vllm.py"]
-    files += ["inference/policy.py", "inference/costs/files.py", "inference/decode/loop.py", "inference/verbs/tune.py"]
-    folders = {f"{parent}/__init__.py" for file in files for parent in Path(file).parents if parent != Path(".")}
-    return dict.fromkeys([*files, *folders], "") | sources
-
-
-def test_a_tree_without_imports_breaks_no_rule():
-    assert violations(tree_of({}), ["a"] * MOST_ENTRIES) == set()
-    allowed = "from accept_head.errors import InputError\nimport torch\nfrom accept_head.inference.costs import files"
-    assert violations(tree_of({"inference/decode/loop.py": allowed})) == set()
-    front_door = "import accept_head.inference.verbs.tune, accept_head.errors"
-    assert violations(tree_of({"accept_head/cli.py": front_door})) == set()
-
-
-def test_the_rules_look_at_each_file_once():
-    tree = read_tree()
-    assert len({module_of(path) for path in tree}) == len(tree) > 150
-    assert not any(path.startswith(("accept_head/training/", "accept_head/inference/")) for path in tree)
-
-
-FORBIDDEN = [
-    ("accept_head/cost.py", "training.learn", "run", "on another floor"),
-    ("accept_head/cost.py", "inference.costs", "files", "on another floor"),
-    ("training/launch.py", "inference.costs", "files", "on another floor"),
-    ("inference/policy.py", "training.learn", "run", "on another floor"),
-    ("training/launch.py", "training.learn", "run", "in a later room"),
-    ("training/respond/vllm.py", "training.learn", "run", "in a later room"),
-    ("inference/policy.py", "inference.costs", "files", "in a later room"),
-    ("inference/costs/files.py", "inference.decode", "loop", "in a later room"),
-]
-
-
-@pytest.mark.parametrize("way", WAYS_TO_IMPORT)
-@pytest.mark.parametrize(("importer", "parent", "leaf", "why"), FORBIDDEN)
-def test_an_import_that_points_upward_is_seen(importer, parent, leaf, why, way):
-    module = module_of(importer)
-    found = violations(tree_of({importer: way.format(parent=parent, leaf=leaf)}))
-    assert found == {f"{module} imports accept_head.{parent}.{leaf}, {why}"}
-
-
-@pytest.mark.parametrize(
-    ("importer", "source"),
-    [
-        ("accept_head/cost.py", "from . import training"),
-        ("accept_head/cost.py", "from .training.learn import run"),
-        ("training/launch.py", "from .learn import run"),
-        ("training/launch.py", "from ..inference.costs import files"),
-        ("training/respond/vllm.py", "from ..learn.run import anything"),
-        ("training/respond/__init__.py", "from ..learn.run import anything"),
-    ],
-)
-def test_a_relative_import_that_points_upward_is_seen(importer, source):
-    (line,) = violations(tree_of({importer: source}))
-    assert line.endswith(("on another floor", "in a later room"))
-
-
-def test_rooms_of_the_ground_floor_have_an_order():
-    assert violations(tree_of({"accept_head/errors.py": "from accept_head.cost import total_time"})) == {
-        "accept_head.errors imports accept_head.cost, in a later room"
-    }
-    assert violations(tree_of({"accept_head/cost.py": "from accept_head.errors import InputError"})) == set()
-    assert violations(tree_of({"accept_head/cost.py": "from accept_head import load_pair"})) == {
-        "accept_head.cost imports accept_head, in a later room"
-    }
-
-
-def test_a_file_outside_every_room_is_seen():
-    assert violations(tree_of({"inference/fused_loop.py": ""})) == {"inference/fused_loop.py is in no room"}
-
-
-def test_a_long_file_and_a_long_listing_are_seen():
-    assert violations(tree_of({"inference/policy.py": "\n" * MOST_LINES})) == set()
-    long = tree_of({"inference/policy.py": "\n" * (MOST_LINES + 1)})
-    assert violations(long) == {"inference/policy.py is longer than 300 lines"}
-    assert violations(tree_of({}), ["a"] * (MOST_ENTRIES + 1)) == {"inference has more than 16 entries"}
-
-
-@pytest.mark.parametrize("length", [2, 3])
-@pytest.mark.parametrize("hidden", ["{}", "def late():\n    {}", "if TYPE_CHECKING:\n    {}"])
-def test_a_cycle_in_one_room_is_seen(length, hidden):
-    names = [f"part{place}" for place in range(length)]
-    imports = {a: f"import accept_head.inference.decode.{b}" for a, b in pairwise([*names, names[0]])}
-    imports[names[-1]] = hidden.format(imports[names[-1]])
-    sources = {f"inference/decode/{name}.py": source for name, source in imports.items()}
-    found = violations(tree_of(sources))
-    assert found == {f"cycle: {', '.join(f'accept_head.inference.decode.{name}' for name in names)}"}
-    assert violations(tree_of(sources | {f"inference/decode/{names[-1]}.py": ""})) == set()
 
 
 # --- what importing does
