@@ -7,10 +7,8 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from accept_head import InputError, Sampling, load_pair
+from accept_head import InputError, load_pair
 from accept_head.pair import load_model
-from accept_head.training.collect.score import score
-from accept_head.training.respond.transformers import respond
 
 TEXTS = ["Once upon a time", "<|user|>What are three ways to build a pillow fort?<|assistant|>", "The"]
 
@@ -35,16 +33,6 @@ def test_a_part_is_on_disk_and_a_part_in_memory(spread):
     assert set(spread.target.hf_device_map.values()) == {"cpu", "disk"}
     kinds = {parameter.device.type for parameter in spread.target.parameters()}
     assert kinds == {"cpu", "meta"}
-
-
-def test_responses_and_scores_are_those_of_the_whole_target(spread, embedded_pair):
-    prompts = [embedded_pair.tokenizer(text)["input_ids"] for text in TEXTS]
-    options = {"max_new_tokens": 16, "seed": 3, "vocab_size": embedded_pair.vocab_size}
-    said = respond(embedded_pair.target, embedded_pair.tokenizer, prompts, Sampling(), **options)
-    assert respond(spread.target, spread.tokenizer, prompts, Sampling(), **options) == said
-    of = {"seed": 1, "indices": [0, 1, 2]}
-    whole = score(embedded_pair, prompts, said, Sampling(), **of)
-    assert score(spread, prompts, said, Sampling(), **of) == whole
 
 
 def test_collect_with_it_writes_the_same_records(embedded_pair_folder, run_warm, tmp_path):

@@ -106,17 +106,14 @@ def train(
     """
     if predicts == "next":  # signals and embedding describe a drawn token, which such a head does not know
         signals, embedding = signals or False, embedding or False
+    given: dict[str, Any] = {
+        "predicts": predicts, "signals": signals, "embedding": embedding, "width": width, "w_acc": w_acc,
+        "packing": packing, "alternatives": alternatives, "r": r, "epochs": epochs, "batch_size": batch_size,
+        "decay": decay, "warmup_share": warmup_share, "keep": keep,
+    }  # fmt: skip
     if not RECIPES[recipe].residual:
-        _check_of_base(
-            recipe, predicts=predicts, signals=signals, depth=depth, embedding=embedding, width=width, packing=packing,
-            epochs=epochs, batch_size=batch_size, lr=lr, decay=decay, warmup_share=warmup_share, keep=keep,
-            cache=cache or None,
-        )  # fmt: skip
-    chosen = RECIPES[recipe].override(
-        predicts=predicts, signals=signals, embedding=embedding, width=width, w_acc=w_acc, packing=packing,
-        alternatives=alternatives, r=r, epochs=epochs, batch_size=batch_size, decay=decay, warmup_share=warmup_share,
-        keep=keep,
-    )  # fmt: skip
+        _check_of_base(recipe, given | {"depth": depth, "lr": lr, "cache": cache or None})
+    chosen = RECIPES[recipe].override(**given)
     if r not in (None, RECIPES[recipe].r) and chosen.packing != "mixing":
         raise InputError(f"r is {r}, which is of packing 'mixing', but packing is {chosen.packing!r}")
     heads = variants(chosen, depth, w_rej)  # refuses wrong values before anything is loaded
@@ -161,13 +158,13 @@ def train(
     )
 
 
-def _check_of_base(recipe: str, *, predicts: Predicts | None, signals: bool | None, **given: Any) -> None:
+def _check_of_base(recipe: str, given: dict[str, Any]) -> None:
     """Raises InputError for options that a base alone does not have."""
-    if predicts == "next" or signals is False:
-        name, value = ("predicts", predicts) if predicts == "next" else ("signals", False)
-        raise InputError(f"{name} is {value!r}, but recipe {recipe!r} reads nothing but signals of a drawn token")
+    for name, value in (("predicts", "next"), ("signals", False)):
+        if given[name] == value:
+            raise InputError(f"{name} is {value!r}, but recipe {recipe!r} reads nothing but signals of a drawn token")
     for name, value in given.items():
-        if value is not None:
+        if value is not None and name not in ("predicts", "signals", "w_acc", "alternatives", "r"):
             raise InputError(
                 f"{name} is {value!r}, but recipe {recipe!r} fits a base alone, to convergence: leave it out"
             )
