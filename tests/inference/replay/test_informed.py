@@ -24,9 +24,9 @@ from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.replay import informed as module
 from accept_head.inference.replay import truth as truth_module
 from accept_head.inference.replay.coupled import load_coupled
-from accept_head.inference.replay.informed import replay_informed
+from accept_head.inference.replay.informed import expected_gain, myopic_lengths, replay_informed
 from accept_head.inference.replay.truth import CONFIG_NAME, InformedTables, ask_records, check_target, informed_tables
-from accept_head.inference.replay.walk import replay_fixed, replay_oracle, replayed_of, walk_rounds
+from accept_head.inference.replay.walk import replay_fixed, replayed_of, walk_rounds
 from accept_head.prompts import load_prompts
 from accept_head.trace.shards import read_traces
 from tests.inference.support.collected import GREEDY, MODELS, PROMPTS, SAMPLED, collected, state_after
@@ -52,31 +52,17 @@ def tables_of(traces):
     return InformedTables(acceptance=traces.max_prob.double() ** 0.3, overlap=traces.entropy.double() ** 0.5)
 
 
-def myopic(price, least):
+def myopic(price):
     """Token by token: go on while C_k·β_{k+1} > price."""
 
     def decide(tokens):
         survival = 1.0
         for k, token in enumerate(tokens):
             acceptance, beta = truth(token)
-            if k >= least and survival * beta <= price:
+            if k and survival * beta <= price:
                 return k, 0
             survival *= acceptance
         return len(tokens), 0
-
-    return decide
-
-
-def clairvoyant(price, least):
-    """The length, of all there are, at which Σ (C_k − price) is largest; the shortest of them."""
-
-    def decide(tokens):
-        values, survival = [0.0], 1.0
-        for token in tokens:
-            survival *= truth(token)[0]
-            values.append(values[-1] + survival - price)
-        lengths = range(min(least, len(tokens)), len(tokens) + 1)
-        return max(lengths, key=lambda n: (values[n], -n)), 0
 
     return decide
 
@@ -86,11 +72,11 @@ def speed(counts, costs):
     return generated / (costs.t_draft * drafts + costs.t_target * verified)
 
 
-def slow_replay(sample, rule, costs, least, k_max):
+def slow_replay(sample, costs, k_max):
     """The fastest walk on the way to the price that is its own throughput's."""
     rate, seen = 1 / costs.t_target, {}
     for _ in range(20):
-        walked = walk(sample, rule(rate * costs.t_draft, least), k_max)
+        walked = walk(sample, myopic(rate * costs.t_draft), k_max)
         reached = speed(walked.counts, costs)
         if reached in seen or abs(reached / rate - 1) < 1e-4:
             seen[reached] = walked
@@ -99,15 +85,13 @@ def slow_replay(sample, rule, costs, least, k_max):
     return seen[max(seen)]
 
 
-@pytest.mark.parametrize(("foresight", "rule"), [(False, myopic), (True, clairvoyant)])
-@pytest.mark.parametrize("least", [0, 1, 3])
 @FEW
 @given(sample=samples(k_max=7), ratio=st.floats(0.02, 0.6))
-def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio, least, foresight, rule):
+def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio):
     traces, costs = sample.couple(folder), ForwardCosts(t_draft=ratio, t_target=1.0)
-    fast = replay_informed(traces, tables_of(traces), costs, least, foresight=foresight)
-    assert_same(fast, slow_replay(sample, rule, costs, least, 7))
-    assert (fast.name, fast.params["least"]) == ("informed", least)
+    fast = replay_informed(traces, tables_of(traces), costs)
+    assert_same(fast, slow_replay(sample, costs, 7))
+    assert (fast.name, fast.params) == ("informed", {"least": 1})
 
 
 @pytest.mark.parametrize(
@@ -121,22 +105,22 @@ def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio, least, fores
 def test_the_walk_sees_wrong_tables(folder, wrong):
     sample, costs = make_sample(5, responses=30), ForwardCosts(t_draft=0.2, t_target=1.0)
     traces = sample.couple(folder)
-    expected = slow_replay(sample, myopic, costs, 1, 6).counts
+    expected = slow_replay(sample, costs, 6).counts
     assert np.array_equal(replay_informed(traces, tables_of(traces), costs).counts, expected)
     assert not np.array_equal(replay_informed(traces, wrong(tables_of(traces)), costs).counts, expected)
 
 
 @FEW
 @given(sample=samples(k_max=9, max_new_tokens=9), ratio=st.floats(0.01, 0.3))
-def test_where_nothing_is_left_to_chance_it_is_the_oracle(folder, sample, ratio):
+def test_where_nothing_is_left_to_chance_it_is_the_oracle_but_for_its_one_token(folder, sample, ratio):
     """Greedy: a and β are 0 or 1. No round is longer than k_max here."""
     traces = sample.couple(folder)
     flags = [float(kept) for record in sample.records for kept in record["accepted"]]
     sure = torch.cat([torch.tensor(flags), torch.zeros(len(traces.ids) - len(flags))])
     costs = ForwardCosts(t_draft=ratio, t_target=1.0)
-    found = replay_informed(traces, InformedTables(acceptance=sure, overlap=sure), costs, 0)
-    assert found.total.discarded == 0
-    assert found.draft_lengths.tolist() == replay_oracle(traces).draft_lengths.tolist()
+    found = replay_informed(traces, InformedTables(acceptance=sure, overlap=sure), costs)
+    known = torch.minimum(traces.drafts, traces.leading.clamp(min=1))
+    assert_same(found, replayed_of(walk_rounds(traces, known[:, None]), 0, "informed", {"least": 1}))
 
 
 def test_it_needs_few_steps(folder, monkeypatch):
@@ -418,8 +402,8 @@ class Asking(RowPolicy):
 
     max_draft_tokens = K_MAX
 
-    def __init__(self, pair, prompts, sampling, price, least):
-        self.models, self.sampling, self.price, self.least = (pair.target, pair.draft), sampling, price, least
+    def __init__(self, pair, prompts, sampling, price):
+        self.models, self.sampling, self.price = (pair.target, pair.draft), sampling, price
         self.vocab = min(model.config.vocab_size for model in self.models)
         width = max(map(len, prompts)) + 64
         self.tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in prompts])
@@ -436,13 +420,13 @@ class Asking(RowPolicy):
         self.caches = [CachedModel(model, len(live), longest + K_MAX + 1) for model in self.models]
         self._ask(self.tokens[:, :longest], torch.zeros_like(self.lengths), 0, self.lengths - 1)
         self.survival = torch.ones(len(live))
-        return torch.where((self._gain() > self.price) | (self.least > 0), K_MAX, 0)
+        return torch.full((len(live),), K_MAX)
 
     def keep_drafting(self, step):
         self.survival = self.survival * acceptance_probability(self.p, self.q, step.token_ids)
         starts = self.lengths + step.depth - 1
         self._ask(step.token_ids[:, None], starts, int(starts.max()), torch.zeros_like(starts))
-        return step.active & ((step.depth < self.least) | (self._gain() > self.price))
+        return step.active & (self._gain() > self.price)
 
     def _gain(self):
         return self.survival * overlap(self.p, self.q)
@@ -454,13 +438,16 @@ class Asking(RowPolicy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "least"), [("greedy", 0), ("sampled", 1), ("sampled", 0)])
-def test_decoding_with_a_policy_that_asks_the_target_costs_what_replay_says(held_out, name, least):
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_decoding_with_a_policy_that_asks_the_target_costs_what_replay_says(held_out, name):
     held, tables = held_out(REAL[name])
-    price = 0.25
-    lengths = module._Paths(held.traces, tables, least).myopic_lengths(price)
-    mine = replayed_of(walk_rounds(held.traces, lengths[:, None]), 0, "informed", {}).counts
-    policy = Asking(held.pair, held.prompts, REAL[name], price, least)
+    gain = expected_gain(held.traces, tables)
+
+    def counts_at(price):
+        return walk_rounds(held.traces, myopic_lengths(held.traces, gain, price)[:, None]).counts[:, 0]
+
+    mine = counts_at(0.25)
+    policy = Asking(held.pair, held.prompts, REAL[name], 0.25)
     result = generate(
         held.pair.target, held.pair.draft, held.prompts, policy=policy, sampling=REAL[name], max_new_tokens=32,
         end_token_ids=[PERIOD], seed=3, watch=policy.see,
@@ -470,6 +457,4 @@ def test_decoding_with_a_policy_that_asks_the_target_costs_what_replay_says(held
         assert result.tokens == held.responses and np.array_equal(mine, counts)
         return
     assert max(map(abs, z_scores(mine, counts))) < 1.96, z_scores(mine, counts)
-    other = module._Paths(held.traces, tables, least).myopic_lengths(0.05)
-    other = replayed_of(walk_rounds(held.traces, other[:, None]), 0, "informed", {}).counts
-    assert max(map(abs, z_scores(other, counts))) > Z_LIMIT, "another price must be told apart"
+    assert max(map(abs, z_scores(counts_at(0.05), counts))) > Z_LIMIT, "another price must be told apart"
