@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -70,20 +68,6 @@ def test_the_first_records_alone_have_their_own_rollouts_only(folder, sample, co
     assert len(traces.lengths) == count and len(traces.shards) == -(-count // sample.config.shard_size)
     assert differs(sample, traces) is None
     assert len(traces.rejected) == sum(map(len, sample.rollouts[:count]))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        (lambda t: replace(t, drafts=torch.minimum(t.drafts, t.leading + 1)), "drafts"),
-        (lambda t: replace(t, leading=t.leading + 1), "leading"),
-        (lambda t: replace(t, logprob=t.logprob.roll(1)), "tokens"),
-        (lambda t: replace(t, path=(t.path + 1).clamp(max=len(t.ids))), "tokens"),
-    ],
-)
-def test_wrong_tables_are_seen(folder, wrong, what):
-    sample = make_sample(3)
-    assert differs(sample, wrong(sample.couple(folder))) == what
 
 
 @MADE_UP

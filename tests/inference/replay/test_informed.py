@@ -94,22 +94,6 @@ def test_it_replays_as_a_walk_token_by_token(folder, sample, ratio):
     assert (fast.name, fast.params) == ("informed", {"least": 1})
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda t: replace(t, acceptance=t.overlap),
-        lambda t: replace(t, overlap=t.overlap.roll(-1)),  # the next token's, of the one that is drawn
-        lambda t: replace(t, acceptance=t.acceptance.roll(1)),
-    ],
-)
-def test_the_walk_sees_wrong_tables(folder, wrong):
-    sample, costs = make_sample(5, responses=30), ForwardCosts(t_draft=0.2, t_target=1.0)
-    traces = sample.couple(folder)
-    expected = slow_replay(sample, costs, 6).counts
-    assert np.array_equal(replay_informed(traces, tables_of(traces), costs).counts, expected)
-    assert not np.array_equal(replay_informed(traces, wrong(tables_of(traces)), costs).counts, expected)
-
-
 @FEW
 @given(sample=samples(k_max=9, max_new_tokens=9), ratio=st.floats(0.01, 0.3))
 def test_where_nothing_is_left_to_chance_it_is_the_oracle_but_for_its_one_token(folder, sample, ratio):
