@@ -71,6 +71,13 @@ class PolicyResult:
     main: bool = True
     chosen: bool = False
 
+    @property
+    def worst_domain(self) -> str | None:
+        """Where a policy gains least; None for a bound and for the target alone."""
+        if self.family in ("none", *BOUNDS):
+            return None
+        return min(self.domains, key=lambda domain: self.domains[domain].gain_over_best_fixed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationCurve:

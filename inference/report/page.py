@@ -1,7 +1,7 @@
 """The report as one self-contained HTML file, and its plots as PNGs beside it.
 
-All text from a model or a user passes through `words` into HTML, or through `script_json` to the viewer's script, which
-only sets textContent.
+All text from a model or a user is escaped by the template (in the headline by `words`), or passes through `script_json`
+to the viewer's script, which only sets textContent.
 """
 
 from __future__ import annotations
@@ -14,22 +14,25 @@ from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import jinja2
+from markupsafe import Markup
+
 from accept_head.files import atomic_path
 from accept_head.inference.replay.comparison import BOUNDS
-from accept_head.inference.report.data import PolicyResult, ReportData
-from accept_head.inference.report.plots import draw_plots
-from accept_head.inference.report.svg import PALETTE, Plot
-from accept_head.inference.report.tables import (
-    calibration_table,
-    depth_table,
-    domain_tables,
+from accept_head.inference.report.data import ReportData, printable
+from accept_head.inference.report.formats import (
     interval,
+    milliseconds,
+    other_params,
     per_cent,
-    policy_table,
+    rate,
+    speed,
     times,
     words,
 )
-from accept_head.inference.report.viewer import script_json, viewer, viewer_data
+from accept_head.inference.report.plots import draw_plots
+from accept_head.inference.report.svg import PALETTE, Plot
+from accept_head.inference.report.viewer import script_json, viewer_data
 
 
 def write_report(data: ReportData, path: Path) -> list[Path]:
@@ -47,21 +50,26 @@ def render_page(data: ReportData, plots: Sequence[Plot]) -> str:
     template = (files("accept_head.inference.report") / "page.html").read_text(encoding="utf-8")
     script = re.findall(r"<script>(.*?)</script>", template, flags=re.S)[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    sections = _sections(data, {plot.name: plot for plot in plots})
-    values = {
-        "title": words(data.title),
-        "script_hash": f"sha256-{digest}",
-        "palette": _palette(),
-        "headline": headline(data),
-        "contents": "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title, _ in sections),
-        "sections": "".join(
-            f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>\n{body}</section>\n'
-            for name, title, body in sections
-        ),
-        "data": script_json(viewer_data(data.responses)),
-    }
-    # In one pass, because an inserted value may itself contain {{braces}}.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+    environment = jinja2.Environment(
+        autoescape=True, finalize=_finalize, trim_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    environment.filters |= {each.__name__: each for each in (rate, speed, times, per_cent, interval, other_params)}
+    return environment.from_string(template).render(
+        data=data,
+        plots=plots,
+        deep=[policy for policy in data.highlights() if policy.at_risk and policy.family not in BOUNDS],
+        prompts_of={d: f"{found.prompts:,} prompts" for p in data.main for d, found in p.domains.items()},
+        facts=_facts(data),
+        headline=Markup(headline(data)),
+        palette=Markup(_palette()),
+        script_hash=f"sha256-{digest}",
+        viewer=Markup(script_json(viewer_data(data.responses))),
+    )
+
+
+def _finalize(value: object) -> object:
+    """What the template shows: text without characters that are none. The template escapes it."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _palette() -> str:
@@ -76,7 +84,7 @@ def headline(data: ReportData) -> str:
     costs = data.costs
     setting = (
         f"On {data.prompts:,} prompts ({data.tokens:,} tokens), {words(data.pair[0])} with draft {words(data.pair[1])} "
-        f"at {_milliseconds(costs.t_target)} a verification and {_milliseconds(costs.t_draft)} a drafted token"
+        f"at {milliseconds(costs.t_target)} a verification and {milliseconds(costs.t_draft)} a drafted token"
     )
     if policy is None:
         return f"{setting}."
@@ -98,94 +106,15 @@ def headline(data: ReportData) -> str:
     return text + "."
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g}\N{NARROW NO-BREAK SPACE}ms"
-
-
-def _sections(data: ReportData, plots: dict[str, Plot]) -> list[tuple[str, str, str]]:
-    """(id, title, HTML) of each section."""
-    calibrations = [plot for name, plot in plots.items() if name.startswith("calibration")]
-    deep = [policy for policy in data.highlights() if policy.at_risk and policy.family not in BOUNDS]
-    found = [
-        ("results", "Results", _results(data)),
-        ("rates", "Rates and throughput", _figures(plots, "pareto", "throughput") + _all_settings(data)),
-        ("calibration", "Calibration", _calibration(data, calibrations)),
-        (
-            "drafts",
-            "Draft lengths and depth",
-            _figures(plots, "lengths", "depths")
-            + (_details("Acceptance by depth as a table", depth_table(deep)) if deep else ""),
-        ),
-        ("domains", "Domains", _domains(data)),
-        ("rounds", "Rounds, one by one", viewer(data.responses)),
-        ("provenance", "How this was made", _provenance(data)),
-    ]
-    return [(name, title, body) for name, title, body in found if body]
-
-
-def _results(data: ReportData) -> str:
-    notes = (
-        "Discard rate: drafted tokens that were not accepted, per generated token. Verification rate: target forwards "
-        "per generated token. Block efficiency: generated tokens per target forward. Tokens/s by equation 5.1 of "
-        "SpecDec++ with the forward times below. "
-        + (
-            "Informed: a policy that knows how likely each token is accepted, but not whether it is; it drafts at "
-            "least one. " * any(policy.family == "informed" for policy in data.policies)
-        )
-        + "Small print: 95\N{NARROW NO-BREAK SPACE}% intervals over prompts."
-    )
-    return policy_table("Main policies", data, data.main) + f'<p class="note">{notes}</p>\n'
-
-
-def _all_settings(data: ReportData) -> str:
-    if all(policy.main for policy in data.policies):
-        return ""
-    everything: list[PolicyResult] = [policy for members in data.families().values() for policy in members]
-    return _details(f"All {len(everything)} settings as a table", policy_table("All settings", data, everything))
-
-
-def _details(summary: str, body: str) -> str:
-    return f"<details><summary>{summary}</summary>\n{body}</details>\n"
-
-
-def _figure(plot: Plot) -> str:
-    return (
-        f"<figure><h3>{words(plot.title)}</h3>\n{plot.svg}\n<figcaption>{words(plot.caption)}</figcaption></figure>\n"
-    )
-
-
-def _figures(plots: dict[str, Plot], *names: str) -> str:
-    found = "".join(_figure(plots[name]) for name in names if name in plots)
-    return f'<div class="figures">{found}</div>\n' if found else ""
-
-
-def _calibration(data: ReportData, plots: Sequence[Plot]) -> str:
-    if not plots:
-        return ""
-    return f'<div class="figures">{"".join(map(_figure, plots))}</div>\n' + _details(
-        "Calibration error by depth as a table", calibration_table(data.calibration)
-    )
-
-
-def _domains(data: ReportData) -> str:
-    if not (tables := domain_tables(data)):
-        return ""
-    return tables + (
-        '<p class="note">Speed-up over the target alone and, below it, the gain over the fixed K that is best in that '
-        "domain. ▾ worst: where the policy gains least.</p>\n"
-    )
-
-
-def _provenance(data: ReportData) -> str:
+def _facts(data: ReportData) -> dict[str, str]:
+    """How the report was made."""
     costs = data.costs
-    facts = {
+    return {
         "target": data.pair[0],
         "draft": data.pair[1],
         "sampling": ", ".join(f"{name} {value}" for name, value in data.sampling.items()),
         "prompts": f"{data.prompts:,} ({data.tokens:,} tokens)",
-        "forward times": f"{_milliseconds(costs.t_draft)} draft, {_milliseconds(costs.t_target)} a verification, "
-        f"{_milliseconds(costs.t_autoregressive)} target alone",
+        "forward times": f"{milliseconds(costs.t_draft)} draft, {milliseconds(costs.t_target)} a verification, "
+        f"{milliseconds(costs.t_autoregressive)} target alone",
         **data.provenance,
     }
-    rows = "".join(f"<dt>{words(name)}</dt><dd>{words(value)}</dd>\n" for name, value in facts.items())
-    return f'<dl class="facts">{rows}</dl>\n'

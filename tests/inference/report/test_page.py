@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
 import math
 import re
@@ -12,12 +11,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from markupsafe import escape
 
 from accept_head.inference.report.data import CalibrationCurve, ViewedResponse, ViewedRound, ViewedToken, printable
+from accept_head.inference.report.formats import interval, per_cent
 from accept_head.inference.report.page import headline, render_page, write_report
 from accept_head.inference.report.plots import draw_plots
 from accept_head.inference.report.svg import PALETTE
-from accept_head.inference.report.tables import domain_tables, interval, per_cent
 from tests.inference.support.report_sample import sample_report
 
 NASTY = (
@@ -289,7 +289,7 @@ def test_text_from_models_and_users_is_only_ever_text(tmp_path):
     assert [tag for tag, _ in page.tags].count("script") == 2
     assert "img" not in [tag for tag, _ in page.tags]
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
-    assert f"<title>{html.escape(printable(NASTY))}</title>" in source
+    assert f"<title>{escape(printable(NASTY))}</title>" in source
     assert "{{data}}" in source, "what looks like a place of the template stays as it was"
     (prompt,) = json.loads(page.scripts[0])
     assert prompt["prompt"] == NASTY
@@ -314,19 +314,27 @@ def test_no_policy_at_all_still_makes_a_page(data, tmp_path):
     assert Page(write_report(bare, tmp_path / "bare.html")[0].read_text(encoding="utf-8"))
 
 
-def test_prompts_without_domains_have_no_domain_table(data, tmp_path):
+def test_prompts_without_domains_have_no_domain_table_and_many_domains_have_several(data):
     def with_domains(names):
         values = list(data.policies[0].domains.values())
         return replace(
             data, policies=[replace(p, domains=dict(zip(names, values, strict=False))) for p in data.policies]
         )
 
-    source = write_report(with_domains([""]), tmp_path / "one.html")[0].read_text(encoding="utf-8")
-    assert 'id="domains"' not in source
-    assert "(none named)" in domain_tables(with_domains(["", "code"]))
+    def tables(report):
+        found = Page(render_page(report, [])).tables
+        return [table for label, table in found.items() if label.startswith("Speed-up and gain")]
+
+    assert 'id="domains"' not in render_page(with_domains([""]), []) and tables(with_domains([""])) == []
+    assert [cell.split("|")[0] for cell in tables(with_domains(["", "code"]))[0][0]] == [
+        "policy",
+        "(none named)",
+        "code",
+    ]
     many = {f"d{i}": data.policies[0].domains["code"] for i in range(7)}
-    wide = replace(data, policies=[replace(p, domains=many) for p in data.policies])
-    assert domain_tables(wide).count("<table>") == 2
+    assert [
+        len(table[0]) for table in tables(replace(data, policies=[replace(p, domains=many) for p in data.policies]))
+    ] == [6, 3]
 
 
 def test_a_gap_without_a_value_is_a_dash(data, tmp_path):
