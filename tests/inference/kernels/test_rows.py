@@ -5,35 +5,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from contextlib import nullcontext
-
 import pytest
-import torch
 
-from accept_head import Sampling
-from accept_head.inference import generate, make_policy
 from accept_head.inference.kernels import rows as bookkeeping
-from accept_head.inference.kernels import usable as door
 from tests.inference.support.changed_kernels import use_kernels
-from tests.inference.support.memory_check import checked_memory
-from tests.inference.support.toy import toy_pair
+from tests.inference.support.kernels import DEVICE, runs
 
-TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
-
-runs = pytest.mark.skipif(
-    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
-)
-
-
-@pytest.fixture(autouse=True)
-def own_memory():
-    with checked_memory() if INTERPRETED and TRITON else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 
 @runs
@@ -70,55 +48,3 @@ def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
     else:
         with pytest.raises(AssertionError):
             bookkeeping.compare(DEVICE)
-
-
-@runs
-@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=3)], ids=["T=0", "T=1"])
-def test_decoding_is_the_same_with_them(sampling, monkeypatch):
-    pair, used = toy_pair(), []
-    for model in (pair.target, pair.draft):
-        model.to(DEVICE)
-    accept = bookkeeping.accept_by_kernel
-    results = []
-    for kernels in (False, True):
-        monkeypatch.setattr(door, "ON_ANY_DEVICE", kernels)
-        if not kernels:
-            monkeypatch.setattr(door, "_enabled", lambda: False)
-        else:
-            monkeypatch.undo()
-            monkeypatch.setattr(bookkeeping, "accept_by_kernel", lambda *given: used.append(1) or accept(*given))
-            monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
-        policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
-        options = {"max_new_tokens": 9, "sampling": sampling, "end_token_ids": [2], "batch_size": 2, "seed": 5}
-        results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
-        assert bool(used) is kernels
-    assert results[0].tokens == results[1].tokens
-    for one, other in zip(results[0].stats, results[1].stats, strict=True):
-        assert (one.drafted, one.accepted, one.rounds) == (other.drafted, other.accepted, other.rounds)
-
-
-@runs
-def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
-    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
-
-    def fails(*_):
-        raise RuntimeError("no kernel image")
-
-    def says_another_length(*given):
-        accepted = bookkeeping.accept_by_kernel(*given)
-        return accepted._replace(lengths=accepted.lengths + 1)
-
-    for broken in (fails, says_another_length):
-        monkeypatch.setattr(door, "_passed", {})
-        with monkeypatch.context() as patch:
-            patch.setattr(bookkeeping, "BY_KERNEL", (*bookkeeping.BY_KERNEL[:-1], broken))
-            assert not door.usable(torch.zeros(1, device=DEVICE), bookkeeping.CHECK)
-        assert "no kernels for the loop" in caplog.text
-        caplog.clear()
-    monkeypatch.setattr(door, "_passed", {})
-    assert door.usable(torch.zeros(1, device=DEVICE), bookkeeping.CHECK)
-
-
-def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(door, "_enabled", lambda: False)
-    assert not door.usable(torch.zeros(1), bookkeeping.CHECK)

@@ -5,39 +5,19 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 
 from accept_head import Sampling, sampling
-from accept_head.inference import generate, make_policy
-from accept_head.inference.kernels import launch
 from accept_head.inference.kernels import sampling as operations
-from accept_head.inference.kernels import usable as door
 from tests.inference.support.changed_kernels import use_kernels
-from tests.inference.support.memory_check import OutOfBounds, checked_memory
-from tests.inference.support.toy import toy_pair
+from tests.inference.support.kernels import DEVICE, INTERPRETED, runs
+from tests.inference.support.memory_check import OutOfBounds
 
-TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
+pytestmark = pytest.mark.usefixtures("anywhere")
+
 LAST = 1 - 2.0**-53
-
-runs = pytest.mark.skipif(
-    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
-)
-
-
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch):
-    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
-    with checked_memory() if INTERPRETED and TRITON else nullcontext():
-        yield
 
 
 def logits_of(kind, vocab, rows=2):
@@ -158,52 +138,3 @@ def test_memory_of_others_is_not_touched(monkeypatch, tmp_path):
     with pytest.raises(Exception, match="beside the tensors") as raised:
         operations.draw_by_kernel(weights, torch.rand(1, dtype=torch.float64))
     assert isinstance(raised.value, OutOfBounds) or isinstance(raised.value.__cause__, OutOfBounds)
-
-
-@runs
-def test_counters_are_zero_again_after_every_launch():
-    for top_k in (50, 0):
-        q = operations.probabilities_by_kernels(logits_of("steep", 5000, 5), Sampling(top_k=top_k))
-        operations.draw_by_kernel(q, torch.rand(5, dtype=torch.float64, device=DEVICE))
-        assert not launch.counters(q.device, 1).any()
-
-
-@runs
-def test_decoding_is_the_same_with_them(monkeypatch):
-    pair, used = toy_pair(), []
-    for model in (pair.target, pair.draft):
-        model.to(DEVICE)
-    draw = operations.draw_by_kernel
-    monkeypatch.setattr(operations, "draw_by_kernel", lambda *given: used.append(1) or draw(*given))
-    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
-    results = []
-    for kernels in (True, False):
-        if not kernels:
-            monkeypatch.setattr(door, "_enabled", lambda: False)
-        used.clear()
-        policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
-        options = {"max_new_tokens": 9, "sampling": Sampling(temperature=1.1, top_k=3), "batch_size": 2, "seed": 5}
-        results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
-        assert bool(used) is kernels
-    assert results[0].tokens == results[1].tokens
-    assert [each.drafted for each in results[0].stats] == [each.drafted for each in results[1].stats]
-
-
-@runs
-def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
-    def fails(*_):
-        raise RuntimeError("no kernel image")
-
-    for broken in (fails, lambda weights, numbers: sampling.draw(weights, numbers) + 1):
-        monkeypatch.setattr(door, "_passed", {})
-        with monkeypatch.context() as patch:
-            patch.setattr(operations, "draw_by_kernel", broken)
-            assert not door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
-        assert "no kernels for sampling" in caplog.text
-    monkeypatch.setattr(door, "_passed", {})
-    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
-
-
-def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(door, "_enabled", lambda: False)
-    assert not door.usable(torch.zeros(1), operations.CHECK)

@@ -6,61 +6,26 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-import os
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from accept_head import AcceptanceHead, HeadConfig, Sampling
+from accept_head import AcceptanceHead, HeadConfig
 from accept_head.base import places_of
 from accept_head.head.scorer import make_scorer
-from accept_head.inference import generate
 from accept_head.inference.decode.steps import step_of
 from accept_head.inference.kernels import head as head_operation
-from accept_head.inference.kernels import launch, signals
-from accept_head.inference.kernels import usable as door
 from accept_head.inference.kernels.head import KernelScorer, bytes_to_pack, scorer_of
 from accept_head.inference.kernels.signals import PlainSoftmax, logits_signals_by_kernel, q_signals_by_kernel
-from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import unit_state
 from accept_head.inference.policy import OF_Q, Signal
 from accept_head.pair import Forward
 from accept_head.signals import LEAST_LOG, SIGNALS
-from tests.inference.support.changed_kernels import use_kernels
-from tests.inference.support.memory_check import checked_memory
-from tests.inference.support.toy import random_head, toy_pair
+from tests.inference.support.kernels import DEVICE, runs
 
-TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-
-runs = pytest.mark.skipif(
-    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
-)
-
-
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch):
-    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
-    if INTERPRETED:  # which multiplies the bits of bfloat16 as if they were integers
-        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
-
-        dot = InterpreterBuilder.create_dot
-
-        def widened(handle):
-            return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-        def of_bfloat16(self, a, b, *others):
-            return dot(self, widened(a), widened(b), *others) if a.dtype == tl.bfloat16 else dot(self, a, b, *others)
-
-        monkeypatch.setattr(InterpreterBuilder, "create_dot", of_bfloat16)
-    with checked_memory() if INTERPRETED else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 
 def float64_signals(logits, ids, temperature):
@@ -150,39 +115,6 @@ def test_signals_of_q_are_those_of_float64(name):
     np.testing.assert_allclose(undrawn.cpu(), expected[:, 1:], rtol=2e-5, atol=2e-5)
     one_hot = torch.nn.functional.one_hot(ids, vocab).float()
     np.testing.assert_allclose(q_signals_by_kernel(one_hot, ids).cpu(), [[0.0, 0.0, 1.0]] * rows, atol=1e-6)
-
-
-WRONG = {
-    "parts weigh the same": ("weight = tl.where(seen, tl.exp(shift), 0.0)", "weight = tl.where(seen, 1.0, 0.0)"),
-    "moments are not shifted": ("(moment + shift * total)", "moment"),
-    "the last token of equals": ("tl.min(tl.where(inside & (x == top)", "tl.max(tl.where(inside & (x == top)"),
-    "only one part counts": ("used = part < splits\n        at = row * splits + part\n        part_top",
-                             "used = part < 1\n        at = row * splits + part\n        part_top"),
-    "nobody is last": ("== programs - 1", "== programs"),
-    "the temperature is forgotten": ("cold = 1.0 / tl.load(temperature + row) if PER_ROW else 1.0", "cold = 1.0"),
-}  # fmt: skip
-
-
-@runs
-@pytest.mark.parametrize("wrong", [None, *WRONG])
-def test_a_wrong_combination_would_show(wrong, monkeypatch, tmp_path):
-    use_kernels(monkeypatch, tmp_path, "sync" if wrong == "nobody is last" else "signals", WRONG.get(wrong))
-    logits, ids = random_logits(2, 9000)
-    logits[:, [20, 30]] = logits.amax(-1, keepdim=True) + 1  # two equals
-    temperature = torch.tensor([0.7, 1.3])
-    expected, _ = float64_signals(logits, ids, temperature)
-    found = logits_signals_by_kernel(logits, ids, temperature.to(DEVICE))
-    right = np.allclose(found.signals.cpu(), expected, rtol=1e-3, atol=1e-3) and found.largest.tolist() == [20, 20]
-    assert right is (wrong is None)
-
-
-@runs
-def test_counters_are_zero_again_after_every_launch():
-    logits, ids = random_logits(5, 5000)
-    logits_signals_by_kernel(logits, ids)
-    q_signals_by_kernel(logits.softmax(-1), ids)
-    scorer_of(head_of("narrow"))(*inputs(11))
-    assert not launch.counters(logits.device, 1).any()
 
 
 @runs
@@ -347,44 +279,15 @@ def test_states_in_half_precision_are_scored_with_weights_in_bfloat16(name, dtyp
                 torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-WRONG_BASES = {
-    "q is left out": ("value = tl.exp(logprob)", "value = 0.0 * logprob"),
-    "no digits near one": ("tl.where(log_p > -0.03, series", "tl.where(log_p > 0.03, series"),
-    "no bound": ("tl.minimum(tl.maximum(odds, -MOST_LOG_ODDS), MOST_LOG_ODDS)", "odds"),
-}
-
-
 @runs
-@pytest.mark.parametrize("wrong", [None, *WRONG_BASES])
-def test_a_wrong_base_would_show(wrong, monkeypatch, tmp_path):
-    """Where log-odds are hard: tokens that are all but certain, certain, and all but impossible."""
-    use_kernels(monkeypatch, tmp_path, "head", WRONG_BASES.get(wrong))
-    monkeypatch.setattr(KernelScorer, "_compare", lambda *_: None)
+def test_a_base_is_that_of_float64_where_log_odds_are_hard():
+    """Tokens that are all but certain, certain, and all but impossible."""
     logprob = torch.tensor([-3e-6, -0.029, -0.031, 0.0, -87.0], device=DEVICE)
     signals = torch.stack([logprob, -3 * logprob, logprob.exp().clamp(min=0.3)], dim=-1)
     head, (hidden, _, ids) = head_of("base"), inputs(5)
     exact = float64_probability(head, hidden, signals, ids, "token")
     found = scorer_of(head)(hidden, signals, ids).double()
-    assert torch.allclose(found, exact, rtol=1e-5, atol=1e-6) is (wrong is None)
-
-
-WRONG_PRODUCTS = {
-    "nearest only": ("if left.dtype.element_ty != weight.dtype.element_ty:", "if False:"),
-    "the first block always": ("k = (start + share)", "k = (0 * start + share)"),
-    "one warp for all": ("return tl.sum(total, 0)", "return tl.max(total, 0)"),
-}  # fmt: skip
-
-
-@runs
-@pytest.mark.parametrize("wrong", [None, *WRONG_PRODUCTS])
-def test_a_wrong_product_would_show(wrong, monkeypatch, tmp_path):
-    monkeypatch.setattr(head_operation, "DOT_BLOCK", 64)
-    use_kernels(monkeypatch, tmp_path, "products", WRONG_PRODUCTS.get(wrong))
-    head, (hidden, signals, ids) = head_of("signals"), inputs(6)
-    monkeypatch.setattr(KernelScorer, "_compare", lambda *_: None)
-    found = scorer_of(head)(hidden.bfloat16(), signals, ids).double()
-    exact = float64_probability(in_bfloat16(head), hidden.bfloat16(), signals, ids, "token")
-    assert torch.allclose(found, exact, rtol=1e-4, atol=1e-5) is (wrong is None)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
 
 
 @runs
@@ -415,49 +318,3 @@ def test_many_rows_and_what_the_kernels_cannot_take_go_to_torch():
     torch.testing.assert_close(score(*many), make_scorer(head)(*many))
     assert not score.packed
     assert not isinstance(scorer_of(head.double()), KernelScorer)
-
-
-@runs
-@pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=3)], ids=["greedy", "k3"]
-)
-def test_decoding_is_the_same_with_them(sampling, monkeypatch):
-    pair = toy_pair()
-    for model in (pair.target, pair.draft):
-        model.to(DEVICE)
-    results = []
-    for fused in (True, False):
-        if not fused:
-            monkeypatch.setattr(door, "_enabled", lambda: False)
-        head = random_head(16, signals=True, reads="before").to(DEVICE)
-        policy = HeadPolicy(head, 0.5, k_max=5)
-        assert isinstance(policy.probability, KernelScorer) is fused
-        options = {"max_new_tokens": 8, "sampling": sampling, "end_token_ids": []}
-        results.append(generate(pair.target, pair.draft, [[1], [2, 3, 4], [0, 1]], policy=policy, **options))
-    assert results[0].tokens == results[1].tokens
-    assert [row.drafted for row in results[0].stats] == [row.drafted for row in results[1].stats]
-
-
-@runs
-def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
-    """No C compiler, an old GPU: decoding goes on with torch, and says so."""
-
-    def fails(*_):
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setattr(door, "_passed", {})
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "counters", fails)
-        assert not door.usable(torch.zeros(1, device=DEVICE), signals.CHECK)
-    monkeypatch.setattr(door, "_passed", {})
-    monkeypatch.setattr(head_operation, "_run", fails)
-    head, given = head_of("paper"), inputs(2)
-    torch.testing.assert_close(scorer_of(head)(*given), make_scorer(head)(*given))
-    assert "no kernels for signals" in caplog.text and "no kernels for the head" in caplog.text
-
-
-def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(door, "_enabled", lambda: False)
-    assert not door.usable(torch.zeros(1), signals.CHECK)
-    head = random_head(16)
-    assert not isinstance(scorer_of(head), KernelScorer)

@@ -5,39 +5,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
 
 from accept_head import Sampling
-from accept_head.inference import generate, make_policy
-from accept_head.inference.kernels import launch
-from accept_head.inference.kernels import usable as door
 from accept_head.inference.kernels import verify as operations
 from accept_head.inference.kernels.verify import by_match, by_ratio
 from tests.inference.support.changed_kernels import use_kernels
-from tests.inference.support.memory_check import checked_memory
-from tests.inference.support.toy import toy_pair
+from tests.inference.support.kernels import DEVICE, runs
 
-TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
-
-runs = pytest.mark.skipif(
-    not TRITON or not (INTERPRETED or torch.cuda.is_available()),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1; `make test-vllm` has the latter",
-)
-
-
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch):
-    monkeypatch.setattr(door, "ON_ANY_DEVICE", True)
-    with checked_memory() if INTERPRETED and TRITON else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("anywhere")
 
 
 def round_of(batch, slots, vocab, distance):
@@ -174,69 +152,3 @@ def test_anything_else_is_seen(wrong, monkeypatch, tmp_path):
     else:
         with pytest.raises(Exception, match=r"(?i)not close|not equal|mismatch|beside the tensors"):
             operations.compare(DEVICE)
-
-
-@runs
-def test_counters_are_zero_again_after_every_launch():
-    given = round_of(5, 3, 5000, 1.0)
-    operations.ratio_by_kernel(*given)
-    assert not launch.counters(given[0].device, 1).any()
-
-
-@runs
-@pytest.mark.parametrize("verifier", ["ratio", "match"])
-@pytest.mark.parametrize("temperature", [0.0, 1.1])
-def test_decoding_is_the_same_with_them(temperature, verifier, monkeypatch):
-    pair, used = toy_pair(), []
-    for model in (pair.target, pair.draft):
-        model.to(DEVICE)
-    for name in ("ratio_by_kernel", "match_by_kernel"):
-        function = getattr(operations, name)
-        monkeypatch.setattr(operations, name, lambda *given, run=function: used.append(1) or run(*given))
-    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
-    results = []
-    for kernels in (True, False):
-        if not kernels:
-            monkeypatch.setattr(door, "_enabled", lambda: False)
-        used.clear()
-        policy = make_policy("max-prob:0.6,k_max=4", pair.draft)
-        options = {"max_new_tokens": 9, "sampling": Sampling(temperature=temperature, top_k=3), "batch_size": 2}
-        prompts = [[1], [2, 3, 4], [0, 1]]
-        results.append(generate(pair.target, pair.draft, prompts, policy=policy, seed=5, verifier=verifier, **options))
-        assert bool(used) is kernels
-    assert results[0].tokens == results[1].tokens
-    assert [each.accepted for each in results[0].stats] == [each.accepted for each in results[1].stats]
-
-
-@runs
-def test_kernels_that_fail_where_they_are_tried_are_not_used(monkeypatch, caplog):
-    def fails(*_):
-        raise RuntimeError("no kernel image")
-
-    def takes_all(p, q, ids, drafted, *_):
-        return operations.Verified(drafted, ids[:, 0], torch.ones(ids.shape))
-
-    for broken in (fails, takes_all):
-        monkeypatch.setattr(door, "_passed", {})
-        with monkeypatch.context() as patch:
-            patch.setattr(operations, "ratio_by_kernel", broken)
-            assert not door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
-        assert "no kernels for verification" in caplog.text
-    monkeypatch.setattr(door, "_passed", {})
-    assert door.usable(torch.zeros(1, device=DEVICE), operations.CHECK)
-
-
-def test_kernels_that_broke_off_leave_no_counts():
-    counts = launch.counters(torch.device("cpu"), 3)
-
-    def breaks_off(device):
-        counts[1] = 1
-        raise RuntimeError("out of resources")
-
-    assert not door.passes(door.Check("tests", breaks_off), counts.device)
-    assert not counts.any()
-
-
-def test_without_triton_nothing_changes(monkeypatch):
-    monkeypatch.setattr(door, "_enabled", lambda: False)
-    assert not door.usable(torch.zeros(1), operations.CHECK)
