@@ -213,23 +213,6 @@ def test_two_tokens_have_the_targets_distribution(embedded_pair, prompt):
     assert cells.p_value(sample(embedded_pair, prompt, POLICIES["fixed:3"](), 2)) > FALSE_ALARM
 
 
-def test_dropping_drawn_tokens_by_their_own_probability_is_caught(embedded_pair, prompt, monkeypatch):
-    draft = loop.draft
-
-    def drops_unlikely_tokens(run):
-        drafted = draft(run)
-        if drafted.ids:
-            slots = zip(drafted.probabilities, drafted.ids, strict=True)
-            likely = torch.stack([q.gather(-1, ids[:, None])[:, 0] >= 0.5 for q, ids in slots], dim=1)
-            drafted.submit(torch.minimum(likely.long().cumprod(-1).sum(-1), drafted.lengths))
-        return drafted
-
-    monkeypatch.setattr(loop, "draft", drops_unlikely_tokens)
-    samples = SAMPLES // 10
-    biased = sample(embedded_pair, prompt, POLICIES["fixed:3"](), 2, samples=samples)
-    assert Cells(embedded_pair.target, prompt, 2, samples).p_value(biased) < FALSE_ALARM
-
-
 # Three tokens, of four drawn, so that a round can draft as many as are judged.
 
 

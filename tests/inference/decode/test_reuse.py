@@ -11,13 +11,10 @@ import torch
 
 from accept_head import InputError, Sampling
 from accept_head.inference import make_policy
-from accept_head.inference.decode import captured
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.processing import Processing
-from accept_head.inference.decode.rows import Rows
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
-from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
@@ -124,34 +121,6 @@ def test_captured_steps_see_what_has_changed(change, backend):
     eager = changed(new_decoder(), change, backend)
     assert eager[0] != eager[1]  # it matters
     assert (first, second) == eager
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_graph_that_is_kept_although_it_does_not_fit_shows(change, backend, monkeypatch):
-    """Each comparison that `Steps` makes, left out."""
-    monkeypatch.setattr(captured.SharedSettings, "__eq__", lambda one, another: another is not None)
-    monkeypatch.setattr(captured, "read_by_steps", lambda policy: {})
-    monkeypatch.setattr(Graphs, "forget", lambda graphs, *names: None)
-    assert changed(new_decoder("graphs"), change, backend) != changed(new_decoder(), change, backend)
-
-
-LEFT = {
-    "requests": lambda rows: None,
-    "lengths": lambda rows: rows._forget_requests(),  # the host forgets, the device does not
-}
-
-
-@pytest.mark.parametrize("compile", ["none", "graphs"])
-@pytest.mark.parametrize("left", LEFT)
-def test_rows_that_are_left_from_the_run_before_show(left, compile, backend, monkeypatch):
-    """A batch of two for one prompt: the other row is idle, or should be."""
-    policy, prompts, right_live, live = FixedPolicy(3), PROMPTS[4:], [], []
-    right = run(new_decoder(compile), policy, prompts=prompts, live=right_live)
-    monkeypatch.setattr(Rows, "reset", LEFT[left])
-    decoder = new_decoder(compile)
-    give_up(decoder, policy)
-    with pytest.raises((AssertionError, IndexError, InputError, RuntimeError)):
-        assert (run(decoder, policy, prompts=prompts, live=live), live) == (right, right_live)
 
 
 def test_a_second_run_captures_nothing(backend):

@@ -249,6 +249,7 @@ def test_rounds_of_one_length_emit_al_tokens():
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
+
 def write(folder, value):
     path = folder / "table.json"
     path.write_text(value if isinstance(value, str) else json.dumps(value))

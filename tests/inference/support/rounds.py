@@ -61,10 +61,10 @@ def step_of(drafting, depth, going, tables, most, peek=False):
     return DraftStep(depth, ids, going.active, **{name: values[name] for name in wanted & values.keys()})
 
 
-def outcome(drafted, accepted, live=None, *, submitted=None, lengths=None, kind=VerifyOutcome, **read):
+def outcome(drafted, accepted, live=None, *, submitted=None, lengths=None, **read):
     """Of lists, arrays or tensors. Rows are live, and verified as they were drafted, where nothing else is said."""
     drafted, accepted = (torch.as_tensor(values).long() for values in (drafted, accepted))
-    return kind(
+    return VerifyOutcome(
         drafted=drafted,
         submitted=drafted if submitted is None else torch.as_tensor(submitted).long(),
         accepted=accepted,

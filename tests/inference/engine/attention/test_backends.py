@@ -156,30 +156,6 @@ def test_another_alignment_of_causality_would_show(attention, wrong, monkeypatch
 
 
 @pytest.mark.parametrize("attention", ["flash", "varlen"])
-def test_wrong_lengths_rows_and_windows_would_show(attention, monkeypatch):
-    backend = choose(MODELS["llama"], attention)
-    right = backend.plan
-    for broken in (
-        lambda positions, *others: right(positions - 1, *others),
-        lambda positions, *others: right(positions + 1, *others),
-        lambda positions, rows, *others: right(positions, None if rows is None else rows.flip(0), *others),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(AssertionError):
-            patch.setitem(backend.__dict__, "plan", broken)
-            assert_equal_logits(MODELS["llama"], attention)
-    kernel = KERNELS[attention]
-    for shift in (-1, 1):
-
-        def other_window(*arguments, window_size, _shift=shift, **options):
-            left = window_size[0] + _shift if window_size[0] >= 0 else -1
-            return kernel(*arguments, window_size=(left, window_size[1]), **options)
-
-        monkeypatch.setitem(KERNELS, attention, other_window)
-        with pytest.raises(AssertionError):
-            assert_equal_logits(MODELS["mistral window"], attention)
-
-
-@pytest.mark.parametrize("attention", ["flash", "varlen"])
 def test_a_forward_past_the_end_of_the_cache_takes_the_mask(attention, kernels):
     """A kernel would need keys that the row has no slots for."""
     model, ids = MODELS["llama"], random_ids(2, LENGTH)
@@ -275,16 +251,6 @@ def test_captured_graphs_follow_the_plan(name, attention, monkeypatch):
     for one, expected in zip(found, ragged_logits(MODELS[name], "sdpa"), strict=True):
         assert_close(one, expected)
     assert graphs.captures == 3 and graphs.replays >= 6  # widths 3, 1 and 5
-
-
-def test_a_plan_that_the_host_made_would_not_be_followed(monkeypatch):
-    as_operations(monkeypatch)
-    backend = choose(MODELS["llama"], "flash")
-    right = backend.plan
-    by_the_host = lambda positions, *others: right(torch.tensor(positions.tolist()), *others)  # noqa: E731
-    monkeypatch.setitem(backend.__dict__, "plan", by_the_host)
-    with pytest.raises(Exception, match="waits for the device"):
-        ragged_logits(MODELS["llama"], "flash", compile="graphs", graphs=ReplayedGraphs())
 
 
 def test_the_model_has_its_own_attention_again_even_after_an_error(monkeypatch):

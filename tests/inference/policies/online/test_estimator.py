@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
-from accept_head.inference.policy import DraftStep, VerifyOutcome
+from accept_head.inference.policy import DraftStep
 from tests.inference.support.rounds import outcome
 from tests.inference.support.scalar_rules import ScalarEstimator, sigmoid
 
 CPU = torch.device("cpu")
 
 
-def play(estimator, qs, submitted, accepted, live=None, kind=VerifyOutcome, drafted=None):
+def play(estimator, qs, submitted, accepted, live=None, drafted=None):
     """One round of all rows. qs: (rows, depths) → (rows, depths) predictions."""
     estimator.start_round()
     active = torch.ones(len(qs), dtype=torch.bool)
     steps = [DraftStep(depth=d + 1, token_ids=None, active=active, max_prob=qs[:, d]) for d in range(qs.shape[1])]
     predictions = torch.stack([estimator.predict(step) for step in steps], dim=1)
     drafted = submitted if drafted is None else drafted
-    estimator.observe(outcome(drafted, accepted, live, submitted=submitted, kind=kind))
+    estimator.observe(outcome(drafted, accepted, live, submitted=submitted))
     return predictions
 
 
@@ -61,15 +61,7 @@ def test_every_step_is_that_of_a_dense_newton_solve():
     assert (moves[1:] > 1e-3).all(), "the reference is worth nothing if nothing moves"
 
 
-class Uncensored(VerifyOutcome):
-    """Takes what was drafted after a rejection for rejected."""
-
-    @property
-    def judged(self):
-        return self.submitted
-
-
-def learn(kind, rows=192, rounds=160):
+def learn(rows=192, rounds=160):
     """Labels from known parameters: each token is accepted with its probability if the one before it was."""
     random = np.random.default_rng(1)
     slope, intercepts = 0.9, np.array([0.6, 0.1, -0.3, -0.7])
@@ -81,16 +73,12 @@ def learn(kind, rows=192, rounds=160):
         passed = random.random((rows, 4)) < 1 / (1 + np.exp(-slope * f - intercepts))
         submitted = random.integers(0, 5, size=rows)  # trimming that looks at nothing
         accepted = np.minimum(np.cumprod(passed, axis=1).sum(1), submitted)
-        play(estimator, torch.sigmoid(torch.from_numpy(f)).float(), submitted, accepted, kind=kind)
+        play(estimator, torch.sigmoid(torch.from_numpy(f)).float(), submitted, accepted)
     return np.abs(np.array(fitted(estimator)) - [slope, *intercepts])
 
 
 def test_it_finds_the_parameters_that_made_the_labels():
-    assert (learn(VerifyOutcome) < 0.12).all()
-
-
-def test_it_would_not_if_it_did_not_censor():
-    assert (learn(Uncensored) > 0.25).sum() >= 3
+    assert (learn() < 0.12).all()
 
 
 def test_the_slope_never_gets_negative():

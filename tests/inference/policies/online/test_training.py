@@ -18,7 +18,7 @@ from accept_head.inference.adapters.vllm.host import PolicyHost, Verdict
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.online.training import Judged, OnlineTraining
-from accept_head.inference.policy import Signal, VerifyOutcome
+from accept_head.inference.policy import Signal
 from accept_head.inference.replay.asking import replay
 from tests.inference.support.foreign import Engine
 from tests.inference.support.made_up import make_sample
@@ -117,15 +117,7 @@ def test_decisions_are_made_by_the_average_of_the_steps_and_the_given_head_stays
 # --- what it finds ---------------------------------------------------------------------------------------------------
 
 
-class Uncensored(VerifyOutcome):
-    """On purpose wrong: what follows a rejection counts as rejected."""
-
-    @property
-    def judged(self):
-        return self.submitted
-
-
-def learn(train, *, rounds, rows=16, truth, soft=False, kind=VerifyOutcome, seed=0):
+def learn(train, *, rounds, rows=16, truth, soft=False, seed=0):
     random, corrected = np.random.default_rng(seed), correction()
     for _ in range(rounds):
         train.start_round()
@@ -136,7 +128,7 @@ def learn(train, *, rounds, rows=16, truth, soft=False, kind=VerifyOutcome, seed
         passed = random.random((rows, DEPTHS)) < chance
         accepted = passed.cumprod(-1).sum(-1)
         told = torch.from_numpy(chance).float() if soft else None
-        train.observe(outcome(np.full(rows, DEPTHS), accepted, acceptance=told, kind=kind), corrected)
+        train.observe(outcome(np.full(rows, DEPTHS), accepted, acceptance=told), corrected)
 
 
 TRUTH = np.linspace(-1.5, 2.0, HIDDEN)
@@ -150,12 +142,6 @@ def test_it_finds_the_weights_that_made_the_verdicts():
     train = OnlineTraining(linear_head(), lr=0.03)
     learn(train, rounds=2000, truth=TRUTH)
     assert distance(train) < 0.15
-
-
-def test_it_would_not_if_censored_tokens_were_taken_for_rejected():
-    train = OnlineTraining(linear_head(), lr=0.03)
-    learn(train, rounds=2000, truth=TRUTH, kind=Uncensored)
-    assert distance(train) > 0.7
 
 
 def test_it_finds_them_sooner_where_chances_are_told():
