@@ -66,6 +66,17 @@ def with_greedy_ends(both):
     return [both.said[0][4], both.said[1][9]]
 
 
+class EndsAt(StoppingCriteria):
+    """Ends a row at a total length, padding included, that depends on its last token."""
+
+    def __call__(self, input_ids, scores, **_):
+        return (input_ids.shape[1] + input_ids[:, -1] % 3) % 7 == 0
+
+
+def ended_by(criterion):
+    return {"stopping_criteria": StoppingCriteriaList([criterion])}
+
+
 # name → options of `generate`, made of what is said without any
 OPTIONS = {
     "one end token": lambda b: {"eos_token_id": b.said[0][6]},
@@ -92,6 +103,14 @@ OPTIONS = {
         "min_new_tokens": 5,
         "eos_token_id": with_greedy_ends(b),
     },
+    "padding without a mask": lambda b: {"attention_mask": None, "repetition_penalty": 1.2},
+    "stop strings": lambda b: ended_by(
+        StopStringCriteria(b.tokenizer, [b.texts[0][9:13], b.texts[1][20:22], b.texts[3][14:19]])
+    ),
+    # A criterion of one's own sees the padding; a given one wins over the config's own of its kind.
+    "a criterion": lambda b: ended_by(EndsAt()),
+    "a criterion of length": lambda b: ended_by(MaxLengthCriteria(max_length=b.width + 6)),
+    "a criterion of end tokens": lambda b: ended_by(EosTokenCriteria(eos_token_id=with_greedy_ends(b))),
 }
 
 
@@ -103,9 +122,21 @@ def test_greedy_sequences_are_those_of_transformers(both, name):
     assert both.ours(**options).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed:1", "fixed:8", "confidence:0.4", ConfidencePolicy(0.2, k_max=3)])
-def test_any_policy_by_spec_or_by_object_gives_the_same(both, policy):
-    assert both.ours(policy=policy).tolist() == both.plain.tolist()
+SAME = {
+    **{
+        f"policy {spec}": lambda spec=spec: {"policy": spec}
+        for spec in ("none", "fixed:1", "fixed:8", "confidence:0.4")
+    },
+    "a policy object": lambda: {"policy": ConfidencePolicy(0.2, k_max=3)},
+    **{f"{size} rows": lambda size=size: {"batch_size": size} for size in (1, 3, 64)},  # also fewer than the batch
+    "an empty cache": lambda: {"past_key_values": DynamicCache()},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_only_costs_gives_the_same(both, name):
+    ends = {"eos_token_id": with_greedy_ends(both), "repetition_penalty": 1.1}
+    assert both.ours(**SAME[name](), **ends).tolist() == both.theirs(**ends).tolist()
 
 
 @pytest.mark.parametrize("row", range(PROMPTS))
@@ -116,12 +147,6 @@ def test_a_batch_of_one_gives_the_same(both, row):
     expected = both.theirs(**options)
     assert expected.shape[1] <= own.sum() + 9
     assert both.ours(**options).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_rows_decoded_together_may_be_fewer_than_the_batch(both, batch_size):
-    options = {"eos_token_id": with_greedy_ends(both), "repetition_penalty": 1.1}
-    assert both.ours(batch_size=batch_size, **options).tolist() == both.theirs(**options).tolist()
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -145,11 +170,6 @@ def test_without_a_pad_token_the_end_token_pads(both, monkeypatch):
     assert both.ours(eos_token_id=ends).tolist() == expected.tolist()
 
 
-def test_padding_without_a_mask_is_found_as_transformers_finds_it(both):
-    options = {"attention_mask": None, "repetition_penalty": 1.2}
-    assert both.ours(**options).tolist() == both.theirs(**options).tolist()
-
-
 def test_a_generation_config_is_used_as_it_is(both):
     config = GenerationConfig(
         max_new_tokens=11, repetition_penalty=1.2, eos_token_id=with_greedy_ends(both), pad_token_id=5
@@ -170,49 +190,6 @@ def test_the_models_own_generation_config_gives_the_defaults(both, monkeypatch):
     expected = both.theirs(max_new_tokens=None)
     assert expected.shape[1] <= both.width + 13
     assert both.ours(max_new_tokens=None).tolist() == expected.tolist() != both.plain.tolist()
-
-
-# --- stopping criteria ----------------------------------------------------------------------------------------------
-
-
-def criteria_of(*criteria):
-    return StoppingCriteriaList(criteria)
-
-
-def test_stop_strings_end_rows_where_transformers_ends_them(both):
-    strings = [both.texts[0][9:13], both.texts[1][20:22], both.texts[3][14:19]]
-    options = {"stopping_criteria": criteria_of(StopStringCriteria(both.tokenizer, strings))}
-    expected = both.theirs(**options)
-    assert expected.tolist() != both.plain.tolist()
-    assert both.ours(**options).tolist() == expected.tolist()
-
-
-class EndsAt(StoppingCriteria):
-    """Ends a row at a total length, padding included, that depends on its last token."""
-
-    def __call__(self, input_ids, scores, **_):
-        return (input_ids.shape[1] + input_ids[:, -1] % 3) % 7 == 0
-
-
-def test_a_criterion_of_ones_own_sees_the_padding_too(both):
-    options = {"stopping_criteria": criteria_of(EndsAt())}
-    expected = both.theirs(**options)
-    assert expected.tolist() != both.plain.tolist()
-    assert both.ours(**options).tolist() == expected.tolist()
-
-
-CRITERIA = {
-    "a longest sequence": lambda b: MaxLengthCriteria(max_length=b.width + 6),
-    "end tokens": lambda b: EosTokenCriteria(eos_token_id=with_greedy_ends(b)),
-}
-
-
-@pytest.mark.parametrize("name", CRITERIA)
-def test_a_given_criterion_wins_over_the_configs_own_of_its_kind(both, name):
-    options = {"stopping_criteria": criteria_of(CRITERIA[name](both))}
-    expected = both.theirs(**options)
-    assert expected.tolist() != both.plain.tolist()
-    assert both.ours(**options).tolist() == expected.tolist()
 
 
 # --- what depends on more than one row's prefix ---------------------------------------------------------------------
@@ -437,10 +414,6 @@ def test_what_it_cannot_do_is_refused_by_name(both, name):
     with pytest.raises(InputError, match=words) as caught:
         both.ours(**make(both))
     assert isinstance(caught.value, ValueError) and "\n" not in str(caught.value)
-
-
-def test_an_empty_cache_is_no_objection(both):
-    assert both.ours(past_key_values=DynamicCache()).tolist() == both.plain.tolist()
 
 
 def test_a_policy_object_can_be_used_again(both):
