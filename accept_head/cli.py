@@ -19,6 +19,7 @@ from accept_head.command.config_file import check_config_files, config_names
 from accept_head.command.libraries import quiet_libraries
 from accept_head.command.options import gather_lists, name_words, plainly, without_nulls
 from accept_head.command.ranks import lost_a_rank, wait_for_the_launcher
+from accept_head.command.stopping import Stopped, stopping_on_signals
 from accept_head.errors import InputError
 from accept_head.files import machine_fault
 from accept_head.version import VERSION
@@ -59,10 +60,15 @@ VERBS = {
 
 
 def run() -> None:
-    """Entry point of the console command. Exit codes: 0 done, 2 wrong input (one line on stderr), 1 a bug."""
-    if sys.argv[1:2] == ["train"]:
-        keep_freed_blocks()
-    raise SystemExit(main(sys.argv[1:]))
+    """Entry point of the console command. Exit codes: 0 done, 2 wrong input (one line on stderr), 1 a bug, 143 or 130
+    stopped by SIGTERM or Ctrl-C."""
+    keep_freed_blocks()
+    try:
+        with stopping_on_signals(verb=next(iter(sys.argv[1:]), "")):
+            code = main(sys.argv[1:])
+    except Stopped as stopped:
+        code = stopped.exit_code
+    raise SystemExit(code)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ RECIPES = {"default": 1, "specdecpp": 6}  # and the w_rej of a head trained alon
 COUNTS = {"train": 480, "dev": 64}  # traces, as in the demo
 CHECKED = ((0, 1), (1, 12), (3, 6), (4, 3))  # depth, w_rej
 
-# `accept-head train`, which says how long Trainer.fit took. It starts itself anew before it imports anything.
+# `accept-head train`, which says how long Trainer.fit took.
 PROGRAM = """
 import sys, time
 from accept_head import cli

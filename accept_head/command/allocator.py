@@ -1,27 +1,28 @@
-"""Makes glibc keep freed memory, which speeds up training on a CPU.
+"""Makes glibc keep freed memory, which speeds up all work on a CPU.
 
-By default, glibc maps every block above 128 kB anew and unmaps it when it is freed. Nearly all tensors of a training
-step are such blocks, so training would spend a tenth of its time or more in page faults.
+By default, glibc maps every block above some megabytes anew and unmaps it when it is freed. The tensors of a training
+step, and all distributions over a large vocabulary, are such blocks. So most of the time would go to page faults: with
+151,936 ids, scoring a position takes 8 ms of a core in place of 1.2 ms.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
-import sys
 from pathlib import Path
 
-KEEP = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "2000000000", "MALLOC_TOP_PAD_": "268435456"}
+# Parameters of glibc's mallopt (malloc.h), and their values: never map a block, never give memory back, grow by 256 MB.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+KEEP = {M_MMAP_THRESHOLD: 2_000_000_000, M_TRIM_THRESHOLD: 2_000_000_000, M_TOP_PAD: 1 << 28}
 
 
 def keep_freed_blocks() -> None:
-    """Restart this command with an environment that makes glibc keep freed memory.
-
-    glibc reads these variables only when a process starts. Does nothing when the user has set one of them, when there
-    is a GPU, with another libc, or in a program whose command line is not this command's.
-    """
+    """Tell glibc to keep freed memory. Does nothing when the user has set the allocator, when there is a GPU, or with
+    another libc."""
     told = any(name.startswith("MALLOC_") for name in os.environ)
-    ours = sys.orig_argv[len(sys.orig_argv) - len(sys.argv[1:]) :] == sys.argv[1:]
-    if told or not ours or platform.libc_ver()[0] != "glibc" or Path("/dev/nvidiactl").exists():
+    if told or platform.libc_ver()[0] != "glibc" or Path("/dev/nvidiactl").exists():
         return
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | KEEP)
+    libc = ctypes.CDLL(None)
+    for parameter, value in KEEP.items():
+        libc.mallopt(parameter, value)

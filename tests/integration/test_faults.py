@@ -23,6 +23,7 @@ import tqdm.std
 
 from accept_head.cli import main
 from accept_head.trace.shards import read_traces, shard_path
+from tests.integration.folders import content, the_same
 
 SIZES = ("--max_new_tokens", 12, "--batch_size", 4, "--shard_size", 4)
 
@@ -37,15 +38,6 @@ def collect_words(pair, random_pair_folder):
     return lambda out, *more: [
         *("collect", *pair, "--prompts", random_pair_folder / "prompts" / "train.jsonl", "--out", out, *SIZES, *more)
     ]
-
-
-def content(folder, *, hidden=True):
-    """{path: bytes} of all files, but for logs."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and not (set(path.parts) & {"csv", "tensorboard"}) and (hidden or path.name[0] != ".")
-    }
 
 
 def the_line(done):
@@ -194,28 +186,6 @@ def verbs(pair, random_pair_folder, random_traces_folder, collect_words, tmp_pat
 def used(folder):
     disk = os.statvfs(folder)
     return (disk.f_blocks - disk.f_bfree) * disk.f_bsize // 1024
-
-
-def the_same(one, other):
-    """Whether all files are: but for seconds, dates, and the checkpoint, which holds its own path."""
-    if set(one) != set(other):
-        return False
-    for name in one:
-        if name.endswith(".ckpt") or name.endswith("stats.json"):
-            continue
-        pair = [one[name], other[name]]
-        if name.endswith((".json", ".jsonl")):
-            pair = [[json.loads(line) for line in _lines(name, data)] for data in pair]
-            for values in itertools.chain(*pair):
-                for timed in ("date", "seconds"):
-                    values.pop(timed, None)
-        if pair[0] != pair[1]:
-            return False
-    return True
-
-
-def _lines(name, data):
-    return data.splitlines() if name.endswith(".jsonl") else [data]
 
 
 SHARES = {

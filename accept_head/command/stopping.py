@@ -1,0 +1,58 @@
+"""Ends a command on SIGTERM or Ctrl-C: soon, with what is finished kept, and with one line that says how to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+LONGEST_CLEANUP = 7.0  # seconds; then the process ends anyway, which loses nothing, as all writes are atomic
+
+# What a verb leaves when it is stopped, and goes on from. The other verbs write one result at their end.
+KEPT = {
+    "collect": "finished shards",
+    "train": "checkpoints",
+    "tune": "finished rollouts",
+    "generate": "finished responses",
+    "bench": "finished cells",
+    "demo": "finished steps",
+}
+
+
+class Stopped(BaseException):
+    """A signal asks the process to end. Not an Exception, so that no handler of errors goes on after it."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def stopping_on_signals(verb: str) -> Iterator[None]:
+    """Raise Stopped in the main thread at the first SIGTERM or SIGINT, and ignore further ones while cleaning up."""
+
+    first = True
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if not first:
+            return
+        first, stopped = False, Stopped(number)
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            kept = f"{KEPT[verb]} are kept; the same command goes on" if verb in KEPT else "nothing is written"
+            print(f"\naccept-head: stopped by {signal.Signals(number).name}: {kept}", file=sys.stderr, flush=True)
+        end = threading.Timer(LONGEST_CLEANUP, os._exit, [stopped.exit_code])
+        end.daemon = True
+        end.start()
+        raise stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

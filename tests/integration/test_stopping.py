@@ -1,0 +1,104 @@
+"""SIGTERM and Ctrl-C: every verb stops soon, says how to go on, and the rerun ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.integration.folders import content, the_same
+
+SOON = 10  # seconds
+CODES = {"SIGTERM": 143, "SIGINT": 130}
+
+
+@pytest.fixture(scope="module")
+def verbs(random_pair_folder):
+    """verb → its command line in a folder that holds traces."""
+    pair = ("--target", random_pair_folder / "target", "--draft", random_pair_folder / "draft")
+    prompts = ("--prompts", random_pair_folder / "prompts" / "train.jsonl")
+    sizes = ("--batch_size", 4, "--micro_batch_size", 4, "--epochs", 40, "--checkpoint_every", 5)
+    return {
+        "collect": lambda folder: [
+            *("collect", *pair, *prompts, "--out", folder / "new", "--max_new_tokens", 60, "--batch_size", 2),
+            *("--shard_size", 2, "--max_prompts", 10),
+        ],
+        "train": lambda folder: [
+            *("train", "--traces", folder / "traces", *pair[2:], "--out", folder / "head", *sizes)
+        ],
+        "tune": lambda folder: [
+            *("tune", "--traces", folder / "traces", *pair, "--t_draft", 1, "--t_target", 5),
+            *("--out", folder / "tuned.json", "--rules", "max-prob", "entropy"),
+        ],
+        "generate": lambda folder: [
+            *("generate", *pair, *prompts, "--out", folder / "out.jsonl", "--max_new_tokens", 80),
+            *("--policy", "fixed:2", "--batch_size", 1),
+        ],
+        "bench": lambda folder: [
+            *("bench", *pair, *prompts, "--out", folder / "bench.json", "--max_new_tokens", 80),
+            *("--policy", "fixed:2", "--fixed", 1),
+        ],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def folder(random_traces_folder, tmp_path):
+    shutil.copytree(random_traces_folder, tmp_path / "run" / "traces")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def stopped(verbs, console_script, cli_environment):
+    """stopped(verb, folder, signal, seconds) runs the verb and sends the signal then → (exit code, stderr)."""
+
+    def run(verb, folder, name, seconds):
+        words = [console_script, *map(str, verbs[verb](folder))]
+        process = subprocess.Popen(
+            words, env=cli_environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(seconds)
+        process.send_signal(getattr(signal, name))
+        _, err = process.communicate(timeout=SOON)
+        return process.returncode, err
+
+    return run
+
+
+def check_stopped(verb, code, err, name):
+    assert code == CODES[name], err
+    assert "Traceback" not in err, err
+    (line,) = (line for line in err.splitlines() if line.startswith("accept-head: "))
+    assert f"stopped by {name}" in line
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("verb", ["collect", "train", "tune", "generate", "bench"])
+def test_a_verb_stops_soon_and_says_how_to_go_on(verb, name, stopped, folder):
+    code, err = stopped(verb, folder, name, 4.0)
+    check_stopped(verb, code, err, name)
+    assert not [path for path in content(folder) if path.endswith(".partial")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["collect", "train", "generate"])
+def test_the_rerun_after_stops_at_random_moments_ends_with_the_same_bits(
+    verb, verbs, stopped, folder, run_cli, random_traces_folder, tmp_path
+):
+    shutil.copytree(folder, tmp_path / "undisturbed")
+    began = time.monotonic()
+    done = run_cli(*verbs[verb](tmp_path / "undisturbed"))
+    assert done.returncode == 0, done.stderr
+    longest, moments = time.monotonic() - began, random.Random(0)
+    for _ in range(20):
+        code, err = stopped(verb, folder, "SIGTERM", moments.uniform(0, longest))
+        assert code in (0, 143, -signal.SIGTERM), err  # the last: before the first line of ours has run
+        if code == 0:  # it was done before the signal came
+            assert the_same(content(folder), content(tmp_path / "undisturbed"))
+            shutil.rmtree(folder)
+            shutil.copytree(random_traces_folder, folder / "traces")
+    assert run_cli(*verbs[verb](folder)).returncode == 0
+    assert the_same(content(folder), content(tmp_path / "undisturbed"))
