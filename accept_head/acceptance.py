@@ -24,11 +24,16 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
-def divergence(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+def divergence(target_logits: Tensor, draft_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(p ‖ q) = Σ p·(log p − log q), nats, of two plain softmaxes. Logits: (..., vocab) → (...)."""
-    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
+    log_p, log_q = (_log_softmax(logits, temperature) for logits in (target_logits, draft_logits))
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p)).sum(-1).clamp(min=0)
+    gap = log_p.sub_(log_q).masked_fill_(p == 0, 0.0)  # −inf − −inf where a token cannot be drawn
+    return torch.linalg.vecdot(p, gap).clamp(min=0)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    return (logits.float() if temperature == 1 else logits.float() / temperature).log_softmax(-1)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -57,7 +62,9 @@ def couple_with_target(p: Tensor, q: Tensor, x: Tensor, accept_uniform: Tensor, 
     p, q: (..., vocab); x: (...) ids drawn from p; accept_uniform, redraw_uniform: (...) independent in [0, 1).
     """
     accepted = accept_uniform < _ratio(q, p, x)
-    draft_ids = torch.where(accepted, x, draw(residual(q, p), redraw_uniform))
+    rejected = ~accepted  # the few positions whose residual is needed
+    draft_ids = x.clone()
+    draft_ids[rejected] = draw(residual(q[rejected], p[rejected]), redraw_uniform[rejected])
     return Coupled(draft_ids, accepted)
 
 

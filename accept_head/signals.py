@@ -33,7 +33,7 @@ def draft_logprob(q: Tensor, y: Tensor) -> Tensor:
 def draft_entropy(q: Tensor) -> Tensor:
     """Entropy in nats. q: (..., vocab) → (...)."""
     # torch.special.entr is five times slower on a CPU. 0 · log 0 counts as 0.
-    return -(q.clamp(min=torch.finfo(q.dtype).tiny).log_() * q).sum(-1)
+    return -torch.linalg.vecdot(q.clamp(min=torch.finfo(q.dtype).tiny).log_(), q)
 
 
 def draft_max_prob(q: Tensor) -> Tensor:

@@ -78,4 +78,4 @@ class Drafted:
         if not self.slots:
             return target_scores.new_zeros(len(target_scores), 0)
         own = torch.stack(self.scores[: self.slots], dim=1)
-        return divergence(target_scores[:, :-1] / (temperature or 1.0), own / (temperature or 1.0))
+        return divergence(target_scores[:, :-1], own, temperature or 1.0)

@@ -19,6 +19,7 @@ from accept_head.inference.policies.drafting import Drafting, DraftProgress
 from accept_head.inference.policy import OF_Q, DraftStep, Signal, Verifier
 from accept_head.pair import Forward
 from accept_head.randomness import DecodeStream, uniforms
+from accept_head.sampling import likeliest
 
 
 class Steps:
@@ -58,7 +59,7 @@ class Steps:
         signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
         if self.drafting.peeks:
             progress = self.drafting.peek(step_of(needs, depth, None, progress.active, signal_q, fed), progress)
-        ids = scores.argmax(-1) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
+        ids = likeliest(scores) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
         progress = rows.place_drawn(depth, ids, progress, self.stopping)
         step = step_of(needs, depth, ids, progress.active, signal_q, fed) if asks else None
         return Drawn(ids, q, scores if Signal.DIVERGENCE in needs else None, step), progress
@@ -73,7 +74,7 @@ class Steps:
         rows, k = self.rows, scores.shape[1] - 1
         candidates = window[:, 1 : k + 1]
         if self.processing.greedy:
-            return by_match(scores.argmax(-1), candidates, submitted)
+            return by_match(likeliest(scores), candidates, submitted)
         p = self.processing.probabilities(scores)
         if self.verifier == "match":
             # Random numbers depend on the token's place in the text, so the row emits the same tokens under any policy.

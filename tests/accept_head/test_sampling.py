@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 
+from accept_head import sampling
 from accept_head.errors import InputError
 from accept_head.sampling import Sampling, draw
 
@@ -183,3 +184,38 @@ def test_unnormalised_weights_are_drawn_like_their_distribution():
     weights = torch.rand(50, 7, generator=generator, dtype=torch.float64)
     uniforms = torch.rand(50, generator=generator, dtype=torch.float64)
     assert torch.equal(draw(weights, uniforms), draw(weights / weights.sum(-1, keepdim=True), uniforms))
+
+
+@pytest.mark.parametrize("scale", [0.2, 3.0, 12.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
+def test_top_p_by_the_likeliest_tokens_keeps_what_sorting_all_keeps(scale, top_p):
+    """With a flat distribution, with one that 4,096 tokens cover, and with one that 256 do."""
+    scores = logits(rows=8, vocab=6000) * scale / 3
+    kept = Sampling(top_k=0, top_p=top_p).probabilities(scores) > 0
+    warped = TopPLogitsWarper(top_p)(None, scores).softmax(-1)
+    assert torch.equal(kept, warped > 0)
+    few = sampling._top_p_of_few(scores, top_p)
+    assert (few is None) == (int(kept.sum(-1).max()) > 4096)
+
+
+def test_the_likeliest_token_is_the_first_of_equals():
+    for dtype in (torch.float32, torch.bfloat16):
+        scores = logits(vocab=700).round().to(dtype)
+        assert sampling.likeliest(scores).tolist() == scores.float().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("vocab", [1, 511, 512, 513, 2000])
+def test_draws_by_blocks_are_those_of_cumulative_sums(vocab):
+    """The inverse CDF in float64 over the whole vocabulary, with tokens of probability 0 at both ends."""
+    generator = torch.Generator().manual_seed(vocab)
+    weights = torch.rand(5, vocab, generator=generator) ** 8
+    weights[:, : vocab // 3] = 0.0
+    weights[0, vocab // 2 + 1 :] = 0.0
+    uniform = torch.cat([torch.rand(5, 200, generator=generator, dtype=torch.float64), torch.zeros(5, 1)], dim=1)
+    cumulative = weights.double().cumsum(-1)
+    found = sampling.draw_several(weights, uniform)
+    expected = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    assert torch.equal(found, expected)
+    assert (weights.gather(1, found) > 0).all()
+    end = sampling.draw_several(weights, torch.ones(5, 1, dtype=torch.float64))
+    assert (weights.gather(1, end) > 0).all(), "rounding up selects no token without probability"
