@@ -552,9 +552,23 @@ CORE = (
     Mutant(
         "collect: a distribution is read one position late",
         "training/collect/score.py",
-        "columns = starts[rows] + steps - 1",
-        "columns = starts[rows] + steps",
+        "fed = [*prompt, *response[:-1]]",
+        "fed = [*prompt[1:], *response]",
         ("training/test_score.py::test_every_column_equals_that_of_a_slow_loop",),
+    ),
+    Mutant(
+        "collect, our loop: the draft is read one position late",
+        "training/collect/decoding.py",
+        "ends = [lengths[row] - 1 for row in due]",
+        "ends = [lengths[row] for row in due]",
+        ("training/test_decoding.py::test_columns_are_those_of_scoring_afterwards",),
+    ),
+    Mutant(
+        "collect, our loop: random numbers start anew with each part that is scored",
+        "training/collect/decoding.py",
+        "response.scored, response.pending = response.scored + response.pending, 0",
+        "response.scored, response.pending = response.scored, 0",
+        ("training/test_decoding.py::test_columns_are_those_of_scoring_afterwards",),
     ),
     Mutant(
         "train, the base: the ridge is its inverse",

@@ -15,6 +15,8 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from accept_head.errors import InputError
 
+REMEDY = "lower --max_new_tokens, or spread the target with --device_map auto"
+
 
 class Halving:
     """Does work on a batch of rows, in halves when memory runs out, and remembers how many rows fit.
@@ -33,7 +35,7 @@ class Halving:
             stop = min(rows, len(done) + (self.most or rows))
             part = self._try(run, len(done), stop)
             if part is None:
-                self._halve(stop - len(done))
+                self.most = half(self.doing, stop - len(done), self.remedy)
             else:
                 done += part
         return done
@@ -42,19 +44,25 @@ class Halving:
         """The result, or None when memory ran out. The error is not kept, because its traceback holds tensors."""
         try:
             return run(start, stop)
-        except RuntimeError as error:  # the CPU's allocator has no error class of its own
-            if isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error):
+        except RuntimeError as error:
+            if ran_out_of_memory(error):
                 return None
             raise
 
-    def _halve(self, rows: int) -> None:
-        clear_device_cache(garbage_collection=True)
-        if rows == 1:
-            raise InputError(f"out of memory while {self.doing} with a single prompt in the batch: {self.remedy}")
-        self.most = rows // 2
-        print(
-            f"accept-head: out of memory while {self.doing} with {rows} prompts together; going on with {self.most}, "
-            "which changes no record",
-            file=sys.stderr,
-            flush=True,
-        )
+
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Whether this is an error of an allocator; the CPU's has no error class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def half(doing: str, rows: int, remedy: str) -> int:
+    """Half of the rows, for the next attempt. Raises InputError when there is one row."""
+    clear_device_cache(garbage_collection=True)
+    if rows == 1:
+        raise InputError(f"out of memory while {doing} with a single prompt in the batch: {remedy}")
+    print(
+        f"accept-head: out of memory while {doing} with {rows} prompts together; going on with {rows // 2}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return rows // 2

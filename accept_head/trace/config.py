@@ -34,14 +34,14 @@ class TraceConfig:
 
     target, draft: name and fingerprint. vocabulary: fingerprint of the tokenizer. prompts: SHA-256 of the prompts used.
     vocab_size: number of ids that both models score. end_token_ids: ids that end a response.
-    num_prompts: records in the folder. shard_size: records per shard. batch_size: prompts generated together, which
-        decides the random numbers of each response.
+    num_prompts: records in the folder. shard_size: records per shard. batch_size: prompts generated together.
     responses: None when the target generated the responses under these settings. For `collect --responses`: the
         fingerprint of the traces that the scored responses were taken from. For `import-specdecpp`: IMPORTED or
         UNSCORED, then the SHA-256 of the data. See `check_coupled`, `check_scored`.
     target_revision, draft_revision: commits of models that came from the Hub. dtype: of the draft, when it was loaded.
     dataset: name of the data set that the prompts were read from.
-    backend: what generated the responses, if not transformers. Each backend has its own random numbers.
+    backend: what generated the responses; None in older traces, made with transformers' generate, and for `responses`.
+        Each backend has its own random numbers.
     alternatives: further draws of the draft at each position; None when there are none.
     """
 

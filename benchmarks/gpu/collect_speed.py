@@ -1,8 +1,8 @@
 """Part (d). Question: how many tokens a second does `collect` make, and where does the time go?
 
-Responses (transformers' batched generation) and scoring (one teacher-forced pass of both models, coupling, signals),
-each by itself, in bf16: of the pair trained in part (b) where it is there, on its own prompts, and of the shapes of
-Llama 3 8B and Llama 3.2 1B with random weights, on random prompts: time does not depend on what the weights are.
+Our loop answers and scores at once; the same responses are then scored by a pass of both models, as those of another
+engine would be. In bf16: the pair trained in part (b) where it is there, on its own prompts, and the shapes of Llama 3
+8B and Llama 3.2 1B with random weights, on random prompts: time does not depend on what the weights are.
 
 python benchmarks/gpu/collect_speed.py [--batches 32 128] [--tiny]
 """
@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from cells import TINY, Cell, open_cells, part_parser
@@ -22,10 +21,10 @@ from shapes import build_pair
 
 from accept_head import Sampling, load_pair
 from accept_head.inference.profile.device import finish
-from accept_head.pair import Pair
-from accept_head.prompts import load_prompts
+from accept_head.pair import Pair, end_ids
+from accept_head.prompts import Prompt, load_prompts
+from accept_head.training.collect.decoding import Decoding
 from accept_head.training.collect.score import score
-from accept_head.training.respond.transformers import respond
 
 NEW_TOKENS, PROMPT_TOKENS = 96, 128
 SAMPLING = Sampling(temperature=1.0, top_k=50)
@@ -68,37 +67,33 @@ def run(options: argparse.Namespace) -> int:
 
 def measure(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> Cell:
     """The second of two runs, by the clock."""
-    tokenizer: Any = pair.tokenizer or SimpleNamespace(pad_token_id=0, eos_token_id=None)
     device = pair.target.device
-
-    def responding(seed: int) -> list[list[int]]:
-        return respond(
-            pair.target, tokenizer, prompts, SAMPLING, max_new_tokens=new_tokens, seed=seed, vocab_size=pair.vocab_size
-        )
-
-    def scoring(said: list[list[int]]) -> Any:
-        return score(pair, prompts, said, SAMPLING, seed=0, indices=range(len(prompts)))
-
+    given = [Prompt(index, str(index), "", tuple(prompt)) for index, prompt in enumerate(prompts)]
+    settings = SimpleNamespace(
+        sampling=SAMPLING, max_new_tokens=new_tokens, seed=0, batch_size=len(given), shard_size=len(given),
+        alternatives=0, end_token_ids=end_ids(pair.target, pair.tokenizer) if pair.tokenizer else (),
+    )  # fmt: skip
+    decoding = Decoding(pair, given, settings)
     seconds: dict[str, float] = {}
-    for turn in range(2):
+    for _ in range(2):
         finish(device)
         begin = time.perf_counter()
-        said = responding(turn)
+        columns = [columns for _, columns in decoding.records(0, given)]
         finish(device)
         middle = time.perf_counter()
-        columns = scoring(said)
+        said = [row["response_ids"] for row in columns]
+        score(pair, prompts, said, SAMPLING, seed=0, indices=range(len(prompts)))
         finish(device)
-        seconds = {"respond": middle - begin, "score": time.perf_counter() - middle}
+        seconds = {"collect": middle - begin, "score": time.perf_counter() - middle}
     generated = sum(map(len, said))
     fed = generated + sum(map(len, prompts))
     overlap = [value for row in columns for value in row["overlap"]]
     return {
         "responses": len(prompts),
         "tokens": generated,
-        "respond_tokens_per_second": generated / seconds["respond"],
+        "collect_tokens_per_second": generated / seconds["collect"],
         "score_tokens_per_second": generated / seconds["score"],
         "score_fed_tokens_per_second": fed / seconds["score"],
-        "collect_tokens_per_second": generated / sum(seconds.values()),
         "seconds": seconds,
         "mean_overlap": sum(overlap) / len(overlap),
     }

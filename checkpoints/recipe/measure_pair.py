@@ -21,9 +21,9 @@ from corpus import load_corpus
 
 from accept_head import Sampling, load_pair
 from accept_head.files import write_json
+from accept_head.inference.decode.generate import generate
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.score import score
-from accept_head.training.respond.transformers import respond
 
 CONTEXT_TOKENS, BATCH, NEW_TOKENS, DOCUMENTS_PER_DOMAIN = 512, 24, 96, 80
 
@@ -75,7 +75,9 @@ def mean_overlap(pair: Any, path: Path) -> dict[str, float]:
     for start in range(0, len(prompts), BATCH):
         batch = prompts[start : start + BATCH]
         ids = [prompt.ids for prompt in batch]
-        responses = respond(pair.target, pair.tokenizer, ids, sampling, max_new_tokens=NEW_TOKENS, seed=start)
+        responses = generate(
+            pair.target, pair.draft, ids, policy="none", sampling=sampling, max_new_tokens=NEW_TOKENS, seed=start
+        ).tokens
         indices = [prompt.index for prompt in batch]
         for prompt, columns in zip(batch, score(pair, ids, responses, sampling, seed=0, indices=indices), strict=True):
             values[prompt.domain] += columns["overlap"]

@@ -150,11 +150,22 @@ class CachedModel:
 
     def _fill(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> None:
         """Feed one group, (rows, 3): row, start and end of each."""
+        self._base(**self._call.inputs(*self._ragged(tokens, group, width, longest_start)))
+
+    def read(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Forward:
+        """Feed tokens[row, start:end] of the given rows → logits and hidden states, (rows, longest, …). Those beyond a
+        row's end mean nothing. Not for static shapes."""
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        group = torch.tensor([*zip(rows, starts, ends, strict=True)], device=tokens.device)
+        return Forward(*self._run(*self._ragged(tokens, group, width, max(starts))))
+
+    def _ragged(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> tuple[Tensor, Tensor, Any]:
+        """The inputs of a forward of some rows: ids, positions and masks. group: (rows, 3), row, start and end."""
         rows, starts = group[:, 0], group[:, 1]
         reach = longest_start + width
         positions = self._write_at(starts, width, min(reach, self.max_length), reach, rows)
         ids = tokens[rows].gather(1, positions.clamp(max=tokens.shape[1] - 1))
-        self._base(**self._call.inputs(ids, positions, self._masks(positions)))
+        return ids, positions, self._masks(positions)
 
     def _write_at(self, starts: Tensor, width: int, extent: int, reach: int, rows: Tensor | None = None) -> Tensor:
         """Set where the cache writes the next tokens → their positions (rows, width). reach: slots that they may take,

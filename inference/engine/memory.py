@@ -4,6 +4,7 @@ weights  every parameter and buffer, once (allocated already)
 caches   rows × (longest row + 1) tokens × bytes a token, of both models
 logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
 head     what its kernels pack in their first round: weights, and a row for each token of the vocabulary
+scoring  rows × vocabulary × positions that are scored together × logits of both models, when traces are collected
 
 The activations of the forward that fills the cache with prompts replace the logits if they are larger: tokens at once ×
 ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs a round's memory stays
@@ -50,6 +51,11 @@ class MemoryPlan:
     slots: int = 0  # of a row's cache, if more than its tokens and one
     graphs: bool = False
     head: int = 0
+    scored: int = 0  # positions of a row that are scored together
+
+    @property
+    def scoring(self) -> int:
+        return 2 * self.batch * self.vocab_size * self.logit_bytes * self.scored
 
     @property
     def row_slots(self) -> int:
@@ -80,7 +86,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         transient = self.logits + self.fill if self.graphs else max(self.logits, self.fill)
-        return self.weights + self.caches + transient + self.kept + self.head
+        return self.weights + self.caches + transient + self.kept + self.head + self.scoring
 
     def __str__(self) -> str:
         return (
@@ -90,6 +96,7 @@ class MemoryPlan:
             f"{self._transient}"
             + (f" + kept by graphs {readable_size(self.kept)}" if self.graphs else "")
             + (f" + head {readable_size(self.head)}" if self.head else "")
+            + (f" + scoring {readable_size(self.scoring)}" if self.scored else "")
         )
 
     @property
@@ -99,10 +106,14 @@ class MemoryPlan:
         logits = f" + logits {readable_size(self.logits)} ({shape})"
         return logits + fill if self.graphs else fill if self.fill > self.logits else logits
 
+    def fits(self, device: torch.device) -> bool:
+        """Whether the device has room for what is not allocated yet."""
+        return self.total - self.weights <= available_bytes(device)
+
     def check_fits(self, device: torch.device) -> None:
         """Raises InputError naming the needed and the available memory when the plan does not fit."""
-        needed, available = self.total - self.weights, available_bytes(device)
-        if needed > available:
+        if not self.fits(device):
+            needed, available = self.total - self.weights, available_bytes(device)
             raise InputError(
                 f"this generation needs {readable_size(needed)} on {device} next to the weights, but "
                 f"{readable_size(available)} are available ({self}); use a smaller batch size, or shorter prompts and "
@@ -123,10 +134,12 @@ def plan_memory(
     attention: Attention = "auto",
     graphs: bool = False,
     head: int = 0,
+    scored: int = 0,
 ) -> MemoryPlan:
-    """The plan of a batch. Without drafting the draft needs no cache. longest_prompt: in tokens. head: further bytes
-    that heads will take, see `kernels.head.bytes_to_pack`."""
-    models = [target, *([draft] if max_draft_tokens else [])]
+    """The plan of a batch. Without drafting or scoring the draft needs no cache. longest_prompt: in tokens. head:
+    further bytes that heads will take, see `kernels.head.bytes_to_pack`. scored: positions of a row that are scored
+    together."""
+    models = [target, *([draft] if max_draft_tokens or scored else [])]
     served = [check_served(model, attention) for model in models]
     backends = [choose(model, attention) for model in models]
     return MemoryPlan(
@@ -142,6 +155,7 @@ def plan_memory(
         slots=max(backend.slots(max_length + 1) if backend else 0 for backend in backends),
         graphs=graphs,
         head=head,
+        scored=scored,
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from accept_head.training.collect.collector import score_responses
-from accept_head.training.respond.transformers import TransformersResponder
+from accept_head.training.collect.collector import record_of
+from accept_head.training.collect.decoding import Decoding
 
 
-def make_records(pair, batch, config):
-    (answered,) = TransformersResponder(pair, config).batches(0, batch)
-    return score_responses(pair, answered, config, drawn_with=config.sampling)
+def make_records(pair, prompts, config, draft_policy="none"):
+    decoding = Decoding(pair, prompts, config, draft_policy)
+    records = [record_of(prompt, columns, config) for prompt, columns in decoding.records(0, prompts)]
+    return sorted(records, key=lambda record: record["index"])

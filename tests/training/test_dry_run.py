@@ -59,7 +59,7 @@ SMALL = ModelShape("t", 1000, layers=1, hidden_size=8, cache_values=10, vocab_si
 def cost(**changes):
     values = {
         "target": SMALL, "draft": ModelShape("d", 100, 1, 4, 5, 50, 99), "number": 2, "prompts": 10,
-        "prompt_tokens": 50, "new_tokens": 20, "batch_size": 4, "generating": 4, "backend": "transformers",
+        "prompt_tokens": 50, "new_tokens": 20, "batch_size": 4, "generating": 4, "backend": "vllm",
     }  # fmt: skip
     return CollectCost(**{**values, **changes})
 
@@ -67,14 +67,20 @@ def cost(**changes):
 def test_the_formulas_of_docs_scale_by_hand():
     device = DEVICES[0]
     one = cost()
-    assert (one.positions, one.tokens, one.weight_bytes) == (200, 250, 2 * 1100)
+    assert (one.positions, one.tokens, one.weight_bytes) == (200, 250, 2 * 2100)
     assert one.cache_bytes == 4 * (5 + 20) * 10 * 2
-    assert one.logit_bytes == 4 * (25 + 20) * 100 * 2
+    assert one.logit_bytes == 2 * 4 * 20 * 100 * 2
+    assert one.memory == one.weight_bytes + one.cache_bytes + one.logit_bytes
     assert one.disk == 200 * 46 + 50 * 4
     step = 2 * (1000 + 4 * (5 + 10) * 10) / (0.6 * 2.039e12)  # reading is slower than 2 · 4 · 1000 operations here
     prefill = 2 * 1000 * 50 / (0.4 * 312e12)
     assert one.generate_seconds(device) == pytest.approx(prefill + 200 / 4 * step)
     assert one.score_seconds(device) == pytest.approx(2 * 1100 * 250 / (0.4 * 312e12))
+    loop = cost(backend="loop")
+    assert loop.weight_bytes == 2 * 1100 and loop.cache_bytes == 4 * (5 + 20) * (10 + 5) * 2
+    assert loop.logit_bytes == 4 * 16 * 100 * 2
+    assert loop.generate_seconds(device) == pytest.approx(prefill + 200 / 4 * step)
+    assert loop.score_seconds(device) == pytest.approx(2 * 100 * 250 / (0.4 * 312e12))
     heavy = cost(target=ModelShape("t", 10**9, 1, 8, 0, 50, 99), generating=1000)
     assert heavy.generate_seconds(device) == pytest.approx(250 * 2 * 10**9 / (0.4 * 312e12))
     train = TrainCost(SMALL, 30, number=2, traces=10, prompt_tokens=50, positions=200, epochs=3, forwards=2,
@@ -89,7 +95,7 @@ def test_a_model_over_several_devices_costs_more_hours_with_device_map_than_with
     big = shapes["meta-llama/Llama-2-70b-chat-hf"]
     many = {"target": big, "prompts": 40_000, "prompt_tokens": 40_000 * 64, "new_tokens": 512}
     device = DEVICES[0]
-    spread, shared = cost(**many), cost(**many, backend="vllm", generating=256)
+    spread, shared = cost(**many, backend="loop"), cost(**many, backend="vllm", generating=256)
     assert spread.devices(device) == 2 and shared.devices(device) > 3
     assert spread.generate_seconds(device) > 10 * shared.generate_seconds(device)
     assert cost(**many, backend="openai").memory < spread.memory < shared.memory

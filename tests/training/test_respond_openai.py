@@ -16,9 +16,9 @@ from accept_head.prompts import Prompt
 from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.openai import ServerResponder, check_endpoint, delay, retry_after
 from accept_head.training.respond.request import EngineRequest, request_seed
-from accept_head.training.respond.transformers import respond
 from accept_head.training.respond.vllm import is_installed
 from tests.training.completions_server import serving
+from tests.training.generated import generated
 
 KEY = "sk-loopback-1234567890"
 PROMPTS = [Prompt(index, f"p{index}", "", (1, 5 + index, 7)) for index in range(12)]
@@ -58,7 +58,6 @@ def responses(responder):
     batches = list(responder.batches(0, PROMPTS))
     assert [len(batch.prompts) for batch in batches] == [5, 5, 2]
     assert [prompt for batch in batches for prompt in batch.prompts] == PROMPTS
-    assert all(batch.logits is None for batch in batches), "a server tells none"
     return [row for batch in batches for row in batch.responses]
 
 
@@ -243,7 +242,7 @@ def model_answers(model, tokenizer):
     def answer(body):
         sampling = Sampling(temperature=body["temperature"], top_k=body["top_k"])
         with lock:
-            return respond(
+            return generated(
                 model, tokenizer, [body["prompt"]], sampling, max_new_tokens=body["max_tokens"], seed=body["seed"]
             )[0]
 
@@ -287,7 +286,7 @@ def test_an_interrupted_run_goes_on_where_it_was_and_asks_for_nothing_twice(rand
         server.answer = answer
         server.bodies.clear()
         refused = run_warm(*arguments(tmp_path / "out", server.endpoint)[:-4])
-        assert refused.returncode == 2 and "backend (openai, now transformers)" in refused.stderr
+        assert refused.returncode == 2 and "backend (openai, now loop)" in refused.stderr
         done = run_warm(*command, env={"OPENAI_API_KEY": KEY})
         assert done.returncode == 0, done.stderr
         assert len(server.bodies) == 24 - 2 * SHARD
@@ -296,7 +295,7 @@ def test_an_interrupted_run_goes_on_where_it_was_and_asks_for_nothing_twice(rand
     assert json.loads(files["trace_config.json"])["backend"] == "openai"
     assert not any(KEY.encode() in data for data in files.values()) and KEY not in broken.stderr + done.stderr
     for row in records(tmp_path / "out"):
-        (own,) = respond(
+        (own,) = generated(
             random_pair.target, random_pair.tokenizer, [row["prompt_ids"]], Sampling(top_k=5), max_new_tokens=TOKENS,
             seed=request_seed(0, row["index"]),
         )  # fmt: skip
@@ -314,7 +313,7 @@ def test_a_server_with_another_model_is_found_out(random_pair, arguments, run_wa
     ("changed", "named"),
     [
         (("--backend", "vllm"), ["--endpoint", "openai"]),
-        (("--backend", "transformers"), ["--endpoint", "openai"]),
+        (("--backend", "loop"), ["--endpoint", "openai"]),
         (("--tensor_parallel_size", 2), ["tensor_parallel_size", "vllm"]),
         (("--concurrency", 0), ["concurrency", "0"]),
         (("--retries", -1), ["retries", "-1"]),

@@ -18,26 +18,22 @@ from tqdm import tqdm
 
 from accept_head.errors import InputError
 from accept_head.files import writable_folder
-from accept_head.pair import Pair
 from accept_head.prompts import Prompt
-from accept_head.sampling import Sampling
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import check_shard, missing_shards, write_shard
-from accept_head.training.collect.score import score, scoring_halving
-from accept_head.training.halving import Halving
+from accept_head.training.collect.source import Source
 from accept_head.training.respond.request import check_said_by_target
-from accept_head.training.respond.responder import Batch, Responder
 
-DEFAULTS = {"backend": "transformers"}  # values of fields that a config leaves out
+DEFAULTS = {"backend": "transformers"}  # values of fields that an older config leaves out
+OUTSIDE = {"vllm", "openai"}  # engines whose responses must be checked to be the target's
 
 
 def write_shards(
     options: dict[str, Any],
-    pair: Pair,
     prompts: Sequence[Prompt],
     config: TraceConfig,
     folder: Path,
-    responder: Responder,
+    source: Source,
     *,
     repair: bool = False,
 ) -> None:
@@ -56,9 +52,9 @@ def write_shards(
         callbacks=[TraceWriter(folder)],
     )
     try:
-        trainer.predict(Collector(pair, prompts, config, folder, responder, repair), return_predictions=False)
+        trainer.predict(Collector(prompts, config, folder, source, repair), return_predictions=False)
     finally:
-        responder.close()
+        source.close()
     trainer.strategy.barrier("collected")
     if trainer.is_global_zero:
         print(f"{folder}: {config.num_prompts} traces in {config.num_shards} shards")
@@ -87,19 +83,14 @@ class Collector(L.LightningModule):
 
     def __init__(
         self,
-        pair: Pair,
         prompts: Sequence[Prompt],
         config: TraceConfig,
         folder: Path,
-        responder: Responder,
+        source: Source,
         repair: bool = False,
     ):
         super().__init__()
-        self.parts = (pair, prompts)  # in a tuple: the models are not submodules, so nothing moves or wraps them
-        self.trace_config = config
-        self.folder = folder
-        self.responder = responder
-        self.scoring = scoring_halving()
+        self.prompts, self.trace_config, self.folder, self.source = prompts, config, folder, source
         self.repair = repair
 
     def predict_dataloader(self) -> DataLoader:
@@ -123,58 +114,32 @@ class Collector(L.LightningModule):
         return False
 
     def predict_step(self, shard: int) -> list[dict[str, Any]]:
-        pair, prompts = self.parts
         config = self.trace_config
         first = shard * config.shard_size
-        mine = prompts[first : first + config.shard_rows(shard)]
         records: list[dict[str, Any]] = []
-        for batch in self.responder.batches(shard, mine):
-            drawn_with = self.responder.drawn_with
-            records += score_responses(pair, batch, config, drawn_with=drawn_with, halving=self.scoring)
-            self.tokens += sum(map(len, batch.responses))
-            self.progress.update(len(batch.prompts))
+        for prompt, columns in self.source.records(shard, self.prompts[first : first + config.shard_rows(shard)]):
+            records.append(record_of(prompt, columns, config))
+            self.tokens += len(columns["response_ids"])
+            self.progress.update(1)
             elapsed = self.progress.format_dict["elapsed"] or 1e-9
             self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s")
-        if config.backend is not None:
+        if config.backend in OUTSIDE:
             check_said_by_target(records, f"--backend {config.backend}")
-        return records
+        return sorted(records, key=lambda record: record["index"])
 
     def on_predict_end(self) -> None:
         self.progress.close()
 
 
-def score_responses(
-    pair: Pair,
-    batch: Batch,
-    config: TraceConfig,
-    *,
-    drawn_with: Sampling,
-    halving: Halving | None = None,
-) -> list[dict[str, Any]]:
-    """Trace records of these responses under `config.sampling`. drawn_with: the settings that they were drawn with."""
-    scored = score(
-        pair,
-        [prompt.ids for prompt in batch.prompts],
-        batch.responses,
-        config.sampling,
-        seed=config.seed,
-        indices=[prompt.index for prompt in batch.prompts],
-        target_logits=batch.logits,
-        drawn_with=drawn_with,
-        alternatives=config.alternatives or 0,
-        halving=halving,
-    )
-    return [
-        {
-            "index": prompt.index,
-            "id": prompt.id,
-            "domain": prompt.domain,
-            "finished": response[-1] in config.end_token_ids,
-            "prompt_ids": list(prompt.ids),
-            **columns,
-        }
-        for prompt, response, columns in zip(batch.prompts, batch.responses, scored, strict=True)
-    ]
+def record_of(prompt: Prompt, columns: dict[str, list], config: TraceConfig) -> dict[str, Any]:
+    return {
+        "index": prompt.index,
+        "id": prompt.id,
+        "domain": prompt.domain,
+        "finished": columns["response_ids"][-1] in config.end_token_ids,
+        "prompt_ids": list(prompt.ids),
+        **columns,
+    }
 
 
 class TraceWriter(BasePredictionWriter):

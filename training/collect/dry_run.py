@@ -55,7 +55,7 @@ def collect_plan(
     tokenizer, tokenizer_line = _tokenizer(target, draft, shapes, trust_remote_code)
     options: dict[str, Any] = {"field": field, "split": split, "max_prompts": max_prompts}
     count, tokens, prompts_line = _prompts(prompts, tokenizer, room, stand_ins=model_shapes is not None, **options)
-    together = {"transformers": batch_size, "vllm": VLLM_SEQUENCES}.get(backend, concurrency or 32)
+    together = {"loop": batch_size, "vllm": VLLM_SEQUENCES}.get(backend, concurrency or 32)
     cost = CollectCost(
         target=shapes[0],
         draft=shapes[1],

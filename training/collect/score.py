@@ -1,4 +1,7 @@
-"""One teacher-forced pass of both models over stored responses: coupling, labels and draft signals."""
+"""The columns of traces: coupling, labels and draft signals, from the logits of both models.
+
+`score` runs both models over given responses. `score_positions` needs no model; decoding.py calls it as well.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,21 @@ from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, couple_with_target, divergence, overlap
 from accept_head.alternatives import draw_alternatives
+from accept_head.inference.engine.memory import available_bytes
 from accept_head.pair import Pair, input_device
 from accept_head.randomness import TraceStream, uniforms
 from accept_head.sampling import Sampling
 from accept_head.signals import SIGNALS, draft_signals
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
-from accept_head.training.halving import Halving
+from accept_head.training.halving import REMEDY, Halving
 
 # Logits turned into probabilities at a time. Bounds memory at about 0.5 GB for any vocabulary.
 CHUNK_ELEMENTS = 1 << 24
+LOGIT_SHARE = 0.25  # of the available memory, for the logits of the responses that are scored together
 
 
 def scoring_halving() -> Halving:
-    return Halving("scoring", "lower --max_new_tokens, or spread the target with --device_map auto")
+    return Halving("scoring", REMEDY)
 
 
 def score(
@@ -35,7 +40,6 @@ def score(
     indices: Sequence[int],
     drawn_with: Sampling | None = None,
     alternatives: int = 0,
-    target_logits: Sequence[Tensor] | None = None,
     halving: Halving | None = None,
 ) -> list[dict[str, list]]:
     """The columns of each trace (see POSITION_COLUMNS and ALTERNATIVE_COLUMNS in trace/columns.py).
@@ -45,7 +49,6 @@ def score(
     drawn_with: the settings that the target drew the responses with; `sampling` when left out. The coupling needs the
     distribution of X to get Y ∼ q. The labels are those of `sampling`.
     alternatives: further draws at each position. The other columns do not depend on it.
-    target_logits: (response, vocab) of each response, if known from drawing it. Otherwise the target runs.
 
     Raises InputError when not even one sequence fits in memory.
     """
@@ -53,11 +56,18 @@ def score(
     def score_some(start: int, stop: int) -> list[dict[str, list]]:
         rows = slice(start, stop)
         return _score_batch(
-            pair, prompts[rows], responses[rows], sampling, drawn_with or sampling, seed, list(indices[rows]),
-            alternatives, None if target_logits is None else target_logits[rows],
-        )  # fmt: skip
+            pair, prompts[rows], responses[rows], sampling, drawn_with or sampling, seed, indices[rows], alternatives
+        )
 
-    return (halving or scoring_halving())(len(prompts), score_some)
+    halving = halving or scoring_halving()
+    halving.most = halving.most or _most_rows(pair, max(map(len, responses)))
+    return halving(len(prompts), score_some)
+
+
+def _most_rows(pair: Pair, longest: int) -> int:
+    """How many responses are scored together. Their logits are in memory at once, those of their prompts are not."""
+    needed = 2 * longest * pair.vocab_size * pair.draft.dtype.itemsize
+    return max(1, int(LOGIT_SHARE * available_bytes(input_device(pair.target)) / needed))
 
 
 @torch.no_grad()
@@ -68,59 +78,66 @@ def _score_batch(
     sampling: Sampling,
     drawn_with: Sampling,
     seed: int,
-    indices: list[int],
+    indices: Sequence[int],
     alternatives: int,
-    known_logits: Sequence[Tensor] | None,
 ) -> list[dict[str, list]]:
-    sequences = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     lengths = [len(response) for response in responses]
-    # (rows, columns) of the positions to read: the distribution of response token i is one position before it.
     rows = torch.cat([torch.full((n,), row) for row, n in enumerate(lengths)])
     steps = torch.cat([torch.arange(n) for n in lengths])
-    starts = torch.tensor([len(prompt) for prompt in prompts])
-    columns = starts[rows] + steps - 1
-
-    # (positions, vocab)
-    first = int(columns.min())
-    drawn_from = torch.cat(list(known_logits)) if known_logits is not None else None
-    if drawn_from is None:
-        drawn_from = _logits(pair.target, sequences, first)[rows, columns - first]
-    target_logits = drawn_from[:, : pair.vocab_size]
-    draft_logits = _logits(pair.draft, sequences, first)[rows, columns - first, : pair.vocab_size]
-    draft_logits = draft_logits.to(target_logits.device)
-    response_ids = torch.tensor([token for response in responses for token in response], device=target_logits.device)
-    counters = torch.stack([torch.tensor(indices)[rows], steps], dim=-1).to(target_logits.device)
-
-    chunk = max(1, CHUNK_ELEMENTS // pair.vocab_size)
-    parts = [
-        _score_positions(p, q, x, sampling, drawn_with, seed, counter, alternatives)
-        for p, q, x, counter in zip(
-            target_logits.split(chunk),
-            draft_logits.split(chunk),
-            response_ids.split(chunk),
-            counters.split(chunk),
-            strict=True,
-        )
-    ]
-    columns_of_all = {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
-    split = {name: values.split(lengths) for name, values in columns_of_all.items()}
+    target_logits, draft_logits = (
+        _logits(model, prompts, responses)[rows, steps, : pair.vocab_size] for model in (pair.target, pair.draft)
+    )
+    device = target_logits.device
+    columns = score_positions(
+        target_logits,
+        draft_logits.to(device),
+        torch.tensor([token for response in responses for token in response], device=device),
+        torch.stack([torch.tensor(indices)[rows], steps], dim=-1).to(device),
+        sampling,
+        seed=seed,
+        alternatives=alternatives,
+        drawn_with=drawn_with,
+    )
+    split = {name: values.split(lengths) for name, values in columns.items()}
     return [{name: values[row].flatten().tolist() for name, values in split.items()} for row in range(len(responses))]
 
 
-def _score_positions(
+def score_positions(
     target_logits: Tensor,
     draft_logits: Tensor,
     x: Tensor,
+    counters: Tensor,
+    sampling: Sampling,
+    *,
+    seed: int,
+    alternatives: int = 0,
+    drawn_with: Sampling | None = None,
+) -> dict[str, Tensor]:
+    """The columns of some positions, on the CPU: (positions,) each, and (positions, alternatives) for alternatives.
+
+    Logits: (positions, vocab), of the tokens x, (positions,). counters: (positions, 2), prompt index and step. seed,
+    alternatives, drawn_with: as for `score`.
+    """
+    chunk = max(1, CHUNK_ELEMENTS // target_logits.shape[-1])
+    parts = [
+        _score_chunk(p, q, tokens, counter, sampling, drawn_with or sampling, seed, alternatives)
+        for p, q, tokens, counter in zip(
+            target_logits.split(chunk), draft_logits.split(chunk), x.split(chunk), counters.split(chunk), strict=True
+        )
+    ]
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+
+
+def _score_chunk(
+    target_logits: Tensor,
+    draft_logits: Tensor,
+    x: Tensor,
+    counters: Tensor,
     sampling: Sampling,
     drawn_with: Sampling,
     seed: int,
-    counters: Tensor,
     alternatives: int,
 ) -> dict[str, Tensor]:
-    """The columns of some positions: (positions,) each, and (positions, alternatives) for alternatives.
-
-    Logits: (positions, vocab). x: (positions,). counters: (positions, 2), prompt index and step.
-    """
     p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
     p_of_x = p if drawn_with == sampling else drawn_with.probabilities(target_logits)
     index, step = counters.unbind(-1)
@@ -129,7 +146,6 @@ def _score_positions(
     )
     draft_ids, accepted = couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)
     signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
-    temperature = sampling.temperature or 1.0
     others = {}
     if alternatives:
         draws = torch.arange(alternatives, device=x.device)
@@ -142,19 +158,25 @@ def _score_positions(
         "acceptance": acceptance_probability(p, q, draft_ids),
         "overlap": overlap(p, q),
         "target_logprob": p.gather(-1, x.unsqueeze(-1)).squeeze(-1).clamp(min=torch.finfo(p.dtype).tiny).log(),
-        "divergence": divergence(target_logits / temperature, draft_logits / temperature),
+        "divergence": divergence(target_logits, draft_logits, sampling.temperature or 1.0),
         **dict(zip(SIGNALS, signals.unbind(-1), strict=True)),
         **others,
     }
 
 
-def _logits(model: PreTrainedModel, sequences: list[list[int]], first: int) -> Tensor:
-    """The logits of positions from `first` on, (batch, seq − first, vocab).
+def _logits(model: PreTrainedModel, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
+    """The logits that each response token was drawn from, (batch, longest response, vocab); others mean nothing.
 
-    Sequences are padded on the right, where a causal model does not see the padding.
+    Prompts are padded on the left, so that all responses begin in one column, and on the right.
     """
-    width = max(map(len, sequences))
-    device = input_device(model)
-    ids = torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences], device=device)
-    mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=device)
-    return model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=width - first).logits
+    width, longest, device = max(map(len, prompts)), max(map(len, responses)), input_device(model)
+    ids, mask = [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        fed = [*prompt, *response[:-1]]
+        left, right = width - len(prompt), longest - len(response)
+        ids.append([0] * left + fed + [0] * right)
+        mask.append([0] * left + [1] * len(fed) + [0] * right)
+    attended = torch.tensor(mask, device=device)
+    positions = (attended.cumsum(-1) - 1).clamp(min=0)
+    inputs = {"input_ids": torch.tensor(ids, device=device), "attention_mask": attended, "position_ids": positions}
+    return model(**inputs, use_cache=False, logits_to_keep=longest).logits

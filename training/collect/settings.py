@@ -48,7 +48,7 @@ def check_source(prompts: str | None, responses: str | None, backend: Backend, *
     if (prompts is None) == (responses is None):
         given = "neither of them is" if prompts is None else "both are"
         raise InputError(f"one of --prompts and --responses says what to collect, but {given} given")
-    if responses is not None and backend != "transformers":
+    if responses is not None and backend != "loop":
         raise InputError(f"--backend {backend} generates responses, but --responses has them already; leave one out")
     if responses is not None and dry_run:
         raise InputError("--dry_run estimates what --prompts cost; with --responses there is little to estimate")
@@ -103,6 +103,6 @@ def trace_config(
         draft_revision=hub_revision(draft),
         dtype=str(pair.draft.dtype).removeprefix("torch."),
         dataset=source if source is not None and not Path(source).exists() else None,
-        backend=None if backend == "transformers" else backend,
+        backend=None if stored else backend,
         alternatives=alternatives or None,
     )

@@ -18,8 +18,9 @@ from accept_head.training.collect.settings import (
     room_for_prompts,
     trace_config,
 )
+from accept_head.training.collect.source import make_source
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options
-from accept_head.training.respond.backends import Backend, check_backend, make_responder
+from accept_head.training.respond.backends import Backend, check_backend
 from accept_head.training.respond.stored import StoredResponses
 from accept_head.training.threads import share_of_cores
 
@@ -46,7 +47,8 @@ def collect(
     device_map: str | None = None,
     max_memory: dict[str, str] | None = None,
     offload_folder: str | None = None,
-    backend: Backend = "transformers",
+    backend: Backend = "loop",
+    draft_policy: str | None = None,
     tensor_parallel_size: int | None = None,
     gpu_memory_utilization: float | None = None,
     endpoint: str | None = None,
@@ -90,9 +92,12 @@ def collect(
         device_map: `auto` spreads the target over all devices of this process.
         max_memory: With device_map: most of the target that each device may hold, like {"0": "60GiB", "cpu": "200GiB"}.
         offload_folder: With device_map: where the part goes that fits on no device.
-        backend: What generates the responses; our own copy of the target scores them. `transformers`; `vllm`, in this
-            process; or `openai`, a server with an OpenAI-compatible completions endpoint that takes and returns token
-            ids. Its key is read from the environment variable OPENAI_API_KEY.
+        backend: What generates the responses. `loop`: our decode loop, which scores each position as it is decoded;
+            `vllm`, in this process; or `openai`, a server with an OpenAI-compatible completions endpoint that takes and
+            returns token ids. Its key is read from the environment variable OPENAI_API_KEY. Our own copy of the target
+            scores the responses of the last two.
+        draft_policy: loop: SPEC of a policy to speculate with; `none` when left out. The text is the same but for
+            rounding.
         tensor_parallel_size: vllm: GPUs that share its copy of the target; 1 when left out.
         gpu_memory_utilization: vllm: share of each GPU for it; 0.5 when left out, as our copy lives there too.
         endpoint: openai: the server's address, like http://127.0.0.1:8000/v1.
@@ -106,6 +111,7 @@ def collect(
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     engine: dict[str, Any] = {
+        "draft_policy": draft_policy,
         "tensor_parallel_size": tensor_parallel_size,
         "gpu_memory_utilization": gpu_memory_utilization,
         "endpoint": endpoint,
@@ -166,7 +172,5 @@ def collect(
         source=prompts,
         stored=stored,
     )
-    responder = make_responder(
-        backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code
-    )
-    write_shards(options, pair, loaded, config, Path(out), responder, repair=repair)
+    source = make_source(backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code)
+    write_shards(options, loaded, config, Path(out), source, repair=repair)

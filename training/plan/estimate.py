@@ -16,6 +16,7 @@ USABLE = 0.9  # share of a device's memory
 # Per response position in a shard: two ids, seven float32 and a bit, 36.1 bytes. Parquet's dictionaries add a quarter.
 POSITION_BYTES = 46
 ALTERNATIVE_BYTES = 11  # per alternative at a position: an id and two float32, some of which compress
+WIDTH = 16  # response positions of a row that our decode loop scores together
 PROMPT_BYTES = 4  # per prompt token in a shard
 ADAM_BYTES = 16  # per parameter in training: weight, gradient and two moments, float32
 
@@ -75,22 +76,24 @@ class CollectCost:
 
     @property
     def cache_bytes(self) -> float:
-        """Bytes of the KV cache for the responses that are generated together, in this process or elsewhere."""
+        """Bytes of the KV cache for the responses that are generated together, in this process or elsewhere. Our own
+        loop has a cache of the draft as well."""
         length = self.prompt_tokens / self.prompts + self.new_tokens
-        return self.generating * length * self.target.cache_values * self.number
+        values = self.target.cache_values + (self.draft.cache_values if self.backend == "loop" else 0)
+        return self.generating * length * values * self.number
 
     @property
     def logit_bytes(self) -> float:
-        """Bytes of both models' logits while one batch is scored, with the copies of the response positions."""
-        length = self.prompt_tokens / self.prompts + self.new_tokens
-        vocabulary = self.target.vocab_size + self.draft.vocab_size
-        return self.batch_size * (length + self.new_tokens) * vocabulary * self.number
+        """Bytes of both models' logits at the positions that are scored at a time: WIDTH of each row in our own loop,
+        the whole responses of a batch elsewhere, with a copy."""
+        positions = self.generating * WIDTH if self.backend == "loop" else 2 * self.batch_size * self.new_tokens
+        return positions * (self.target.vocab_size + self.draft.vocab_size) * self.number
 
     @property
     def memory(self) -> float:
-        """Bytes in this process. Generating and scoring take turns, but vLLM keeps its cache."""
-        here = {"transformers": max(self.cache_bytes, self.logit_bytes), "vllm": self.cache_bytes + self.logit_bytes}
-        return self.weight_bytes + here.get(self.backend, self.logit_bytes)
+        """Bytes in this process."""
+        here = self.cache_bytes if self.backend != "openai" else 0.0
+        return self.weight_bytes + here + self.logit_bytes
 
     @property
     def disk(self) -> float:
@@ -110,11 +113,13 @@ class CollectCost:
         context = self.prompt_tokens / self.prompts + self.new_tokens / 2
         read = self.number * (self.target.parameters + self.generating * context * self.target.cache_values)
         step = max(read / (STREAMING * device.bandwidth), self.generating * operations)
-        idle = self.devices(device) if self.backend == "transformers" else 1
+        idle = self.devices(device) if self.backend == "loop" else 1
         return idle * (self.prompt_tokens * operations + self.positions / self.generating * step)
 
     def score_seconds(self, device: Device) -> float:
-        operations = 2 * (self.target.parameters + self.draft.parameters) * self.tokens
+        """Time of the forwards that score. In our own loop the target's have been run already."""
+        target = 0 if self.backend == "loop" else self.target.parameters
+        operations = 2 * (target + self.draft.parameters) * self.tokens
         return self.devices(device) * operations / (UTILIZATION * device.peak[self.number])
 
 

@@ -1,4 +1,4 @@
-"""Sources of the target's responses: transformers, vLLM, a server, or existing traces.
+"""Sources of the target's responses other than our own loop: vLLM, a server, or existing traces.
 
 Read `responder.py` first (the interface), then `backends.py` (the choice by the settings).
 """

@@ -12,13 +12,13 @@ from accept_head.trace.config import TraceConfig
 from accept_head.training.respond.openai import ServerResponder, check_endpoint
 from accept_head.training.respond.responder import Responder
 from accept_head.training.respond.stored import StoredResponder, StoredResponses
-from accept_head.training.respond.transformers import TransformersResponder
 from accept_head.training.respond.vllm import MISSING, VllmResponder, check_options, is_installed
 
-Backend = Literal["transformers", "vllm", "openai"]
+Backend = Literal["loop", "vllm", "openai"]
 
 # Options that belong to one backend. With another backend they are refused, because they would have no effect.
 OPTIONS: dict[str, Backend] = {
+    "draft_policy": "loop",
     "tensor_parallel_size": "vllm",
     "gpu_memory_utilization": "vllm",
     "endpoint": "openai",
@@ -54,13 +54,12 @@ def make_responder(
     stored: StoredResponses | None = None,
     trust_remote_code: bool = False,
 ) -> Responder:
-    """The responder for these settings. It starts nothing before its first shard. options: `given` of check_backend."""
+    """The responder for these settings, unless our own loop answers. It starts nothing before its first shard. options:
+    `given` of check_backend."""
     if stored is not None:
         return StoredResponder(stored, config)
     mine = {name: options[name] for name, owner in OPTIONS.items() if owner == backend and options[name] is not None}
     if backend == "vllm":
         longest = max(len(prompt.ids) for prompt in prompts)
         return VllmResponder(pair, config, longest=longest, trust_remote_code=trust_remote_code, **mine)
-    if backend == "openai":
-        return ServerResponder(pair, config, **mine)
-    return TransformersResponder(pair, config)
+    return ServerResponder(pair, config, **mine)

@@ -8,22 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
-
 from accept_head.prompts import Prompt
 from accept_head.sampling import Sampling
 
 
 class Batch(NamedTuple):
-    """Prompts and their responses, as ids.
-
-    logits: (ids, vocab) each, that the response was drawn from; None when not known. If they are known, the target need
-    not run again to score the responses.
-    """
+    """Prompts and their responses, as ids."""
 
     prompts: Sequence[Prompt]
     responses: Sequence[list[int]]
-    logits: Sequence[Tensor] | None = None
 
 
 class Responder(Protocol):

@@ -21,9 +21,9 @@ from accept_head.prompts import load_prompts
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import read_traces
 from accept_head.training.respond.openai import ServerResponder
-from accept_head.training.respond.transformers import respond
 from accept_head.training.respond.vllm import VllmResponder, engine_environment
 from tests.integration.vllm.zstat import p_value, z_statistics
+from tests.training.generated import generated
 
 GREEDY, SAMPLED = Sampling(temperature=0), Sampling(temperature=1.0, top_k=50)
 TOKENS = 40
@@ -52,7 +52,7 @@ def said(responder, prompts):
 def greedy_by_transformers(pair, prompts):
     ids = [prompt.ids for prompt in prompts]
     options = {"max_new_tokens": TOKENS, "seed": 0, "vocab_size": pair.vocab_size}
-    return respond(pair.target, pair.tokenizer, ids, GREEDY, **options)
+    return generated(pair.target, pair.tokenizer, ids, GREEDY, **options)
 
 
 def p_value_of(pair, prompts, outputs, sampling=SAMPLED):
@@ -143,9 +143,9 @@ def collect(pair: Path, out: Path, *more: object, launcher: Any = ONE) -> subpro
 
 
 @pytest.fixture(scope="module")
-def by_transformers(embedded_pair_folder, tmp_path_factory):
+def by_our_loop(embedded_pair_folder, tmp_path_factory):
     """Greedy traces of the default backend."""
-    out = tmp_path_factory.mktemp("respond") / "transformers"
+    out = tmp_path_factory.mktemp("respond") / "loop"
     done = collect(embedded_pair_folder, out, "--temperature", 0)
     assert done.returncode == 0, done.stderr
     return out
@@ -163,15 +163,15 @@ def assert_same_records(one: Path, other: Path, backend: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_collect_with_vllm_makes_the_greedy_records_of_transformers(embedded_pair_folder, by_transformers, tmp_path):
+def test_collect_with_vllm_makes_the_greedy_records_of_our_loop(embedded_pair_folder, by_our_loop, tmp_path):
     out = tmp_path / "vllm"
     done = collect(embedded_pair_folder, out, "--temperature", 0, "--backend", "vllm")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert_same_records(out, by_transformers, "vllm")
+    assert_same_records(out, by_our_loop, "vllm")
     again = collect(embedded_pair_folder, out, "--temperature", 0, "--backend", "vllm")  # no engine is started
     assert again.returncode == 0 and "Initializing" not in again.stderr + again.stdout
     other = collect(embedded_pair_folder, out, "--temperature", 0)
-    assert other.returncode == 2 and "backend (vllm, now transformers)" in other.stderr
+    assert other.returncode == 2 and "backend (vllm, now loop)" in other.stderr
 
 
 @pytest.mark.slow
@@ -228,8 +228,8 @@ def test_a_vllm_servers_responses_are_the_targets(endpoint, embedded_pair, confi
 
 
 @pytest.mark.slow
-def test_collect_with_a_vllm_server_makes_the_greedy_records_of_transformers(
-    endpoint, embedded_pair_folder, by_transformers, tmp_path
+def test_collect_with_a_vllm_server_makes_the_greedy_records_of_our_loop(
+    endpoint, embedded_pair_folder, by_our_loop, tmp_path
 ):
     out = tmp_path / "openai"
     server = ("--backend", "openai", "--endpoint", endpoint, "--concurrency", 8)
@@ -237,5 +237,5 @@ def test_collect_with_a_vllm_server_makes_the_greedy_records_of_transformers(
     assert wrong.returncode == 2 and "HTTP 404" in wrong.stderr.splitlines()[-1], "the model has another name there"
     done = collect(embedded_pair_folder, out, "--temperature", 0, *server, "--served_name", "tiny")
     assert done.returncode == 0, done.stderr[-4000:]
-    assert_same_records(out, by_transformers, "openai")
+    assert_same_records(out, by_our_loop, "openai")
     assert json.loads((out / "trace_config.json").read_text())["backend"] == "openai"

@@ -1,0 +1,70 @@
+"""Where the scored responses of a shard come from: our own decode loop, or an engine whose text is then scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from accept_head.pair import Pair
+from accept_head.prompts import Prompt
+from accept_head.trace.config import TraceConfig
+from accept_head.training.collect.decoding import Decoding
+from accept_head.training.collect.score import score, scoring_halving
+from accept_head.training.respond.backends import Backend, make_responder
+from accept_head.training.respond.responder import Responder
+from accept_head.training.respond.stored import StoredResponses
+
+Columns = dict[str, list]  # of one response, see trace/columns.py
+
+
+class Source(Protocol):
+    def records(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, Columns]]:
+        """The shard's prompts, in any order, with the columns of their responses."""
+
+    def close(self) -> None:
+        """Free what the source holds."""
+
+
+def make_source(
+    backend: Backend,
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    config: TraceConfig,
+    options: dict[str, Any],
+    *,
+    stored: StoredResponses | None = None,
+    trust_remote_code: bool = False,
+) -> Source:
+    """The source for these settings. options: `given` of check_backend."""
+    if stored is None and backend == "loop":
+        return Decoding(pair, prompts, config, options["draft_policy"] or "none")
+    responder = make_responder(
+        backend, pair, prompts, config, options, stored=stored, trust_remote_code=trust_remote_code
+    )
+    return ScoredResponses(pair, config, responder)
+
+
+class ScoredResponses:
+    """The responses of an engine, each scored by a pass of both models."""
+
+    def __init__(self, pair: Pair, config: TraceConfig, responder: Responder):
+        self.pair, self.config, self.responder = pair, config, responder
+        self.halving = scoring_halving()
+
+    def records(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, Columns]]:
+        for batch in self.responder.batches(shard, prompts):
+            scored = score(
+                self.pair,
+                [prompt.ids for prompt in batch.prompts],
+                batch.responses,
+                self.config.sampling,
+                seed=self.config.seed,
+                indices=[prompt.index for prompt in batch.prompts],
+                drawn_with=self.responder.drawn_with,
+                alternatives=self.config.alternatives or 0,
+                halving=self.halving,
+            )
+            yield from zip(batch.prompts, scored, strict=True)
+
+    def close(self) -> None:
+        self.responder.close()
