@@ -33,15 +33,18 @@ class Stopped(BaseException):
 
 @contextmanager
 def stopping_on_signals(verb: str) -> Iterator[None]:
-    """Raise Stopped in the main thread at the first SIGTERM or SIGINT, and ignore further ones while cleaning up."""
+    """Raise Stopped in the main thread at the first SIGTERM or SIGINT, and ignore further ones while cleaning up.
 
-    first = True
+    Python swallows what is raised in a `__del__`. The work then goes on for some seconds, and ends in Stopped as well.
+    """
+
+    stopped: Stopped | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal first
-        if not first:
+        nonlocal stopped
+        if stopped is not None:
             return
-        first, stopped = False, Stopped(number)
+        stopped = Stopped(number)
         if os.environ.get("LOCAL_RANK", "0") == "0":
             kept = f"{KEPT[verb]} are kept; the same command goes on" if verb in KEPT else "nothing is written"
             print(f"\naccept-head: stopped by {signal.Signals(number).name}: {kept}", file=sys.stderr, flush=True)
@@ -53,6 +56,8 @@ def stopping_on_signals(verb: str) -> Iterator[None]:
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
+        if stopped is not None:
+            raise stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -161,7 +161,7 @@ def toy(tmp_path_factory):
         if (name, sampling) not in made:
             place = tmp_path_factory.mktemp("informed") / name
             models = MODELS[name]
-            collected(models, PROMPTS, place, sampling=sampling, max_new_tokens=12, ends=(3, 5))
+            collected(models, PROMPTS, place, sampling=sampling, max_new_tokens=12, ends=(3, 5), seed=14)
             load_coupled(place, models[1], "draft", k_max=6)
             config, traces = read_traces(place)
             parts = [read_tensors(path, ("position", "length", "ids")) for path in sorted(place.glob("rollouts/*.s*"))]

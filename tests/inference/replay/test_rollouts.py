@@ -39,7 +39,9 @@ def traces_of(tmp_path_factory):
         key = (name, sampling)
         if key not in made:
             folder = tmp_path_factory.mktemp("traces") / name
-            made[key] = collected(MODELS[name], PROMPTS, folder, sampling=sampling, max_new_tokens=12, ends=(3, 5))
+            made[key] = collected(
+                MODELS[name], PROMPTS, folder, sampling=sampling, max_new_tokens=12, ends=(3, 5), seed=14
+            )
         return made[key]
 
     return make

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from accept_head import Pair, Sampling
@@ -41,11 +40,7 @@ def collected(
     sizes = {"max_new_tokens": max_new_tokens, "vocab_size": vocab, "end_token_ids": tuple(ends)}
     config = config_of(len(prompts), sampling=sampling, **sizes, **options)
     listed = [Prompt(i, str(i), domains[i % len(domains)], tuple(ids)) for i, ids in enumerate(prompts)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target.generation_config, "eos_token_id", list(ends) or None)
-        groups = [listed[start : start + batch_size] for start in range(0, len(listed), batch_size)]
-        records = [record for group in groups for record in make_records(pair, group, config)]
-    return written(folder, config, records)
+    return written(folder, config, make_records(pair, listed, config))
 
 
 def written(folder, config, records):
