@@ -559,8 +559,8 @@ CORE = (
     Mutant(
         "collect, our loop: the draft is read one position late",
         "training/collect/decoding.py",
-        "ends = [lengths[row] - 1 for row in due]",
-        "ends = [lengths[row] for row in due]",
+        "ends = [lengths[row] - 1 for row in rows]",
+        "ends = [lengths[row] for row in rows]",
         ("training/test_decoding.py::test_columns_are_those_of_scoring_afterwards",),
     ),
     Mutant(

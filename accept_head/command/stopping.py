@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ def stopping_on_signals(verb: str) -> Iterator[None]:
 
     Python swallows what is raised in a `__del__`. The work then goes on for some seconds, and ends in Stopped as well.
     """
-
     stopped: Stopped | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -46,8 +44,11 @@ def stopping_on_signals(verb: str) -> Iterator[None]:
             return
         stopped = Stopped(number)
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            kept = f"{KEPT[verb]} are kept; the same command goes on" if verb in KEPT else "nothing is written"
-            print(f"\naccept-head: stopped by {signal.Signals(number).name}: {kept}", file=sys.stderr, flush=True)
+            kept = (
+                f"{KEPT[verb]} are kept; the same command goes on" if verb in KEPT else "the same command starts anew"
+            )
+            line = f"\naccept-head: stopped by {signal.Signals(number).name}: {kept}\n"
+            os.write(2, line.encode())  # `print` would fail while the main thread is printing
         end = threading.Timer(LONGEST_CLEANUP, os._exit, [stopped.exit_code])
         end.daemon = True
         end.start()

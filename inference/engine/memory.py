@@ -4,7 +4,8 @@ weights  every parameter and buffer, once (allocated already)
 caches   rows × (longest row + 1) tokens × bytes a token, of both models
 logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a drafted slot × k + bytes a row)
 head     what its kernels pack in their first round: weights, and a row for each token of the vocabulary
-scoring  rows × vocabulary × positions that are scored together × logits of both models, when traces are collected
+scoring  rows × vocabulary × positions that are scored together × logits of both models and a copy, when traces are
+         collected
 
 The activations of the forward that fills the cache with prompts replace the logits if they are larger: tokens at once ×
 ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs a round's memory stays
@@ -32,6 +33,7 @@ from accept_head.inference.engine.proof import check_served
 # sums and thresholds of the one draw of a row.
 FLOAT, DOUBLE = 4, 8
 VERIFIED_COPIES, DRAFTED_COPIES, DRAW_COPIES = 3, 2, 3
+SCORED_COPIES = 4  # the logits of both models, and those of the real positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class MemoryPlan:
 
     @property
     def scoring(self) -> int:
-        return 2 * self.batch * self.vocab_size * self.logit_bytes * self.scored
+        return SCORED_COPIES * self.batch * self.vocab_size * self.logit_bytes * self.scored
 
     @property
     def row_slots(self) -> int:

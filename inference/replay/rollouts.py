@@ -22,7 +22,7 @@ from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.pair import context_tokens, hidden_size
 from accept_head.randomness import TraceStream, uniforms
-from accept_head.sampling import Sampling, draw
+from accept_head.sampling import Sampling, draw, likeliest
 from accept_head.signals import SIGNALS, draft_signals
 from accept_head.trace.config import TraceConfig
 
@@ -174,7 +174,7 @@ def _continue(
 def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw as the decode loop does → ids (rows,) and draft signals (rows, 3). logits: (rows, vocab)."""
     if sampling.greedy:
-        ids = logits.argmax(-1)
+        ids = likeliest(logits)
         return ids, draft_signals(logits.float().softmax(-1), ids)
     q = sampling.probabilities(logits)
     ids = draw(q, uniform)

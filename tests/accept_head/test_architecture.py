@@ -1,8 +1,8 @@
 """The order of folders, rooms and files: which may import which. Also the size limit of a file.
 
-inference imports accept_head, and training imports both. In each of the three folders the rooms have an
-order, and a room imports only rooms before it. Every import counts, also one in a function or under TYPE_CHECKING. The
-files of a room may import each other, but there is no cycle.
+inference imports accept_head, and training imports both. In each of the three folders the rooms have an order, and a
+room imports only rooms before it. Every import counts, also one in a function or under TYPE_CHECKING. The files of a
+room may import each other, but there is no cycle.
 """
 
 import ast
@@ -139,6 +139,24 @@ def test_the_product_keeps_every_rule():
     names = [path.name for path in (ROOT / "inference").iterdir() if not path.name.startswith(("__pycache__", "."))]
     assert len({module_of(path) for path in tree}) == len(tree) > 150, "each file is read once"
     assert sorted(violations(tree, names)) == []
+
+
+BROKEN = {
+    "another floor": ("accept_head/cost.py", "import accept_head.inference.policy"),
+    "a floor above": ("inference/policy.py", "from accept_head.training.plan import estimate"),
+    "another floor, late": ("inference/policy.py", "def late():\n    from ..training.plan import estimate"),
+    "a later room": ("inference/policy.py", "if TYPE_CHECKING:\n    from accept_head.inference.decode import loop"),
+    "a room of the ground floor": ("accept_head/errors.py", "from accept_head.cost import total_time"),
+    "a cycle": ("inference/decode/round.py", "import accept_head.inference.decode.loop"),
+    "no room": ("inference/somewhere.py", ""),
+    "300 lines": ("inference/policy.py", "\n" * (MOST_LINES + 1)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_that_is_broken_is_seen(name):
+    path, source = BROKEN[name]
+    assert violations({**read_tree(), path: source}, [])
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -78,7 +78,7 @@ def test_the_formulas_of_docs_scale_by_hand():
     assert one.score_seconds(device) == pytest.approx(2 * 1100 * 250 / (0.4 * 312e12))
     loop = cost(backend="loop")
     assert loop.weight_bytes == 2 * 1100 and loop.cache_bytes == 4 * (5 + 20) * (10 + 5) * 2
-    assert loop.logit_bytes == 4 * 16 * 100 * 2
+    assert loop.logit_bytes == 2 * 4 * 16 * 100 * 2
     assert loop.generate_seconds(device) == pytest.approx(prefill + 200 / 4 * step)
     assert loop.score_seconds(device) == pytest.approx(2 * 100 * 250 / (0.4 * 312e12))
     heavy = cost(target=ModelShape("t", 10**9, 1, 8, 0, 50, 99), generating=1000)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from accept_head.errors import InputError
 from accept_head.inference.decode.generate import check_models
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
@@ -30,10 +31,11 @@ from accept_head.training.plan.estimate import WIDTH
 
 
 @dataclass
-class Scored:
-    """What is known of one response. slot: of the buffer. scored: positions that are. pending: positions whose target
-    logits wait in the buffer. columns: name → a tensor for each part, (positions, …)."""
+class Response:
+    """What is known of one response. slot: its place in the buffer. scored: positions that are. pending: positions
+    whose target logits wait in the buffer. columns: name → a tensor for each part, (positions, …)."""
 
+    index: int
     slot: int
     scored: int = 0
     pending: int = 0
@@ -41,39 +43,42 @@ class Scored:
 
 
 class Scoring:
-    """Scores the positions of all rows while they are decoded: the `watch` of a decoder's run."""
+    """Scores the positions of all rows while they are decoded: the `watch` of a decoder's run.
 
-    def __init__(self, pair: Pair, decoder: Decoder, config: TraceConfig, max_draft_tokens: int):
-        self.draft, self.config, self.vocab_size = decoder.draft, config, pair.vocab_size
-        self.width = max(WIDTH, max_draft_tokens + 1)
+    The bookkeeping is on the host, in loops over the rows: a shape depends on it, and a forward takes far longer.
+    """
+
+    def __init__(self, decoder: Decoder, config: TraceConfig, vocab_size: int, width: int):
+        """width: positions of a row that are scored together, at least as many as a round emits."""
+        self.draft, self.config, self.vocab_size, self.width = decoder.draft, config, vocab_size, width
         self.buffer: Tensor | None = None  # (batch, width, vocab): the target's logits of pending positions
-        self.free = list(range(decoder.batch))
-        self.responses: dict[int, Scored] = {}  # by the index of the request
+        self.free = list(range(decoder.batch))  # slots
+        self.responses: dict[int, Response] = {}  # by the index of the request
 
     def __call__(self, round: Round) -> None:
         rows = round.rows
         lengths, live = torch.stack([rows.lengths, rows.live.long()]).tolist()  # a sync, as each round ends with one
         emitted = {row: lengths[row] - rows.host_lengths[row] for row in rows.live_rows}
         known = {row: self._response(rows.requests[row]) for row in emitted}
-        self._score(round, [row for row in known if known[row].pending + emitted[row] > self.width], rows.host_lengths)
+        full = {row: each for row, each in known.items() if each.pending + emitted[row] > self.width}
+        self._score(rows.tokens, full, rows.host_lengths)
         self._keep(round.logits, known, emitted)
-        ended = [row for row in known if not live[row]]
-        self._score(round, [row for row in known if known[row].pending == self.width or row in ended], lengths)
-        for row in ended:
-            self.free.append(known[row].slot)
+        due = {row: each for row, each in known.items() if each.pending == self.width or not live[row]}
+        self._score(rows.tokens, due, lengths)
+        self.free += [each.slot for row, each in known.items() if not live[row]]
 
     def columns(self, index: int) -> dict[str, list]:
         """The columns of a finished response."""
         parts = self.responses.pop(index).columns
         return {name: torch.cat(values).flatten().tolist() for name, values in parts.items()}
 
-    def _response(self, request: Request | None) -> Scored:
+    def _response(self, request: Request | None) -> Response:
         assert request is not None
         if request.index not in self.responses:
-            self.responses[request.index] = Scored(self.free.pop())
+            self.responses[request.index] = Response(request.index, self.free.pop())
         return self.responses[request.index]
 
-    def _keep(self, logits: Tensor, known: dict[int, Scored], emitted: dict[int, int]) -> None:
+    def _keep(self, logits: Tensor, known: dict[int, Response], emitted: dict[int, int]) -> None:
         """Copy the target's logits at the emitted tokens into the buffer. logits: (batch, k + 1, ≥ vocab)."""
         if self.buffer is None:
             self.buffer = logits.new_empty(len(self.free) + len(self.responses), self.width, self.vocab_size)
@@ -87,33 +92,30 @@ class Scoring:
         for row_, response in known.items():
             response.pending += emitted[row_]
 
-    def _score(self, round: Round, due: list[int], lengths: Sequence[int]) -> None:
-        """Score the pending positions of these rows. lengths: of all rows, so far."""
-        rows = round.rows
-        due = [row for row in due if self.responses[self._index(round, row)].pending]
+    def _score(self, tokens: Tensor, due: dict[int, Response], lengths: Sequence[int]) -> None:
+        """Score the pending positions of these rows. tokens: (batch, capacity). lengths: of all rows, so far."""
         if not due:
             return
-        requests = [rows.requests[row] for row in due]
-        responses = [self.responses[self._index(round, row)] for row in due]
-        ends = [lengths[row] - 1 for row in due]  # the last token gives no position of this response
-        starts = [end - response.pending for end, response in zip(ends, responses, strict=True)]
-        new = [row for row, response in zip(due, responses, strict=True) if not response.scored]
-        if new:  # feed the prompts, but for their last tokens
-            self.draft.fill(rows.tokens, new, [0] * len(new), [starts[due.index(row)] for row in new])
-        q_logits = self.draft.read(rows.tokens, due, starts, ends).logits
-        device, counts = q_logits.device, [response.pending for response in responses]
-        where = torch.repeat_interleave(torch.tensor(counts)).to(device)  # 0, 0, …, 1, 1, …
-        place = torch.cat([torch.arange(count) for count in counts]).to(device)
-        slots = torch.tensor([response.slot for response in responses], device=device)
-        first = torch.tensor(starts, device=device)
-        index = torch.tensor([request.index for request in requests if request is not None], device=device)
-        done = torch.tensor([response.scored for response in responses], device=device)
         assert self.buffer is not None
+        rows, responses = list(due), list(due.values())
+        ends = [lengths[row] - 1 for row in rows]  # the last token gives no position of this response
+        starts = [end - response.pending for end, response in zip(ends, responses, strict=True)]
+        new = {row: start for row, start, each in zip(rows, starts, responses, strict=True) if not each.scored}
+        self.draft.fill(tokens, [*new], [0] * len(new), [*new.values()])  # the prompts, but for their last tokens
+        q_logits = self.draft.read(tokens, rows, starts, ends).logits
+        counts = [response.pending for response in responses]
+        of_rows = [
+            (each.slot, row, start, each.index, each.scored)
+            for each, row, start in zip(responses, rows, starts, strict=True)
+        ]
+        which = torch.repeat_interleave(torch.tensor(counts)).to(q_logits.device)  # 0, 0, …, 1, 1, …
+        place = torch.cat([torch.arange(count) for count in counts]).to(which.device)
+        slot, row, start, index, scored = torch.tensor(of_rows, device=which.device)[which].unbind(-1)
         columns = score_positions(
-            self.buffer[slots[where], place],
-            q_logits[where, place, : self.vocab_size],
-            rows.tokens[torch.tensor(due, device=device)[where], first[where] + place + 1],
-            torch.stack([index[where], done[where] + place], dim=-1),
+            self.buffer[slot, place],
+            q_logits[which, place, : self.vocab_size],
+            tokens[row, start + place + 1],
+            torch.stack([index, scored + place], dim=-1),
             self.config.sampling,
             seed=self.config.seed,
             alternatives=self.config.alternatives or 0,
@@ -123,12 +125,6 @@ class Scoring:
                 response.columns.setdefault(name, []).append(part)
         for response in responses:
             response.scored, response.pending = response.scored + response.pending, 0
-
-    @staticmethod
-    def _index(round: Round, row: int) -> int:
-        request = round.rows.requests[row]
-        assert request is not None
-        return request.index
 
 
 class Decoding:
@@ -143,9 +139,13 @@ class Decoding:
     def __init__(self, pair: Pair, prompts: Sequence[Prompt], config: TraceConfig, draft_policy: str = "none"):
         check_models(pair.target, pair.draft)
         for model in (pair.target, pair.draft):
-            check_served(model)
+            try:
+                check_served(model)
+            except InputError as error:
+                raise InputError(f"{error}; --backend vllm or openai can answer instead of our loop") from None
         self.pair, self.config = pair, config
         self.policy = make_policy(draft_policy, pair)
+        self.width = max(WIDTH, self.policy.max_draft_tokens + 1)
         self.longest = max(len(prompt.ids) for prompt in prompts)
         self.batch = min(config.batch_size, config.shard_size, len(prompts))
         self.decoder: Decoder | None = None
@@ -171,7 +171,7 @@ class Decoding:
         pair, config = self.pair, self.config
         if self.decoder is None:
             self.decoder = self._new_decoder()
-        scoring = Scoring(pair, self.decoder, config, self.policy.max_draft_tokens)
+        scoring = Scoring(self.decoder, config, pair.vocab_size, self.width)
         for done in self.decoder.run(
             [Request(prompt.index, prompt.ids, config.max_new_tokens, key=prompt.index) for prompt in prompts],
             policy=self.policy,
@@ -184,19 +184,18 @@ class Decoding:
             yield done.request.index, scoring.columns(done.request.index)
 
     def _new_decoder(self) -> Decoder:
-        target, draft, vocab_size = self.pair.target, self.pair.draft, self.pair.vocab_size
-        most = self.policy.max_draft_tokens
+        target, draft = self.pair.target, self.pair.draft
         while True:
             plan = plan_memory(
                 target,
                 draft,
                 batch=self.batch,
                 max_length=self.longest + self.config.max_new_tokens,
-                max_draft_tokens=most,
-                vocab_size=vocab_size,
+                max_draft_tokens=self.policy.max_draft_tokens,
+                vocab_size=self.pair.vocab_size,
                 greedy=self.config.sampling.greedy,
                 longest_prompt=self.longest,
-                scored=max(WIDTH, most + 1),
+                scored=self.width,
             )
             if plan.fits(input_device(target)):
                 return Decoder(target, draft, plan)

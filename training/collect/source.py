@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
 from accept_head.trace.config import TraceConfig
-from accept_head.training.collect.decoding import Decoding
 from accept_head.training.collect.score import score, scoring_halving
-from accept_head.training.respond.backends import Backend, make_responder
 from accept_head.training.respond.responder import Responder
-from accept_head.training.respond.stored import StoredResponses
 
 Columns = dict[str, list]  # of one response, see trace/columns.py
 
@@ -23,25 +20,6 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Free what the source holds."""
-
-
-def make_source(
-    backend: Backend,
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    config: TraceConfig,
-    options: dict[str, Any],
-    *,
-    stored: StoredResponses | None = None,
-    trust_remote_code: bool = False,
-) -> Source:
-    """The source for these settings. options: `given` of check_backend."""
-    if stored is None and backend == "loop":
-        return Decoding(pair, prompts, config, options["draft_policy"] or "none")
-    responder = make_responder(
-        backend, pair, prompts, config, options, stored=stored, trust_remote_code=trust_remote_code
-    )
-    return ScoredResponses(pair, config, responder)
 
 
 class ScoredResponses:

@@ -10,6 +10,7 @@ from accept_head.pair import checkpoint_fingerprint, load_pair
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 from accept_head.training.collect.collector import write_shards
+from accept_head.training.collect.decoding import Decoding
 from accept_head.training.collect.dry_run import collect_plan
 from accept_head.training.collect.settings import (
     check_positive,
@@ -18,9 +19,9 @@ from accept_head.training.collect.settings import (
     room_for_prompts,
     trace_config,
 )
-from accept_head.training.collect.source import make_source
+from accept_head.training.collect.source import ScoredResponses, Source
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options
-from accept_head.training.respond.backends import Backend, check_backend
+from accept_head.training.respond.backends import Backend, check_backend, make_responder
 from accept_head.training.respond.stored import StoredResponses
 from accept_head.training.threads import share_of_cores
 
@@ -81,7 +82,7 @@ def collect(
         min_p: Least probability kept, as a share of the most likely token's; 0 keeps all.
         max_new_tokens: Longest response, in tokens; 128 when left out, or that of `responses`.
         max_prompts: Use the first so many prompts only.
-        batch_size: Prompts generated together. It decides which random numbers a response gets.
+        batch_size: Prompts generated together.
         shard_size: Prompts in one shard, the unit of work that an interruption loses; 64 when left out, or that of
             `responses`.
         alternatives: Further draws of the draft at each position, with the chance that each would be accepted: a head
@@ -172,5 +173,12 @@ def collect(
         source=prompts,
         stored=stored,
     )
-    source = make_source(backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code)
+    source: Source
+    if stored is None and backend == "loop":
+        source = Decoding(pair, loaded, config, draft_policy or "none")
+    else:
+        responder = make_responder(
+            backend, pair, loaded, config, engine, stored=stored, trust_remote_code=trust_remote_code
+        )
+        source = ScoredResponses(pair, config, responder)
     write_shards(options, loaded, config, Path(out), source, repair=repair)

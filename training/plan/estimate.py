@@ -84,10 +84,10 @@ class CollectCost:
 
     @property
     def logit_bytes(self) -> float:
-        """Bytes of both models' logits at the positions that are scored at a time: WIDTH of each row in our own loop,
-        the whole responses of a batch elsewhere, with a copy."""
-        positions = self.generating * WIDTH if self.backend == "loop" else 2 * self.batch_size * self.new_tokens
-        return positions * (self.target.vocab_size + self.draft.vocab_size) * self.number
+        """Bytes of both models' logits, and a copy, at the positions that are scored at a time: WIDTH of each row in
+        our own loop, the whole responses of a batch elsewhere."""
+        positions = self.generating * WIDTH if self.backend == "loop" else self.batch_size * self.new_tokens
+        return 2 * positions * (self.target.vocab_size + self.draft.vocab_size) * self.number
 
     @property
     def memory(self) -> float:

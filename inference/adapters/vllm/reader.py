@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accept_head.inference.engine.compiled import Function, compiled
 from accept_head.inference.policy import OF_Q, Signal
+from accept_head.sampling import likeliest
 from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob, signals_of_logits, signals_of_q
 
 GREEDY_BELOW = 1e-5  # temperatures that vLLM takes for 0
@@ -52,7 +53,7 @@ class SignalReader:
             return False  # one or two operations are as fast
         name = "the draft's signals" if score is None else "the head with the draft's signals"
         state = hidden if score is not None else None
-        temperature, ids = logits.new_ones(len(logits), dtype=torch.float32), logits.argmax(-1)
+        temperature, ids = logits.new_ones(len(logits), dtype=torch.float32), likeliest(logits)
         alone = score is not None and not signals
 
         def of_q(q: Tensor, ids: Tensor, hidden: Tensor | None) -> Tensor | tuple[Tensor, ...]:
