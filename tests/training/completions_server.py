@@ -42,18 +42,16 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.lock:
             self.server.requests.append((dict(self.headers), body))
             failure = self.server.failures.pop(0) if self.server.failures else None
-            self.server.at_once += 1
-            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
-        try:
-            self.fail(failure) if failure is not None else self.succeed(body)
-        finally:
-            with self.server.lock:
-                self.server.at_once -= 1
+        self.fail(failure) if failure is not None else self.succeed(body)
 
     def succeed(self, body: dict[str, Any]) -> None:
         assert self.path == "/v1/completions", self.path
-        ids = self.server.answer(body)
         with self.server.lock:
+            self.server.at_once += 1
+            self.server.most_at_once = max(self.server.most_at_once, self.server.at_once)
+        ids = self.server.answer(body)
+        with self.server.lock:  # before the answer is sent: the client may ask again as soon as it has come
+            self.server.at_once -= 1
             self.server.bodies.append(body)
         choice = {"index": 0, "text": "", "token_ids": ids, "prompt_token_ids": body["prompt"]}
         self.send(200, {"object": "text_completion", "model": body["model"], "choices": [choice]})
