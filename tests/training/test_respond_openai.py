@@ -99,6 +99,7 @@ def test_concurrency_bounds_what_is_in_flight(random_pair):
 
     def slowly(body):
         gate.wait(timeout=20)
+        time.sleep(0.05)  # a fourth request would come now
         return answered(body)
 
     with serving(slowly) as server:
