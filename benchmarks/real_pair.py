@@ -172,13 +172,19 @@ def read(name: str) -> Iterable[Record]:
 
 
 def collected(split: str, temperature: float) -> Path:
-    """A folder of traces of this split, complete. Greedy heads learn from sampled text, which is there already."""
+    """A folder of traces of this split, complete."""
     folder = TRACES / f"t{temperature:g}" / split
-    source: dict[str, Any] = {"prompts": str(prompts_file(split)), "shard_size": TEXT["batch_size"]}
-    if split in TRAIN_PARTS and temperature == 0:
-        source = {"responses": str(collected(split, 1.0))}
     if not is_collected(folder):
-        collect(TARGET, DRAFT, out=str(folder), temperature=temperature, seed=SPLITS.index(split), **source, **TEXT)
+        collect(
+            TARGET,
+            DRAFT,
+            prompts=str(prompts_file(split)),
+            out=str(folder),
+            temperature=temperature,
+            seed=SPLITS.index(split),
+            shard_size=TEXT["batch_size"],
+            **TEXT,
+        )
     return folder
 
 

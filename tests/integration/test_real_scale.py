@@ -1,4 +1,4 @@
-"""A draft with the vocabulary and the large states of a published model, which toys of 4,096 tokens do not have."""
+"""Models with the vocabulary and the large states of a published one, which toys of 4,096 tokens do not have."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from accept_head import Sampling
 from accept_head.base import base_functions
 from accept_head.pair import base_model, checkpoint_fingerprint, load_model
 from accept_head.signals import SIGNALS
 from accept_head.trace.config import TraceConfig
-from accept_head.trace.shards import write_shard
+from accept_head.trace.shards import read_traces, write_shard
 from accept_head.training.learn.recipe import RECIPES, Recipe
 from accept_head.training.learn.verb import train
 
@@ -111,3 +111,43 @@ def test_a_head_without_a_base_does_not_learn_it(draft, traces, tmp_path, monkey
     found = json.loads((tmp_path / "head" / "metrics.json").read_text())["dev"]["token"]
     assert found["binary_kl"] > 0.01 and np.isfinite(found["binary_kl"])
     assert found["constant_kl"] > 0.05, "there was something to learn"
+
+
+@pytest.fixture(scope="module")
+def pair(draft, byte_tokenizer, tmp_path_factory):
+    """--target and --draft: the draft, and a target that is much like it."""
+    folder = tmp_path_factory.mktemp("loud") / "target"
+    model = AutoModelForCausalLM.from_pretrained(draft, dtype="float32")
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.1 * weights.std() * torch.randn(weights.shape, generator=noise)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for each in (folder, draft):
+        byte_tokenizer().save_pretrained(each)
+    return "--target", folder, "--draft", draft
+
+
+def test_a_pair_goes_through_every_verb(pair, run_warm, tmp_path):
+    files = train, dev = [tmp_path / f"{name}.jsonl" for name in ("train", "dev")]
+    for file, word in zip(files, ("word ", "other "), strict=True):
+        file.write_text("".join(json.dumps({"prompt": word * (1 + each)}) + "\n" for each in range(6)))
+    traces, dev_traces, head, out = (tmp_path / name for name in ("traces", "dev_traces", "head", "out.jsonl"))
+    draft, tokens, costs = pair[2:], ("--max_new_tokens", 16), ("--t_draft", 1, "--t_target", 5)
+    for arguments in (
+        ("collect", *pair, "--prompts", train, "--out", traces, *tokens, "--shard_size", 3),
+        ("collect", *pair, "--prompts", dev, "--out", dev_traces, *tokens),
+        ("train", "--traces", traces, "--dev_traces", dev_traces, *draft, "--out", head, "--epochs", 2),
+        ("tune", "--traces", dev_traces, *draft, "--head", head, *costs, "--out", tmp_path / "tuned.json"),
+        ("generate", *pair, "--prompts", train, "--out", out, *tokens, "--policy", f"head:{head}"),
+    ):
+        done = run_warm(*arguments)
+        assert done.returncode == 0, done.stderr
+
+    record = read_traces(traces)[1][0]
+    ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
+    logits = load_model(pair[1], "--target", dtype="bfloat16")(ids[:, :-1]).logits[0, -16:]
+    expected = Sampling().filter(logits).log_softmax(-1).gather(-1, ids[0, -16:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(record["target_logprob"]), expected, atol=0.1, rtol=0)
+    assert 0.3 < np.mean(record["overlap"]) < 0.99
+    assert [len(json.loads(line)["token_ids"]) for line in out.read_text().splitlines()] == 6 * [16]
