@@ -6,7 +6,7 @@ Wall clock of all rounds at batch 1 (the prefill is not a round); t are medians 
 each width that occurs, measured between the prompts, so that a slow moment of the machine touches both. What
 transformers itself needs for a step, over its own cache, stands beside it: our forwards are not slow ones.
 
-python benchmarks/loop_overhead.py [--compile default|max-autotune] [--temperature 1]
+python benchmarks/loop_overhead.py [--compile default|max-autotune] [--temperature 1] [--real]
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import time
 from collections import defaultdict
 
 import torch
-from record import TINY, write_result
+from measured_pair import add_options, loaded
+from record import write_result
 from transformers import DynamicCache
 
-from accept_head import Sampling, load_pair
+from accept_head import Sampling
+from accept_head.command.allocator import keep_freed_blocks
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
@@ -28,20 +30,20 @@ from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies.registry import make_policy
 from accept_head.pair import Pair
-from accept_head.prompts import load_prompts
 
 POLICIES = ("none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "confidence:0.4,k_max=8")
 NEW_TOKENS = 64
 
 
 def main() -> None:
+    keep_freed_blocks()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", default="none", choices=("none", "default", "max-autotune"))
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--policies", nargs="+", default=POLICIES)
+    add_options(parser, prompts=24)
     options = parser.parse_args()
-    pair = load_pair(TINY / "target", TINY / "draft")
-    prompts = load_prompts(str(TINY / "prompts" / "test.jsonl"), pair.tokenizer, max_prompts=options.prompts)
+    pair, prompts = loaded(options)
     requests = make_requests([prompt.ids for prompt in prompts], NEW_TOKENS)
     sampling = Sampling(temperature=options.temperature)
     largest = make_policy("fixed:8", pair)
@@ -51,7 +53,7 @@ def main() -> None:
     rounds: dict[str, list[tuple[int, float]]] = defaultdict(list)  # policy → (tokens drafted, seconds)
     floors: dict[str, list[float]] = defaultdict(list)  # "draft", "target 3", … → seconds
     for index, request in enumerate([requests[0], *requests]):
-        for spec in POLICIES:
+        for spec in options.policies:
             timed = decode(decoder, pair, request, spec, sampling)
             if index:  # the first is a warm-up
                 rounds[spec] += timed
@@ -74,8 +76,9 @@ def main() -> None:
         )
         print(f"{spec:24} overhead {wall / forwards:.3f}  ({len(timed)} rounds, {drafts} draft forwards)")
     suffix = "" if options.compile == "none" else "_" + options.compile.replace("-", "_")
-    suffix += "" if sampling.greedy else "_sampled"
+    suffix += ("" if sampling.greedy else "_sampled") + ("_real" if options.real else "")
     settings = {"compile": options.compile, "temperature": options.temperature, "prompts": len(prompts)}
+    settings["dtype"] = str(pair.target.dtype).removeprefix("torch.")
     path = write_result(f"loop_overhead{suffix}", {**settings, "floor_seconds": floor, "policies": rows})
     print(f"wrote {path}")
 

@@ -60,6 +60,13 @@ BATCH_STOP = "inference/policies/test_batch_stop.py::test_"
 
 POLICIES = (
     Mutant(
+        "grouped attention: a mask's queries are those of another head",
+        "inference/engine/attention/grouped.py",
+        "attention_mask.repeat(1, 1, heads // shared, 1)",
+        "attention_mask.repeat_interleave(heads // shared, dim=2)",
+        ("inference/engine/attention/test_grouped.py::test_it_is_transformers_attention",),
+    ),
+    Mutant(
         "fixed: one token more than it is told",
         "inference/policies/fixed.py",
         "self.max_draft_tokens = k",

@@ -6,6 +6,7 @@ re-tunes its confidence threshold when scikit-learn is there; that is switched o
 transformers refuses assisted generation beyond batch 1: the batch-8 column compares with its plain greedy batch.
 
 python benchmarks/vs_transformers.py    # eager, and compiled with max-autotune
+python benchmarks/vs_transformers.py --real --dtype float32 --prompts 50 --compile none    # the published pair
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers.generation.candidate_generator as candidate_generator
-from record import TINY, write_result
+from measured_pair import add_options, loaded
+from record import write_result
 from transformers.utils import logging
 
-from accept_head import Sampling, load_pair
+from accept_head import Sampling
+from accept_head.command.allocator import keep_freed_blocks
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
@@ -30,10 +33,12 @@ from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.pair import Pair, end_ids
-from accept_head.prompts import load_prompts
 
-NEW_TOKENS = 64
+NEW_TOKENS, FEWER = 64, 32  # of the embedded and of the published pair
 K_MAX = 8
+REAL_POLICIES: dict[str, dict[str, Any]] = {
+    "fixed:3": {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.0},
+}
 POLICIES: dict[str, dict[str, Any]] = {  # ours → transformers' settings of the assistant
     "fixed:2": {"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.0},
     "fixed:4": {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.0},
@@ -44,14 +49,14 @@ POLICIES: dict[str, dict[str, Any]] = {  # ours → transformers' settings of th
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=40)
+    add_options(parser, prompts=40)
     parser.add_argument("--compile", nargs="*", default=["none", "max-autotune"])
     options = parser.parse_args()
+    keep_freed_blocks()
     logging.set_verbosity_error()
     candidate_generator.is_sklearn_available = lambda: False
-    pair = load_pair(TINY / "target", TINY / "draft")
-    loaded = load_prompts(str(TINY / "prompts" / "test.jsonl"), pair.tokenizer, max_prompts=options.prompts)
-    requests = make_requests([prompt.ids for prompt in loaded], NEW_TOKENS)
+    pair, prompts = loaded(options)
+    requests = make_requests([prompt.ids for prompt in prompts], FEWER if options.real else NEW_TOKENS)
     rows = []
     for mode in options.compile:
         decoder = make_decoder(
@@ -63,7 +68,7 @@ def main() -> None:
             greedy=True,
             compile=mode,
         )
-        for spec, settings in POLICIES.items():
+        for spec, settings in (REAL_POLICIES if options.real else POLICIES).items():
             rows.append({"compile": mode, **side_by_side(pair, decoder, requests, spec, settings)})
             row = rows[-1]
             print(
@@ -71,9 +76,11 @@ def main() -> None:
                 f"{row['transformers_tokens_per_second']:.0f}: ratio {row['ratio']:.2f} "
                 f"({row['ratio_ci95'][0]:.2f} to {row['ratio_ci95'][1]:.2f}), equal output: {row['equal_output']}"
             )
-    batch8 = batch_of_eight(pair, requests)
-    print(batch8)
-    path = write_result("vs_transformers", {"prompts": len(requests), "rows": rows, "batch8": batch8})
+    result = {"prompts": len(requests), "dtype": str(pair.target.dtype).removeprefix("torch."), "rows": rows}
+    if not options.real:
+        result["batch8"] = batch_of_eight(pair, requests)
+        print(result["batch8"])
+    path = write_result(f"vs_transformers{'_real' if options.real else ''}", result)
     print(f"wrote {path}")
 
 
@@ -90,7 +97,7 @@ def side_by_side(
             ids,
             attention_mask=torch.ones_like(ids),
             assistant_model=pair.draft,
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=request.max_new_tokens,
             do_sample=False,
             eos_token_id=ends,
             pad_token_id=0,

@@ -7,7 +7,7 @@ The generation config, logits processors and stopping criteria are those that `g
 the form of `generate`'s. Any batch size works; transformers' own assisted generation allows 1 only. Random numbers come
 from torch's generator, so `torch.manual_seed` makes a sampled call repeatable.
 
-transformers 5.19 does not pass `streamer=`, `tokenizer=` (which `stop_strings=` needs) and `assistant_model=` on to a
+transformers does not pass `streamer=`, `tokenizer=` (which `stop_strings=` needs) and `assistant_model=` on to a
 function: pass stop strings as stopping_criteria=[StopStringCriteria(tokenizer, [...])].
 """
 
@@ -24,6 +24,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -90,7 +91,8 @@ def generate(
     _refuse(config, model_kwargs)
     check_models(model, draft)
     chosen = make_policy(policy, draft) if isinstance(policy, str) else policy
-    sampling, processors = _split(config, logits_processor)
+    penalty, others = _penalty(logits_processor)
+    sampling, processors = _split(config, others)
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     max_length = min(limits, default=config.max_length)
     check_tenants(chosen, tenants or [])
@@ -98,7 +100,8 @@ def generate(
     decoder = make_decoder(model, draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy)
     record = _Recorder(len(requests), bool(config.output_scores), bool(config.output_logits), sampling)
     stopping = _stopping(stopping_criteria, input_ids.device)
-    processing = Processing(sampling, min(output_size(model), output_size(draft)), logits_processor=processors)
+    vocab_size = min(output_size(model), output_size(draft))
+    processing = Processing(sampling, vocab_size, repetition_penalty=penalty, logits_processor=processors)
     finished = decoder.run(
         requests,
         policy=chosen,
@@ -137,7 +140,26 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def _split(config: GenerationConfig, processors: LogitsProcessorList) -> tuple[Sampling, list[Any]]:
+def _penalty(processors: LogitsProcessorList) -> tuple[float, list[Any]]:
+    """The repetition penalty and the other processors.
+
+    From 5.23 on transformers' penalty leaves out the padding, with a length for each row of its batch. Our loop asks a
+    processor for one row at a time, so it penalises by itself, before all other processors. Raises InputError when
+    transformers applies it after another one.
+    """
+    by_row = [index for index, each in enumerate(processors) if isinstance(each, RepetitionPenaltyLogitsProcessor)
+              and isinstance(each.prompt_ignore_length, Tensor)]  # fmt: skip
+    if not by_row:
+        return 1.0, list(processors)
+    if by_row != [0]:
+        raise InputError(
+            f"a {type(processors[0]).__name__} stands before the repetition penalty: speculative decoding needs the "
+            "penalty to be first; leave out one of them"
+        )
+    return processors[0].penalty, list(processors[1:])
+
+
+def _split(config: GenerationConfig, processors: Sequence[Any]) -> tuple[Sampling, list[Any]]:
     """Split the processors into sampling settings of our loop and the remaining processors.
 
     The four warpers are taken out only if they stand at the end of the list, in the order in which `Sampling` applies

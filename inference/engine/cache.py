@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from accept_head.inference.engine.attention.backend import Attended
+from accept_head.inference.engine.attention import grouped
+from accept_head.inference.engine.attention.backend import Attended, with_attention
 from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.attention.kinds import AttentionKinds, check_rotary
 from accept_head.inference.engine.call import ModelCall, compiled_call, hidden_of
@@ -89,6 +90,8 @@ class CachedModel:
         if self.attended:
             whole = partial(getattr, place, "whole")
             self._run, self._base = (self.attended.around(run, whole) for run in (self._run, self._base))
+        elif not compiles and grouped.is_grouped(model):
+            self._run, self._base = (with_attention(model, grouped.NAME, run) for run in (self._run, self._base))
 
     def padded(self, width: int) -> int:
         """The width of a forward of so many tokens, with padding."""

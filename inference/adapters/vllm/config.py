@@ -190,6 +190,5 @@ def yaml_path(out: str) -> Path:
 
 def write_yaml(path: Path, options: Options, notes: list[str]) -> None:
     values = yaml.safe_dump(options, sort_keys=False, allow_unicode=True, default_flow_style=None, width=1 << 20)
-    comments = [f"# vllm serve --config {path.name}", *(f"# {note}" for note in notes)]
     with atomic_path(path) as temporary:
-        temporary.write_text("\n".join([*comments, values]), encoding="utf-8")
+        temporary.write_text("\n".join([*(f"# {note}" for note in notes), values]), encoding="utf-8")

@@ -62,10 +62,7 @@ class Attended:
     """A model that uses a backend's attention inside `around`, and its own attention otherwise."""
 
     def __init__(self, model: PreTrainedModel, backend: Backend):
-        self.backend = backend
-        # Each layer reads its own config; a model may have several configs.
-        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-        self.configs: list[Any] = list(configs.values())
+        self.model, self.backend = model, backend
         capped = caps_scores(model)
         self.name = f"{backend.registered}_capped" if capped else backend.registered
         AttentionInterface.register(self.name, _attention(backend, capped))
@@ -78,21 +75,33 @@ class Attended:
 
     def around(self, run: Callable[..., Any], wanted: Callable[[], bool]) -> Callable[..., Any]:
         """`run` with the backend's attention whenever `wanted()` is True."""
+        return with_attention(self.model, self.name, run, wanted)
 
-        @wraps(run)
-        def attended(*arguments: Any, **options: Any) -> Any:
-            if not wanted():
-                return run(*arguments, **options)
-            own = [config._attn_implementation_internal for config in self.configs]
-            try:
-                for config in self.configs:
-                    config._attn_implementation_internal = self.name
-                return run(*arguments, **options)
-            finally:
-                for config, name in zip(self.configs, own, strict=True):
-                    config._attn_implementation_internal = name
 
-        return attended
+def with_attention(
+    model: PreTrainedModel, name: str, run: Callable[..., Any], wanted: Callable[[], bool] = lambda: True
+) -> Callable[..., Any]:
+    """`run`, in which the model has the attention of this name in transformers whenever `wanted()` is True."""
+    # Each layer reads its own config; a model may have several configs.
+    found: dict[int, Any] = {
+        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
+    }
+    configs = list(found.values())
+
+    @wraps(run)
+    def attended(*arguments: Any, **options: Any) -> Any:
+        if not wanted():
+            return run(*arguments, **options)
+        names = [config._attn_implementation_internal for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation_internal = name
+            return run(*arguments, **options)
+        finally:
+            for config, before in zip(configs, names, strict=True):
+                config._attn_implementation_internal = before
+
+    return attended
 
 
 def _attention(backend: Backend, capped: bool) -> Callable[..., tuple[Tensor, None]]:

@@ -14,6 +14,7 @@ from transformers import (
     LogitsProcessorList,
     MaxLengthCriteria,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -221,6 +222,18 @@ def test_a_processor_that_knows_rows_or_earlier_calls_is_served_or_refused_by_na
         assert name in str(refused) or processor in str(refused)
     else:
         assert actual.tolist() == expected.tolist()
+
+
+def test_a_repetition_penalty_with_a_length_for_each_row_is_served_first_or_refused_by_name(both):
+    """As transformers 5.23 prepares it, so that padding is not penalised."""
+    mask = both.inputs["attention_mask"]
+    by_row = RepetitionPenaltyLogitsProcessor(1.3)
+    by_row.prompt_ignore_length = (mask == 0).sum(1)
+    longest = int(mask.sum(1).argmax())  # it has no padding
+    expected = both.theirs(repetition_penalty=1.3)[longest].tolist()
+    assert both.ours(logits_processor=LogitsProcessorList([by_row]))[longest].tolist() == expected
+    with pytest.raises(InputError, match="SequenceBiasLogitsProcessor stands before the repetition penalty"):
+        both.ours(sequence_bias=[[[both.said[0][2]], -8.0]], logits_processor=LogitsProcessorList([by_row]))
 
 
 # --- scores ---------------------------------------------------------------------------------------------------------

@@ -41,15 +41,24 @@ from accept_head.inference.engine.proof import check_served
 from tests.inference.support import attention_contracts
 from tests.inference.support.cached import LENGTH, WINDOW, assert_close, at, ragged_logits, random_ids
 from tests.inference.support.replayed import ReplayedGraphs
-from tests.inference.support.toy import GROUPED, VOCAB, architectures, ragged_prompts, tiny, transformers_greedy, two
+from tests.inference.support.toy import (
+    GROUPED,
+    UNCAPPED,
+    VOCAB,
+    architectures,
+    ragged_prompts,
+    tiny,
+    transformers_greedy,
+    two,
+)
 
 LOCAL_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], **GROUPED}
-CAPPED = {"sliding_window": WINDOW, "attn_logit_softcapping": 0.5, **LOCAL_AND_GLOBAL}
+WINDOWED = {"layers": 2, "sliding_window": WINDOW, **LOCAL_AND_GLOBAL}
 PAIRS = architectures()
 MODELS = {name: target for name, (target, _) in PAIRS.items()} | {
     "mistral window": tiny(MistralForCausalLM, MistralConfig, layers=2, sliding_window=WINDOW, **GROUPED),
-    "gemma2 window": tiny(Gemma2ForCausalLM, Gemma2Config, layers=2, **CAPPED),
-    "gemma3 window": tiny(Gemma3ForCausalLM, Gemma3TextConfig, layers=2, sliding_window=WINDOW, **LOCAL_AND_GLOBAL),
+    "gemma2 window": tiny(Gemma2ForCausalLM, Gemma2Config, **WINDOWED, **UNCAPPED),
+    "gemma3 window": tiny(Gemma3ForCausalLM, Gemma3TextConfig, **WINDOWED),
 }
 
 
@@ -118,8 +127,8 @@ def test_which_of_torchs_functions_it_is(monkeypatch):
 
 
 def test_a_model_that_caps_its_scores_is_served_by_flash_and_capped():
-    """Under `eager` Gemma-2 caps them; under `sdpa` transformers does not, and neither does what takes its place."""
-    plain, capped = (tiny(Gemma2ForCausalLM, Gemma2Config, layers=2, **CAPPED) for _ in range(2))
+    plain = tiny(Gemma2ForCausalLM, Gemma2Config, **WINDOWED, **UNCAPPED)
+    capped = tiny(Gemma2ForCausalLM, Gemma2Config, **WINDOWED, attn_logit_softcapping=0.5)
     capped.set_attn_implementation("eager")
     assert_equal_logits(capped, "flash")
     with pytest.raises(InputError, match=r"'varlen', but Gemma2ForCausalLM \(gemma2\) caps its attention scores"):
