@@ -1,0 +1,267 @@
+"""Question: does a head decode faster on a published pair, by the clock and by counted forwards, as replay says?
+
+Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, on unseen prompts, in our loop and in vLLM. Arms: no
+speculation, the best fixed K, one of them twice (the noise floor), cumulative q(Y), vLLM's estimator and the shipped
+head; each rule with what the dev prompts chose (real_pair.json, at c = 0.43). Every arm runs in turn on each chunk of
+prompts, in random order. Counted gains are by eq. 3.1, beside the replay of the same prompts; z is their difference in
+standard errors. Greedily, `margins` has each answer that leaves that of the target alone: in bfloat16 the two likeliest
+logits may be so near that a forward of another width turns them round. In float32 there should be none.
+
+python benchmarks/real_decoded.py --host loop            # 3 hours on 2 cores for both; goes on where it was, run by run
+.venv-vllm/bin/python benchmarks/real_decoded.py --host vllm
+python benchmarks/real_decoded.py --host loop --dtype float32 --temperatures 0 --batches 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gains import compared
+from real_pair import DRAFT, TARGET, TRACES, coupled_of, draft_model, prompts_file
+from record import REPOSITORY, RESULTS, write_result
+
+from accept_head import Sampling, load_pair
+from accept_head.command.allocator import keep_freed_blocks
+from accept_head.command.libraries import quiet_libraries
+from accept_head.cost import ForwardCosts
+from accept_head.files import read_json
+from accept_head.inference.bench.figures import TWIN, Cell, noise_floor, rows
+from accept_head.inference.bench.measure import Chunk, Stage, Timed, make_chunks
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.decode.rows import DecodeStats, Finished, Request
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.replay.asking import replay
+from accept_head.pair import load_model
+from accept_head.prompts import load_prompts
+from accept_head.trace.config import CONFIG_NAME, TraceConfig
+from accept_head.trace.shards import read_traces, write_shard
+
+HEADS = REPOSITORY / "checkpoints" / "qwen2.5-coder"
+PROMPTS, NEW_TOKENS, K_MAX, C = 50, 48, 20, 0.43
+RULES = {"cumulative q(Y)": "cumulative-confidence", "vLLM's estimator": "online-logistic"}
+FIXED, HEAD = "fixed", "head"
+Run = Callable[[str, Sequence[Request], int], tuple[float, float, int, list[Finished]]]  # arm, requests, seed
+
+
+def main() -> None:
+    keep_freed_blocks()
+    quiet_libraries()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", choices=("loop", "vllm"), required=True)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0, 0.0])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    host: Any = (InLoop if options.host == "loop" else InVllm)(max(options.batches), options.dtype)
+    for batch in options.batches:
+        for temperature in options.temperatures:
+            cell = measured(host, options, batch, temperature)
+            path = RESULTS / "real_decoded.json"
+            others = read_json(path)["cells"] if path.is_file() else []
+            key = ("host", "dtype", "batch", "temperature")
+            others = [each for each in others if any(each[name] != cell[name] for name in key)]
+            command = f"python benchmarks/real_decoded.py --host {options.host}"
+            write_result("real_decoded", {"new_tokens": NEW_TOKENS, "cells": [*others, cell]}, command=command)
+            print(json.dumps({name: cell[name] for name in (*key, "noise", "figures")}, indent=1), flush=True)
+
+
+def measured(host: Any, options: argparse.Namespace, batch: int, temperature: float) -> dict[str, Any]:
+    """A cell of the result: all arms on all prompts."""
+    arms, indices = arms_of(temperature), chosen(options.prompts)
+    prompts = load_prompts(str(prompts_file("test")), host.tokenizer)
+    # A prompt keeps its index, which is its place in the traces.
+    requests = [Request(index, prompts[index].ids, NEW_TOKENS, index) for index in indices]
+    chunks = make_chunks(requests, [None] * len(requests), batch=batch)
+    run = host.runner(arms, batch, Sampling(temperature=temperature, top_k=0))
+    name = f"{options.host}_{options.dtype}_b{batch}_t{temperature:g}_{len(indices)}.jsonl"
+    timed = list(timed_runs(run, arms, chunks, REPOSITORY / "runs" / "real_decoded" / name))
+    cell = Cell(timed, chunks, list(arms), [FIXED], FIXED)
+    names = ("name", "throughput", "speedup", "gain_over_best_fixed", "ci95", "block_efficiency", "counts")
+    table = rows(cell, same_tokens=temperature == 0)
+    return {
+        "host": options.host,
+        "dtype": options.dtype,
+        "batch": batch,
+        "temperature": temperature,
+        "prompts": len(indices),
+        "arms": arms,
+        "noise": noise_floor(cell),
+        "cpu_share": cell.cpu_share,
+        "figures": [{name: row[name] for name in (*names, "differs_from_none")} for row in table],
+        "counted": counted(cell, arms, indices, temperature),
+        "margins": [] if temperature else margins(cell, requests, options.dtype),
+    }
+
+
+def arms_of(temperature: float) -> dict[str, str]:
+    """Name → SPEC, as chosen on dev prompts."""
+    found = read_json(RESULTS / "real_pair.json")["ladder"]
+    chosen_on_dev = {
+        row["rung"].partition(":")[0]: row
+        for row in found
+        if row["temperature"] == temperature and row["c"] == C and row["tested_on"] == "both"
+    }
+    k = chosen_on_dev[FIXED]["params"]["k"]
+    specs = {"none": "none", FIXED: f"fixed:{k}", FIXED + TWIN: f"fixed:{k}"}
+    for name, rung in RULES.items():
+        specs[name] = f"{rung}:{chosen_on_dev[rung]['params']['threshold']},k_max={K_MAX}"
+    head = (HEADS / ("sampled" if temperature else "greedy")).relative_to(REPOSITORY)
+    return specs | {HEAD: f"head:{head},k_max={K_MAX}"}
+
+
+def chosen(count: int) -> list[int]:
+    """Places of the test prompts: of all lengths, as they are sorted by length."""
+    there = sum(1 for _ in prompts_file("test").open())
+    return list(range(0, there, there // count))[:count]
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def timed_runs(run: Run, arms: dict[str, str], chunks: Sequence[Chunk], path: Path) -> Iterator[Timed]:
+    """Every arm on every chunk, in random order. What is in the file is not run again; a rule that learns begins anew
+    then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    requests = {request.index: request for chunk in chunks for request in chunk.requests}
+    done = [read_run(line, requests) for line in path.read_text().splitlines()] if path.is_file() else []
+    yield from done
+    known = {(each.chunk, each.arm) for each in done}
+    if len(known) < len(arms) * len(chunks):
+        for arm in arms:  # warm
+            run(arm, [chunks[0].requests[0]], 0)
+    for number, chunk in enumerate(chunks):
+        for index in np.random.default_rng(number).permutation(len(arms)):
+            arm = list(arms)[index]
+            if (number, arm) not in known:
+                timed = Timed(0, number, arm, *run(arm, chunk.requests, 0))
+                with path.open("a") as file:
+                    file.write(json.dumps(written_run(timed)) + "\n")
+                print(path.stem, number, arm, f"{timed.wall:.1f} s", flush=True)
+                yield timed
+
+
+def written_run(timed: Timed) -> list[Any]:
+    return [*timed[:-1], [[each.request.index, each.token_ids, asdict(each.stats)] for each in timed.finished]]
+
+
+def read_run(line: str, requests: dict[int, Request]) -> Timed:
+    *rest, finished = json.loads(line)
+    return Timed(*rest, [Finished(requests[index], ids, DecodeStats(**stats)) for index, ids, stats in finished])
+
+
+class InLoop:
+    def __init__(self, rows: int, dtype: str):
+        self.pair = load_pair(TARGET, DRAFT, dtype=dtype)
+        self.tokenizer = self.pair.tokenizer
+
+    def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:
+        policies = {name: make_policy(spec, self.pair) for name, spec in arms.items()}
+        prompts = load_prompts(str(prompts_file("test")), self.tokenizer)
+        requests = make_requests([prompt.ids for prompt in prompts], NEW_TOKENS)
+        widest = make_policy(f"fixed:{K_MAX}", self.pair)
+        pair = self.pair
+        decoder = make_decoder(pair.target, pair.draft, requests, widest, batch_size=batch, greedy=sampling.greedy)
+        stage = Stage(decoder, self.pair, sampling)
+        return lambda arm, requests, seed: stage.time(requests, policies[arm], seed)
+
+
+class InVllm:
+    def __init__(self, rows: int, dtype: str):
+        from vllm_engines import Engines
+
+        self.engines = Engines(
+            TARGET, DRAFT, k_max=K_MAX, rows=rows, dtype=dtype, max_model_len=1024, gpu_memory_utilization=0.5
+        )
+        self.tokenizer = self.engines.tokenizer()
+
+    def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:
+        from vllm_engines import Drafting
+
+        drafting = {name: Drafting(policy=spec) for name, spec in arms.items()}
+        k = int(arms[FIXED].partition(":")[2])
+        drafting |= {"none": Drafting()} | {
+            name: Drafting.fixed(k, self.engines.rows) for name in (FIXED, FIXED + TWIN)
+        }
+
+        def run(arm: str, requests: Sequence[Request], seed: int) -> tuple[float, float, int, list[Finished]]:
+            found = self.engines.run(drafting[arm], requests, sampling, batch)
+            return found.wall, found.cpu, len(found.live), found.finished
+
+        return run
+
+
+# --- counted forwards ------------------------------------------------------------------------------------------------
+
+
+def counted(cell: Cell, arms: dict[str, str], indices: Sequence[int], temperature: float) -> dict[str, Any]:
+    """Each rule's gain over the fixed K by eq. 3.1: of decoded forwards, and by replay of the same prompts."""
+    traces = coupled_of(shortened(TRACES / f"t{temperature:g}" / "test"))
+    costs = ForwardCosts(t_draft=C, t_target=1.0)
+
+    def decoded(name: str) -> np.ndarray:
+        by_prompt = {done.request.index: astuple(done.stats.counts) for done in cell.finished[name]}
+        return np.array([by_prompt[index] for index in indices])
+
+    def replayed(name: str) -> np.ndarray:
+        policy = make_policy(arms[name], draft_model())
+        return replay(traces, policy, name, batch=1).counts[list(indices)]
+
+    of_fixed = decoded(FIXED), replayed(FIXED)
+    return {
+        name: compared(np.stack([decoded(name), of_fixed[0]]), np.stack([replayed(name), of_fixed[1]]), costs)
+        for name in (*RULES, HEAD)
+    }
+
+
+def shortened(folder: Path) -> Path:
+    """The traces cut after NEW_TOKENS tokens."""
+    out = REPOSITORY / "runs" / "real_decoded" / f"{folder.parent.name}_{folder.name}_{NEW_TOKENS}"
+    if not (out / CONFIG_NAME).is_file():
+        config, traces = read_traces(folder)
+        records = [cut(record) for record in traces]
+        out.mkdir(parents=True, exist_ok=True)
+        for shard, first in enumerate(range(0, len(records), config.shard_size)):
+            write_shard(out, shard, records[first : first + config.shard_size])
+        TraceConfig(**{**vars(config), "max_new_tokens": NEW_TOKENS}).save(out)
+    return out
+
+
+def cut(record: dict[str, Any]) -> dict[str, Any]:
+    lists = {name: value[:NEW_TOKENS] for name, value in record.items() if isinstance(value, list)}
+    whole = len(record["response_ids"]) <= NEW_TOKENS
+    return record | lists | {"prompt_ids": record["prompt_ids"], "finished": record["finished"] and whole}
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (mine, its) in pairs if mine != its), min(len(one), len(other)))
+
+
+@torch.no_grad()
+def margins(cell: Cell, requests: Sequence[Request], dtype: str) -> list[dict[str, Any]]:
+    """The answers that leave that of the target alone: arm, prompt, the place of the first other token, and how far the
+    target's two likeliest logits are apart there."""
+    target, found = load_model(TARGET, "--target", dtype=dtype), []
+    prompts = {request.index: list(request.prompt) for request in requests}
+    alone = {done.request.index: done.token_ids for done in cell.finished["none"]}
+    for arm in cell.names:
+        for done in cell.finished[arm]:
+            index, expected = done.request.index, alone[done.request.index]
+            if done.token_ids != expected:
+                place = first_difference(done.token_ids, expected)
+                logits = target(torch.tensor([prompts[index] + expected[:place]])).logits[0, -1].float()
+                first, second = logits.topk(2).values.tolist()
+                found.append({"arm": arm, "prompt": index, "place": place, "margin": first - second})
+    return found
+
+
+if __name__ == "__main__":
+    main()
