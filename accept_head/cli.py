@@ -28,6 +28,7 @@ LONGEST_MESSAGE = 800  # characters
 NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # the given text cannot be a file name
 
 VERBS = {
+    "fit": ("accept_head.fit.verb", "fit", "a pair -> head, threshold, report, and what to use on this machine"),
     "collect": ("accept_head.training.collect.verb", "collect", "prompts, draft and target -> coupled traces"),
     "train": ("accept_head.training.learn.verb", "train", "traces and draft -> a head"),
     "profile": ("accept_head.inference.verbs.profile", "profile", "draft and target -> what a forward costs here"),

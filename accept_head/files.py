@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import json
@@ -179,6 +180,20 @@ def writable_folder(path: Path, option: str = "--out") -> Path:
     except OSError as error:
         raise InputError(f"{option} {path}: cannot be written to ({error.strerror})") from None
     return path
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes of ours out of a folder. Raises InputError naming it when one is at work there."""
+    path = folder / ".lock"
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{folder}: another accept-head process is at work there; wait, or give another --out"
+            ) from None
+        yield
 
 
 def writable_file(path: Path, option: str = "--out") -> Path:

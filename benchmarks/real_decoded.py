@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, astuple
+from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch
 from gains import compared
 from real_pair import DRAFT, TARGET, TRACES, coupled_of, draft_model, prompts_file
 from record import REPOSITORY, RESULTS, write_result
+from tqdm import tqdm
 
 from accept_head import Sampling, load_pair
 from accept_head.command.allocator import keep_freed_blocks
@@ -33,9 +34,10 @@ from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference.bench.figures import TWIN, Cell, noise_floor, rows
-from accept_head.inference.bench.measure import Chunk, Stage, Timed, make_chunks
+from accept_head.inference.bench.kept import Run, kept_runs
+from accept_head.inference.bench.measure import Stage, make_chunks
 from accept_head.inference.decode.generate import make_decoder, make_requests
-from accept_head.inference.decode.rows import DecodeStats, Finished, Request
+from accept_head.inference.decode.rows import Finished, Request
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.replay.asking import replay
 from accept_head.pair import load_model
@@ -47,7 +49,6 @@ HEADS = REPOSITORY / "checkpoints" / "qwen2.5-coder"
 PROMPTS, NEW_TOKENS, K_MAX, C = 50, 48, 20, 0.43
 RULES = {"cumulative q(Y)": "cumulative-confidence", "vLLM's estimator": "online-logistic"}
 FIXED, HEAD = "fixed", "head"
-Run = Callable[[str, Sequence[Request], int], tuple[float, float, int, list[Finished]]]  # arm, requests, seed
 
 
 def main() -> None:
@@ -82,7 +83,9 @@ def measured(host: Any, options: argparse.Namespace, batch: int, temperature: fl
     chunks = make_chunks(requests, [None] * len(requests), batch=batch)
     run = host.runner(arms, batch, Sampling(temperature=temperature, top_k=0))
     name = f"{options.host}_{options.dtype}_b{batch}_t{temperature:g}_{len(indices)}.jsonl"
-    timed = list(timed_runs(run, arms, chunks, REPOSITORY / "runs" / "real_decoded" / name))
+    path = REPOSITORY / "runs" / "real_decoded" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    timed = list(tqdm(kept_runs(run, list(arms), chunks, path), path.stem, total=len(arms) * len(chunks)))
     cell = Cell(timed, chunks, list(arms), [FIXED], FIXED)
     names = ("name", "throughput", "speedup", "gain_over_best_fixed", "ci95", "block_efficiency", "counts")
     table = rows(cell, same_tokens=temperature == 0)
@@ -126,37 +129,6 @@ def chosen(count: int) -> list[int]:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def timed_runs(run: Run, arms: dict[str, str], chunks: Sequence[Chunk], path: Path) -> Iterator[Timed]:
-    """Every arm on every chunk, in random order. What is in the file is not run again; a rule that learns begins anew
-    then."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    requests = {request.index: request for chunk in chunks for request in chunk.requests}
-    done = [read_run(line, requests) for line in path.read_text().splitlines()] if path.is_file() else []
-    yield from done
-    known = {(each.chunk, each.arm) for each in done}
-    if len(known) < len(arms) * len(chunks):
-        for arm in arms:  # warm
-            run(arm, [chunks[0].requests[0]], 0)
-    for number, chunk in enumerate(chunks):
-        for index in np.random.default_rng(number).permutation(len(arms)):
-            arm = list(arms)[index]
-            if (number, arm) not in known:
-                timed = Timed(0, number, arm, *run(arm, chunk.requests, 0))
-                with path.open("a") as file:
-                    file.write(json.dumps(written_run(timed)) + "\n")
-                print(path.stem, number, arm, f"{timed.wall:.1f} s", flush=True)
-                yield timed
-
-
-def written_run(timed: Timed) -> list[Any]:
-    return [*timed[:-1], [[each.request.index, each.token_ids, asdict(each.stats)] for each in timed.finished]]
-
-
-def read_run(line: str, requests: dict[int, Request]) -> Timed:
-    *rest, finished = json.loads(line)
-    return Timed(*rest, [Finished(requests[index], ids, DecodeStats(**stats)) for index, ids, stats in finished])
-
-
 class InLoop:
     def __init__(self, rows: int, dtype: str):
         self.pair = load_pair(TARGET, DRAFT, dtype=dtype)
@@ -170,7 +142,7 @@ class InLoop:
         pair = self.pair
         decoder = make_decoder(pair.target, pair.draft, requests, widest, batch_size=batch, greedy=sampling.greedy)
         stage = Stage(decoder, self.pair, sampling)
-        return lambda arm, requests, seed: stage.time(requests, policies[arm], seed)
+        return lambda arm, requests: stage.time(requests, policies[arm], 0)
 
 
 class InVllm:
@@ -191,7 +163,7 @@ class InVllm:
             name: Drafting.fixed(k, self.engines.rows) for name in (FIXED, FIXED + TWIN)
         }
 
-        def run(arm: str, requests: Sequence[Request], seed: int) -> tuple[float, float, int, list[Finished]]:
+        def run(arm: str, requests: Sequence[Request]) -> tuple[float, float, int, list[Finished]]:
             found = self.engines.run(drafting[arm], requests, sampling, batch)
             return found.wall, found.cpu, len(found.live), found.finished
 

@@ -18,6 +18,7 @@ KEPT = {
     "tune": "finished rollouts",
     "generate": "finished responses",
     "bench": "finished cells",
+    "fit": "finished steps",
     "demo": "finished steps",
 }
 

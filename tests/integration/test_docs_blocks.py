@@ -78,8 +78,10 @@ VLLM = NotRun(
 # page → how each of its blocks begins → whether it is run
 BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "README.md": {
-        "make demo ": NotRun("test_demo.py runs the demo, and `make test` runs this test"),
+        "make demo ": NotRun("test_fit.py runs the demo, and `make test` runs this test"),
         "pip install .": Run(),
+        "accept-head fit ": NotRun("test_fit.py runs it"),
+        "accept-head collect": Run(),
         "accept-head generate --target TARGET --draft DRAFT --prompts prompts.jsonl --out responses.jsonl": Run(),
         "from accept_head import load_pair": Run(),
         "from accept_head.inference.adapters.transformers": Run(before=MODELS),
@@ -96,6 +98,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "docs/quickstart.md": {
         "make .venv/ready": ENVIRONMENT,
         "export OMP_NUM_THREADS=1": ENVIRONMENT,
+        "accept-head fit": Run(),
         "accept-head collect": Run(),
         "accept-head train": Run(),
         "accept-head profile": Run(),
@@ -104,6 +107,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         "accept-head report": Run(),
     },
     "docs/own_pair.md": {
+        "accept-head fit ": NotRun("test_fit.py runs it"),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces --dry_run true": Run(),
         "import json": Run(),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces\n": Run(),

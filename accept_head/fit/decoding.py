@@ -1,0 +1,85 @@
+"""The policies that a verdict is about, decoded on the test prompts; and all others, replayed on their traces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from accept_head.cost import ForwardCosts
+from accept_head.files import read_json
+from accept_head.inference.bench.kept import kept_runs
+from accept_head.inference.bench.measure import Stage, Timed, make_chunks
+from accept_head.inference.decode.generate import make_decoder, make_requests
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.comparison import compare
+from accept_head.inference.replay.coupled import CoupledTraces
+from accept_head.inference.replay.walk import replay_fixed, replay_oracle
+from accept_head.inference.tune.rules import LEARNERS
+from accept_head.pair import Pair
+from accept_head.prompts import Prompt
+from accept_head.sampling import Sampling
+
+FIXED_K = (1, 2, 3, 4, 6, 8)
+
+
+def chosen_specs(tuned: Path) -> dict[str, str]:
+    """Kind → SPEC, each the best of its kind on the dev traces. tuned: the file that `tune` wrote."""
+    rows = read_json(tuned)["policies"]
+    specs = {"none": "none"}
+    for kind in ("fixed", "rule", "head"):
+        specs[kind] = max((row for row in rows if _kind(row["name"]) == kind), key=lambda row: row["throughput"])[
+            "spec"
+        ]
+    return specs
+
+
+def _kind(name: str) -> str:
+    family = name.partition(":")[0]
+    return family if family in ("none", "fixed", "head", "oracle", "informed") else "rule"
+
+
+def shown_name(spec: str, head: Path) -> str:
+    return spec.replace(f"head:{head}", "head")
+
+
+def decoded(
+    pair: Pair, specs: Mapping[str, str], prompts: Sequence[Prompt], sampling: Sampling, max_new_tokens: int, path: Path
+) -> list[Timed]:
+    """Decode the prompts one at a time with each policy, in turns. Goes on where the file at `path` ends."""
+    requests = make_requests([prompt.ids for prompt in prompts], max_new_tokens)
+    policies = {kind: make_policy(spec, pair) for kind, spec in specs.items()}
+    largest = max(policies.values(), key=lambda policy: policy.max_draft_tokens)
+    decoder = make_decoder(pair.target, pair.draft, requests, largest, batch_size=1, greedy=sampling.greedy)
+    stage = Stage(decoder, pair, sampling)
+    chunks = make_chunks(requests, [None] * len(requests), batch=1)
+    runs = kept_runs(lambda kind, chunk: stage.time(chunk, policies[kind], 0), list(specs), chunks, path)
+    return list(tqdm(runs, "decode", total=len(specs) * len(chunks), unit="run"))
+
+
+def counts_by_kind(runs: Sequence[Timed]) -> dict[str, np.ndarray]:
+    """Kind → (n, 4), in the order of the prompts."""
+    rows: dict[str, dict[int, Any]] = {}
+    for run in runs:
+        rows.setdefault(run.arm, {}).update({done.request.index: astuple(done.stats.counts) for done in run.finished})
+    return {kind: np.array([of[index] for index in sorted(of)], dtype=float) for kind, of in rows.items()}
+
+
+def replayed_rows(
+    traces: CoupledTraces, draft: PreTrainedModel, specs: Mapping[str, str], head: Path, costs: ForwardCosts
+) -> list[dict[str, Any]]:
+    """Every fixed length, what was chosen, and the oracle, in the form of summary.json."""
+    everything: list[Any] = replay_fixed(traces, [0, *FIXED_K])
+    known = {policy.name for policy in everything}
+    for spec in specs.values():
+        if spec not in known:
+            learns = spec.partition(":")[0] in LEARNERS
+            policy = make_policy(spec, draft)
+            everything.append(replay(traces, policy, shown_name(spec, head), batch=1 if learns else None, costs=costs))
+    return compare([*everything, replay_oracle(traces)], costs)
