@@ -214,11 +214,8 @@ def compared(
     console: Console, folder: Path, models: dict[str, Any], sampling: Sampling, max_new_tokens: int
 ) -> Verdict:
     """Costs, thresholds, decoding, the report, and summary.json → the verdict."""
-    head, tuned, draft_options = (
-        folder / "head",
-        folder / "tuned.json",
-        {name: models[name] for name in ("dtype", "trust_remote_code")},
-    )
+    head, tuned, test = folder / "head", folder / "tuned.json", folder / "traces" / "test"
+    draft_options = {name: models[name] for name in ("dtype", "trust_remote_code")}
     pair = load_pair(**models)
     costs = forward_costs(folder / "costs.json", pair, models, folder / "prompts" / "dev.jsonl", sampling)
     if not tuned.is_file():
@@ -232,7 +229,6 @@ def compared(
     names = {kind: shown_name(spec, head) for kind, spec in specs.items()}
     costs = costs_of_runs(runs) or costs
     verdict = judge(counts_by_kind(runs), runs, names, costs)
-    test = folder / "traces" / "test"
     traces = load_coupled(test, pair.draft, checkpoint_fingerprint(models["draft"]), k_max=20)
     summary = {
         "costs": asdict(costs),
@@ -251,6 +247,8 @@ def compared(
         head=[str(head)],
         tuned=str(tuned),
         out=str(folder / "report.html"),
+        costs=str(folder / "summary.json"),
+        verdict=str(folder / "summary.json"),
         **draft_options,
     )
     return verdict

@@ -42,12 +42,13 @@ def build_report(
     responses: int = 8,
     seed: int = 0,
     command: str = "",
+    verdict: Mapping[str, Any] | None = None,
     truth: InformedTables | None = None,
 ) -> ReportData:
     """Replay everything that the page shows.
 
     chosen: settings that were chosen on other traces; the rest is chosen on these traces. truth: for the informed
-    bound.
+    bound. verdict: of `accept-head fit`, as its summary.json has it.
     """
     rules = rules_of(traces, heads, costs, chosen)
     _, *fixed = replay_fixed(traces, range(traces.k_max + 1))
@@ -62,6 +63,8 @@ def build_report(
     # Settings that were chosen on these traces are shown, but not recommended.
     elsewhere = [curve[-1].name for name, curve in curves.items() if not rules[name].chosen_here]
     recommended = max(elsewhere, key=lambda name: speeds[name], default=None)
+    if verdict:
+        recommended = verdict["names"][verdict["use"]].partition(",")[0]
     rule_families = [name for name, curve in curves.items() for _ in curve]
     families = ["none", *["fixed"] * len(fixed), *rule_families, *(bound.name for bound in bounds)]
     main = {"none", *(bound.name for bound in bounds), *(curve[-1].name for curve in curves.values())}
@@ -96,6 +99,7 @@ def build_report(
             "hardware": f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores (replay)",
             "date": datetime.date.today().isoformat(),
         },
+        verdict=verdict["text"] if verdict else (),
     )
 
 

@@ -144,6 +144,7 @@ class ReportData:
     pair: names of (target, draft). sampling: temperature and so on. prompts, tokens: how many were replayed.
     policies: in any order within a family, including `none`, fixed:K and `oracle` if there are any.
     provenance: lines for the foot of the page: command, versions, hardware, date, fingerprint of the traces.
+    verdict: what to use, in sentences, the first one as the page's heading; of `accept-head fit`.
     """
 
     title: str
@@ -156,6 +157,7 @@ class ReportData:
     calibration: Sequence[CalibrationCurve] = ()
     responses: Sequence[ViewedResponse] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    verdict: Sequence[str] = ()
 
     @property
     def chosen(self) -> PolicyResult | None:

@@ -86,7 +86,7 @@ def headline(data: ReportData) -> str:
         f"On {data.prompts:,} prompts ({data.tokens:,} tokens), {words(data.pair[0])} with draft {words(data.pair[1])} "
         f"at {milliseconds(costs.t_target)} a verification and {milliseconds(costs.t_draft)} a drafted token"
     )
-    if policy is None:
+    if policy is None or data.verdict:
         return f"{setting}."
     text = (
         f"{setting}: <strong>{words(policy.name)}</strong> decodes {times(policy.speedup)} as fast as the target alone"

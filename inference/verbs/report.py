@@ -7,6 +7,7 @@ is chosen on these traces, and the page says so.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file
@@ -32,6 +33,7 @@ def report(
     t_target: float | None = None,
     target_times: float = 1.0,
     responses: int = 8,
+    verdict: str | None = None,
     target: str | None = None,
     max_prompts: int | None = None,
     seed: int = 0,
@@ -51,6 +53,7 @@ def report(
         t_target: Seconds of one target forward.
         target_times: What if the target were so many times as slow?
         responses: Responses whose rounds are shown one by one, from all domains in turn.
+        verdict: summary.json by `accept-head fit`, on whose verdict the page begins.
         target: The target that the traces were made with, to show the informed bound, as for `tune`.
         max_prompts: Use the first so many traces.
         seed: Seed of the bootstrap.
@@ -76,7 +79,16 @@ def report(
     truth = informed_tables(coupled, model, load_target)
     data = build_report(
         coupled, heads, priced, tokenizer, chosen=settings, truth=truth,
-        responses=responses, seed=seed, command=command_line(),
+        responses=responses, seed=seed, command=command_line(), verdict=_verdict(verdict),
     )  # fmt: skip
     for file in write_report(data, path):
         print(f"wrote {file}")
+
+
+def _verdict(file: str | None) -> dict[str, Any] | None:
+    if file is None:
+        return None
+    verdict = read_json(Path(file)).get("verdict")
+    if not isinstance(verdict, dict) or not {"use", "names", "text"} <= set(verdict):
+        raise InputError(f"--verdict {file}: field 'verdict' is missing; accept-head fit writes such a file")
+    return verdict

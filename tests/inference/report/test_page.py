@@ -157,6 +157,25 @@ def test_the_headline_speaks_of_the_recommended_policy(data, source):
     assert headline(data) in source
 
 
+def test_a_verdict_is_the_heading_and_the_one_plot_that_explains_it_follows(data, source):
+    told = replace(data, verdict=("Verdict: use <head>.", "It is 12.3 % faster than the target alone."))
+    page = render_page(told, draw_plots(told))
+    assert "<h1>Verdict: use &lt;head&gt;.</h1>" in page and '<p class="lead">It is 12.3 % faster' in page
+    assert "decodes" not in headline(told) and headline(told) in page  # one recommendation is enough
+    titles = re.findall(r"<figure><h3>(.*?)</h3>", page)
+    assert titles[0] == "Throughput against threshold" and sorted(titles) == sorted(
+        re.findall(r"<figure><h3>(.*?)</h3>", source)
+    )
+    assert page.index(titles[0]) < page.index("<nav") < page.index('id="results"')
+
+
+def test_the_words_of_the_table_lead_to_what_they_mean(source):
+    links = re.findall(r'<a href="#(word-\d+)">(.*?)</a>', source)
+    meanings = dict(re.findall(r'<dt id="(word-\d+)">(.*?)</dt>', source))
+    assert len(meanings) == 8 and all(meanings[name] == word for name, word in links)
+    assert {"discard rate", "block efficiency", "oracle gap closed"} <= {word for _, word in links}
+
+
 def test_the_domain_table_holds_the_numbers_and_marks_the_worst(data, source):
     (_, *domains), *rows = Page(source).tables["Speed-up and gain over the best fixed K in each domain"]
     assert domains == [f"{domain}|8 prompts" for domain in ("code", "prose", "chat")]
