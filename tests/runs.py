@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 
 import pyarrow.parquet as pq
+
+
+def besides_progress(said):
+    """What was printed to stderr, but for lines of progress (accept_head.console.Progress)."""
+    return [line for line in said.splitlines() if not re.match(r".+: \d+/\d+ \w+ after \d\d:\d\d, ", line)]
 
 
 def content(folder):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from accept_head.console import Progress
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
 from accept_head.inference.bench.kept import kept_runs
@@ -60,7 +60,7 @@ def decoded(
     stage = Stage(decoder, pair, sampling)
     chunks = make_chunks(requests, [None] * len(requests), batch=1)
     runs = kept_runs(lambda kind, chunk: stage.time(chunk, policies[kind], 0), list(specs), chunks, path)
-    return list(tqdm(runs, "decode", total=len(specs) * len(chunks), unit="run"))
+    return list(Progress(runs, "decode", total=len(specs) * len(chunks), unit="run"))
 
 
 def counts_by_kind(runs: Sequence[Timed]) -> dict[str, np.ndarray]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from rich.progress import track
 
+from accept_head.console import Progress
 from accept_head.cost import ForwardCosts
 from accept_head.inference.bench.arms import P90, arm_maker
 from accept_head.inference.bench.arrivals import Arrival
@@ -168,6 +167,5 @@ class Job:
 
 
 def _shown(items: Iterator[Item], what: str, total: int) -> list[Item]:
-    """All items. Their progress is shown on a terminal."""
-    shown: Iterable[Item] = track(items, what, total, transient=True, disable=not sys.stdout.isatty())
-    return list(shown)
+    """All items, while their progress is shown."""
+    return list(Progress(items, what, total, leave=False, unit="run"))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.checksum import save_tensors
+from accept_head.console import Progress
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
@@ -60,7 +60,7 @@ def roll_out(
             old.unlink()
         write_json(place / CONFIG_NAME, wanted)
         longest = k_max
-    for shard in tqdm(missing, unit="shard", desc="rollouts", disable=not missing):
+    for shard in Progress(missing, unit="shard", desc="rollouts", disable=not missing):
         first = shard * config.shard_size
         records = traces.with_format("numpy")[first : first + config.shard_rows(shard)]
         with atomic_path(paths[shard]) as temporary:

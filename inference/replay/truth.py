@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, overlap
 from accept_head.checksum import read_tensors, save_tensors
+from accept_head.console import Progress
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.engine.cache import CachedModel
@@ -83,7 +83,7 @@ def informed_tables(
             for old in place.glob("*.safetensors"):
                 old.unlink()
             write_json(place / CONFIG_NAME, wanted)
-        for shard in tqdm(missing, unit="shard", desc="informed bound"):
+        for shard in Progress(missing, unit="shard", desc="informed bound"):
             tables = ask_records(*models, _records(traces, shard), rollouts[shard], traces.config)
             with atomic_path(paths[shard]) as temporary:
                 save_tensors({**tables, "ids": rollouts[shard]["ids"]}, temporary)

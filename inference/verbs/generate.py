@@ -76,7 +76,7 @@ def generate_file(
         compile: {compile}
         attention: {attention}
         chunk: {chunk}
-        stream: Show responses as they come (with batch_size 1) or progress; only on a terminal when left out.
+        stream: Show responses as they come (with batch_size 1), only on a terminal when left out; false shows nothing.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     path = writable_file(Path(out))

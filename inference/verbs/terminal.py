@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import time
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
-from accept_head.console import make_console
+from accept_head.console import Progress, make_console
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import Finished
 
@@ -17,41 +16,30 @@ ACCEPTED_STYLE, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
 class Terminal:
-    """Streams the text when rows are decoded one by one, else shows a progress bar. Off: does nothing.
+    """Streams the text when rows are decoded one by one, else shows progress.
 
-    wanted: None means only when stdout is a terminal.
+    wanted: False shows nothing; None streams text only when stdout is a terminal.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, total: int, *, one_row: bool, wanted: bool | None):
-        self.on = sys.stdout.isatty() if wanted is None else wanted
-        self.tokenizer, self.text = tokenizer, one_row
+        self.text = one_row and (sys.stdout.isatty() if wanted is None else wanted)
+        self.tokenizer, self.total, self.hidden = tokenizer, total, wanted is False or self.text
         self.console = make_console(highlight=False)
         self.printed = ""
         self.pending: list[tuple[list[int], str | None]] = []
         self.generated = self.drafted = self.accepted = 0
-        columns = (
-            TextColumn("decode"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[rates]}"),
-        )
-        self.progress = Progress(*columns, console=self.console)
-        self.task = self.progress.add_task("decode", total=total, rates="")
 
     def __enter__(self) -> Terminal:
         self.begin = time.perf_counter()
-        if self.on and not self.text:
-            self.progress.start()
+        self.progress = Progress(total=self.total, desc="decode", unit="response", disable=self.hidden)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.on and not self.text:
-            self.progress.stop()
+        self.progress.close()
 
     def watch(self, round_: Round) -> None:
         """Called after every round. Shows the round before: the last one may yet be cut by a stop string."""
-        if not (self.on and self.text):
+        if not self.text:
             return
         rows = round_.rows
         request = rows.requests[0]
@@ -85,12 +73,11 @@ class Terminal:
         rates = f"{self.generated / (time.perf_counter() - self.begin):.0f} tokens/s"
         if self.drafted:
             rates += f", {self.accepted} of {self.drafted} drafted tokens accepted"
-        if not self.on:
-            return
         if self.text:
             self._show([(ids[: len(done.token_ids)], style) for ids, style in self.pending])
             self._show([(done.token_ids, None)])
             self.printed, self.pending = "", []
             self._write(f"\n[{rates}]\n\n", DIM)
         else:
-            self.progress.update(self.task, advance=1, rates=rates)
+            self.progress.set_postfix_str(rates, refresh=False)
+            self.progress.update(1)

@@ -13,6 +13,7 @@ import torch
 
 from accept_head.inference.verbs.generate import generate_file
 from accept_head.inference.verbs.terminal import Terminal
+from tests.runs import besides_progress
 
 NEW_TOKENS = 12
 SAMPLED = {"temperature": 1, "top_k": 0}
@@ -49,10 +50,10 @@ def command(pair_flags, run_warm, records):
         prompts, out = write(folder / "prompts.jsonl", records), folder / "out.jsonl"
         options = {"prompts": prompts, "out": out, "max_new_tokens": NEW_TOKENS, **options}
         done = run_warm("generate", *pair_flags, *(word for name in options for word in (f"--{name}", options[name])))
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, besides_progress(done.stderr)) == (0, [])
         assert not (folder / UNFINISHED).exists()
         summary = json.loads((folder / "out.stats.json").read_text())
-        return SimpleNamespace(stdout=done.stdout, lines=read(out), summary=summary)
+        return SimpleNamespace(stdout=done.stdout, stderr=done.stderr, lines=read(out), summary=summary)
 
     return run
 
@@ -388,8 +389,12 @@ def test_the_stream_ends_where_a_stop_string_ends_the_text(command, tmp_path, gr
 
 def test_several_rows_show_progress_instead(command, tmp_path, greedy):
     done = command(tmp_path, batch_size=2, stream="true")
-    assert f"{len(greedy.lines)}/{len(greedy.lines)}" in done.stdout and "tokens/s" in done.stdout
+    assert f"{len(greedy.lines)}/{len(greedy.lines)}" in done.stderr and "tokens/s" in done.stderr
     assert all(line["text"] not in done.stdout for line in greedy.lines)
+
+
+def test_no_progress_is_shown_when_it_is_not_wanted(command, tmp_path):
+    assert command(tmp_path, batch_size=2, stream="false").stderr == ""
 
 
 def test_nothing_is_streamed_where_nobody_reads(command, tmp_path, greedy):

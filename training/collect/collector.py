@@ -14,8 +14,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
+from accept_head.console import Progress
 from accept_head.errors import InputError
 from accept_head.files import writable_folder
 from accept_head.prompts import Prompt
@@ -100,7 +100,7 @@ class Collector(L.LightningModule):
         missing = set(missing_shards(self.folder, self.trace_config))
         mine = [shard for shard in ours if shard in missing or (self.repair and self._is_damaged(shard))]
         total = sum(map(self.trace_config.shard_rows, mine))
-        self.progress = tqdm(total=total, unit="prompt", desc="collect", disable=rank != 0, smoothing=0.1)
+        self.progress = Progress(total=total, unit="prompt", desc="collect", disable=rank != 0, smoothing=0.1)
         self.tokens = 0
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 
@@ -120,9 +120,9 @@ class Collector(L.LightningModule):
         for prompt, columns in self.source.records(shard, self.prompts[first : first + config.shard_rows(shard)]):
             records.append(record_of(prompt, columns, config))
             self.tokens += len(columns["response_ids"])
-            self.progress.update(1)
             elapsed = self.progress.format_dict["elapsed"] or 1e-9
-            self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s")
+            self.progress.set_postfix_str(f"{self.tokens / elapsed:.0f} tokens/s", refresh=False)
+            self.progress.update(1)
         if config.backend in OUTSIDE:
             check_said_by_target(records, f"--backend {config.backend}")
         return sorted(records, key=lambda record: record["index"])

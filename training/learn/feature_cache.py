@@ -27,10 +27,10 @@ import numpy as np
 import pyarrow.compute as pc
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.checksum import read_tensors, save_tensors
+from accept_head.console import Progress
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, readable_size, sha256, writable_folder, write_json
 from accept_head.pair import hidden_size
@@ -133,7 +133,7 @@ class FeatureCache:
                 folder.map(shard)
         self._prepare(missing, say=rank == 0)
         todo = [each for each in mine if each in missing]
-        for folder, shard in tqdm(todo, unit="shard", desc="draft states", disable=rank != 0 or not todo):
+        for folder, shard in Progress(todo, unit="shard", desc="draft states", disable=rank != 0 or not todo):
             folder.write(shard, states_of, traces_at_once)
 
     def _prepare(self, missing: Iterable[tuple[FeatureFolder, int]], *, say: bool) -> None:

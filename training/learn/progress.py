@@ -1,11 +1,45 @@
-"""The progress bar of `accept-head train`. Lightning sees one endless epoch, so the bar shows the sampler's epochs."""
+"""The progress of `accept-head train`. Lightning sees one endless epoch, so the sampler's epochs are shown."""
 
 from __future__ import annotations
 
+import sys
+import time
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar
+from tqdm import tqdm
+
+from accept_head.console import LINE_EVERY
+
+
+def epoch_progress(*, steps_per_epoch: int, epochs: int) -> Callback:
+    """A bar on a terminal, else lines."""
+    kind = EpochProgress if sys.stderr.isatty() else EpochLines
+    return kind(steps_per_epoch=steps_per_epoch, epochs=epochs)
+
+
+class EpochLines(Callback):
+    """A line every LINE_EVERY seconds."""
+
+    def __init__(self, *, steps_per_epoch: int, epochs: int):
+        self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.first, self.begin = trainer.global_step, time.monotonic()
+        self.printed = self.begin
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        now = time.monotonic()
+        if now - self.printed < LINE_EVERY or not trainer.is_global_zero:
+            return
+        self.printed = now
+        done, every = trainer.global_step, self.steps_per_epoch * self.epochs
+        rate = (done - self.first) / (now - self.begin)
+        left = tqdm.format_interval((every - done) / rate) if rate else "?"
+        epoch = min(done // self.steps_per_epoch, self.epochs - 1) + 1
+        text = f"train: epoch {epoch}/{self.epochs}, {done}/{every} steps, {left} left, {rate:.2f} steps/s"
+        print(text, file=sys.stderr, flush=True)
 
 
 class EpochProgress(RichProgressBar):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,7 @@ from accept_head.training.learn.data import StepSampler, TraceData
 from accept_head.training.learn.feature_cache import FeatureCache
 from accept_head.training.learn.module import LOG_EVERY, HeadTraining
 from accept_head.training.learn.output import check_out, prepare_run, print_quality, save_heads
-from accept_head.training.learn.progress import EpochProgress
+from accept_head.training.learn.progress import epoch_progress
 from accept_head.training.learn.recipe import Recipe, variants
 from accept_head.training.learn.splits import Splits, read_splits
 from accept_head.training.threads import Count, Threads, thread_count
@@ -190,7 +191,8 @@ def _fit(
         val_check_interval=sampler.steps_per_epoch * sampler.accumulate,
         logger=loggers,
         log_every_n_steps=LOG_EVERY,
-        callbacks=[checkpoints, EpochProgress(steps_per_epoch=sampler.steps_per_epoch, epochs=sampler.epochs)],
+        callbacks=[checkpoints, epoch_progress(steps_per_epoch=sampler.steps_per_epoch, epochs=sampler.epochs)],
+        enable_progress_bar=sys.stderr.isatty(),
         num_sanity_val_steps=0,
     )
     last = run_folder / "last.ckpt"

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, divergence, overlap
+from accept_head.console import Progress
 from accept_head.errors import InputError
 from accept_head.files import sha256
 from accept_head.pair import (
@@ -59,7 +59,7 @@ def import_records(data: Path, pair: DataPair, sampling: Sampling, out: Path, *,
     config = pair.trace_config(records, sampling, shard_size, sha256(data.read_bytes()))
     pair.check_made_by(records[:CHECKED_RECORDS], sampling, str(data))
     folder = prepare_folder(out, config)
-    progress = tqdm(unit="record", desc="import", smoothing=0.1)
+    progress = Progress(unit="record", desc="import", smoothing=0.1)
     for shard in missing_shards(folder, config):
         first = shard * shard_size
         rows = []
