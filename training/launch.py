@@ -17,6 +17,7 @@ import torch
 from accept_head.errors import InputError
 
 STARTER = "ACCEPT_HEAD_STARTED_BY"  # environment variable: the process that started the other ranks of this host
+_before: list[tuple[int, int]] = []  # processes and hosts of this process's runs
 
 
 def trainer_options(precision: str = "fp32") -> dict[str, Any]:
@@ -27,6 +28,7 @@ def trainer_options(precision: str = "fp32") -> dict[str, Any]:
 
     use_cpu = use_cpu_only()
     devices, nodes = _processes()
+    _before.append((devices, nodes))
     _stop_together(devices * nodes)
     return {
         "accelerator": "cpu" if use_cpu else "gpu",
@@ -89,6 +91,9 @@ def _end_with(parent: int) -> None:
 def _processes() -> tuple[int, int]:
     """(processes on this host, hosts)."""
     environment = os.environ
+    # Lightning removes WORLD_SIZE after a run, and `fit` has several runs in one process.
+    if "LOCAL_RANK" in environment and "WORLD_SIZE" not in environment and _before:
+        return _before[-1]
     if "LOCAL_RANK" in environment and "WORLD_SIZE" in environment:  # started by torchrun, accelerate, or Lightning
         world = int(environment["WORLD_SIZE"])
         # Lightning sets no RANK and starts processes on one host only. A LOCAL_WORLD_SIZE without RANK is from another

@@ -79,7 +79,7 @@ VLLM = NotRun(
 BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "README.md": {
         "make demo ": NotRun("test_fit.py runs the demo, and `make test` runs this test"),
-        "pip install .": Run(),
+        "pip install .": ENVIRONMENT,
         "accept-head fit ": NotRun("test_fit.py runs it"),
         "accept-head collect": Run(),
         "accept-head generate --target TARGET --draft DRAFT --prompts prompts.jsonl --out responses.jsonl": Run(),

@@ -92,6 +92,8 @@ class Collector(L.LightningModule):
         super().__init__()
         self.prompts, self.trace_config, self.folder, self.source = prompts, config, folder, source
         self.repair = repair
+        # A rank may have no shard left to make.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
 
     def predict_dataloader(self) -> DataLoader:
         rank, world = self.trainer.global_rank, self.trainer.world_size
