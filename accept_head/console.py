@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,22 +28,24 @@ class Progress(tqdm):
     also when nothing has been finished since."""
 
     disable: bool
-    last_print_t: float
 
     def __init__(self, *arguments: Any, **options: Any):
         self.lines = not sys.stderr.isatty()
         if self.lines:
             options |= {"mininterval": LINE_EVERY, "miniters": 1, "bar_format": LINE}
-        self.closed = threading.Event()
+        self.closed, self.shown = threading.Event(), 0.0
         super().__init__(*arguments, **options)
         if self.lines and not self.disable:
             threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self) -> None:
         while not self.closed.wait(LINE_EVERY):
-            if self._time() - self.last_print_t >= LINE_EVERY:
+            if time.monotonic() - self.shown >= LINE_EVERY:
                 self.refresh()
-                self.last_print_t = self._time()
+
+    def display(self, *arguments: Any, **options: Any) -> Any:
+        self.shown = time.monotonic()
+        return super().display(*arguments, **options)
 
     def close(self) -> None:
         self.closed.set()

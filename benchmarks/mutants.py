@@ -60,6 +60,27 @@ BATCH_STOP = "inference/policies/test_batch_stop.py::test_"
 
 POLICIES = (
     Mutant(
+        "fit: a gain that chance alone could give is enough",
+        "accept_head/fit/verdict.py",
+        "gains[kind][use].low > 0",
+        "gains[kind][use].value > 0",
+        ("accept_head/fit/test_verdict.py::test_a_head_that_is_hardly_better_is_not",),
+    ),
+    Mutant(
+        "fit: the test prompts are trained on as well",
+        "accept_head/fit/prompts.py",
+        "mine, in_turn = in_turn[: sizes[split]], in_turn[sizes[split] :]",
+        "mine = in_turn[: sizes[split]]",
+        ("accept_head/fit/test_plan.py::test_splits_have_all_domains_and_no_prompt_twice",),
+    ),
+    Mutant(
+        "progress: a line between two steps counts the next step twice",
+        "accept_head/console.py",
+        "                self.refresh()\n\n    def display",
+        "                self.refresh()\n                self.last_print_t = self._time()\n\n    def display",
+        ("accept_head/test_console.py::test_slow_steps_of_a_loop_are_counted_once",),
+    ),
+    Mutant(
         "grouped attention: a mask's queries are those of another head",
         "inference/engine/attention/grouped.py",
         "attention_mask.repeat(1, 1, heads // shared, 1)",

@@ -187,6 +187,7 @@ def describe(console: Console, pair: Pair, ratio: float, plan: Plan, new_tokens:
 
 def made(folder: Path, models: dict[str, Any], sampling: Sampling, max_new_tokens: int, seed: int) -> None:
     """Traces and the head, by all processes."""
+    gc.collect()  # what was measured before has left its models in cycles
     for split in SPLITS:
         collect(
             prompts=str(folder / "prompts" / f"{split}.jsonl"),

@@ -31,6 +31,13 @@ def test_a_log_gets_whole_lines_with_what_is_done_left_and_the_rate(quick, capsy
     )
 
 
+def test_slow_steps_of_a_loop_are_counted_once(quick, capsys):
+    for _ in Progress(range(4), "rollouts", unit="shard"):
+        time.sleep(0.35)
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert said[-1] == "4/4" and set(said) <= {f"{done}/4" for done in range(5)}
+
+
 def test_a_step_without_an_end_is_heard_of(quick, capsys):
     progress = Progress(total=2, desc="collect", unit="prompt")
     time.sleep(0.7)

@@ -126,6 +126,19 @@ def test_a_folder_that_another_process_works_in_is_refused(demo, run_cli):
 
 
 @pytest.mark.slow
+def test_two_processes_make_the_same_traces_and_head(demo, run_launched, tmp_path):
+    """The dev and test traces are one shard each, so that one of the processes has nothing to make."""
+    command, out, _ = demo
+    done = run_launched(*command[:4], tmp_path / "out", *SIZES)
+    assert done.returncode == 0, done.stderr
+    for pattern in ("traces/*/*.parquet", "head/model.safetensors"):
+        paths = sorted(out.glob(pattern))
+        assert paths and all(
+            (tmp_path / "out" / path.relative_to(out)).read_bytes() == path.read_bytes() for path in paths
+        )
+
+
+@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_the_same(
     demo, console_script, cli_environment, embedded_pair_folder, tmp_path
 ):
