@@ -24,7 +24,7 @@ TRAIN, FEWEST_TRAIN = 300, 20  # prompts; a base takes some dozen, a residual so
 HELD_OUT, FEWEST_HELD_OUT = 60, 12  # dev prompts, and test prompts
 BATCH = 32  # prompts that are collected together
 PREFILL, REPEATS = 128, 3  # tokens of a timed prefill, and how often each forward is timed
-EPOCHS = 6  # of training, in which the draft runs
+FULL = 3  # a draft forward in float32, in which heads learn, takes so many times as long as in half precision
 TRIED = 4  # policies that are decoded
 SHORTER = 0.7  # of the target alone's time, that a response takes with a policy
 ROLLED_OUT = 6  # draft tokens for a position in `tune`
@@ -32,11 +32,12 @@ ROLLED_OUT = 6  # draft tokens for a position in `tune`
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Seconds. prefill: of a token in a prompt, both models. draft_prefill: of the draft alone. alone: of a target step
-    with one row. batch: with BATCH rows. draft: of a draft step with one row."""
+    """Seconds. prefill: of a token in a prompt, both models. draft_prefill: of the draft alone. draft_in_full: the same
+    in float32. alone: of a target step with one row. batch: with BATCH rows. draft: of a draft step with one row."""
 
     prefill: float
     draft_prefill: float
+    draft_in_full: float
     alone: float
     batch: float
     draft: float
@@ -107,7 +108,7 @@ def _seconds(
     text = prompt_tokens + new_tokens
     return {
         "collect": every * answer / processes,
-        "train": EPOCHS * sizes["train"] * text * speed.draft_prefill / processes,
+        "train": (sizes["train"] + sizes["dev"]) * text * speed.draft_in_full / processes,
         "profile and tune": 8 * alone + sizes["dev"] * new_tokens * ROLLED_OUT * speed.draft_prefill,
         "decode": sizes["test"] * alone * (1 + SHORTER * (TRIED - 1)),
         "report": sizes["test"] * new_tokens * ROLLED_OUT * speed.draft_prefill,
@@ -138,6 +139,7 @@ def measured_speed(pair: Pair, tokens: int) -> Speed:
     return Speed(
         prefill=target.prefill() + draft_prefill,
         draft_prefill=draft_prefill,
+        draft_in_full=draft_prefill * (1 if pair.draft.dtype == torch.float32 else FULL),
         alone=target.step(1),
         batch=target.step(batch) * BATCH / batch,
         draft=draft.step(1),

@@ -205,6 +205,7 @@ def made(folder: Path, models: dict[str, Any], sampling: Sampling, max_new_token
             dev_traces=str(folder / "traces" / "dev"),
             draft=models["draft"],
             out=str(folder / "head"),
+            cache=True,
             seed=seed,
             trust_remote_code=models["trust_remote_code"],
         )

@@ -12,7 +12,7 @@ from accept_head.fit.plan import FEWEST_HELD_OUT, FEWEST_TRAIN, HELD_OUT, TRAIN,
 from accept_head.fit.prompts import read_all, write_splits
 from accept_head.prompts import Prompt
 
-SPEED = Speed(prefill=1e-3, draft_prefill=2e-4, alone=0.1, batch=0.5, draft=0.02)
+SPEED = Speed(prefill=1e-3, draft_prefill=2e-4, draft_in_full=6e-4, alone=0.1, batch=0.5, draft=0.02)
 
 
 def plan(prompts=1000, budget=None, speed=SPEED, processes=1):
