@@ -46,7 +46,7 @@ def wheel(repository, tmp_path_factory):
 def test_the_wheel_holds_one_package_with_every_module_once(wheel, repository):
     names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     assert {name.split("/")[0] for name in names} == {"accept_head"}
-    expected = {"accept_head/py.typed", "accept_head/inference/report/page.html"}
+    expected = {"accept_head/py.typed", "accept_head/fit/mix.jsonl.gz", "accept_head/inference/report/page.html"}
     for folder, place in (("accept_head", ""), ("training", "training/"), ("inference", "inference/")):
         for path in (repository / folder).rglob("*.py"):
             relative = path.relative_to(repository / folder)

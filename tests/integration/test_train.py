@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from accept_head.base import base_functions
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import write_shard
+from accept_head.training.learn.progress import EpochProgress
 from accept_head.training.learn.recipe import DECAYS, RECIPES
 from tests.runs import start_and_kill
 
@@ -152,12 +154,19 @@ def test_csv_and_tensorboard_logs_exist(head):
     assert any(path.stat().st_size for path in (run_folder(head) / "tensorboard").glob("events.out.tfevents.*"))
 
 
-def test_the_bar_names_the_epochs_of_the_run(arguments, run_warm, tmp_path):
+def test_a_log_names_the_epochs_of_the_run(arguments, run_warm, tmp_path):
     done = run_warm(*arguments(tmp_path / "head", *SHORT))
     assert done.returncode == 0, done.stderr
-    epochs = [word for word in (done.stdout + done.stderr).split("Epoch ")[1:]]
-    assert epochs and all(word.startswith(("1/4", "2/4", "3/4", "4/4")) for word in epochs)
-    assert epochs[-1].startswith("4/4")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train: ")]
+    assert lines[0].startswith("train: epoch 1/4, 0/") and lines[-1].startswith("train: epoch 4/4, ")
+    assert " 00:00 left" in lines[-1]
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(0, "1/4"), (9, "1/4"), (10, "2/4"), (39, "4/4"), (40, "4/4")])
+def test_the_bar_names_the_epochs_of_the_run(step, epoch):
+    bar = EpochProgress(steps_per_epoch=10, epochs=4)
+    bar._trainer = SimpleNamespace(global_step=step)
+    assert bar._get_train_description(0).split() == ["Epoch", epoch]
 
 
 def test_training_loss_is_logged(train, tmp_path):

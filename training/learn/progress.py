@@ -20,26 +20,31 @@ def epoch_progress(*, steps_per_epoch: int, epochs: int) -> Callback:
 
 
 class EpochLines(Callback):
-    """A line every LINE_EVERY seconds."""
+    """A line at the start, at the end, and every LINE_EVERY seconds."""
 
     def __init__(self, *, steps_per_epoch: int, epochs: int):
         self.steps_per_epoch, self.epochs = steps_per_epoch, epochs
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.first, self.begin = trainer.global_step, time.monotonic()
-        self.printed = self.begin
+        self._print(trainer)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        now = time.monotonic()
-        if now - self.printed < LINE_EVERY or not trainer.is_global_zero:
-            return
-        self.printed = now
+        if time.monotonic() - self.printed >= LINE_EVERY:
+            self._print(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._print(trainer)
+
+    def _print(self, trainer: L.Trainer) -> None:
+        self.printed = time.monotonic()
         done, every = trainer.global_step, self.steps_per_epoch * self.epochs
-        rate = (done - self.first) / (now - self.begin)
+        rate = (done - self.first) / max(self.printed - self.begin, 1e-9)
         left = tqdm.format_interval((every - done) / rate) if rate else "?"
         epoch = min(done // self.steps_per_epoch, self.epochs - 1) + 1
-        text = f"train: epoch {epoch}/{self.epochs}, {done}/{every} steps, {left} left, {rate:.2f} steps/s"
-        print(text, file=sys.stderr, flush=True)
+        if trainer.is_global_zero:
+            text = f"train: epoch {epoch}/{self.epochs}, {done}/{every} steps, {left} left, {rate:.2f} steps/s"
+            print(text, file=sys.stderr, flush=True)
 
 
 class EpochProgress(RichProgressBar):
