@@ -81,15 +81,16 @@ class Verdict:
 
 
 def costs_of_runs(runs: Sequence[Timed]) -> ForwardCosts | None:
-    """Seconds of the forwards by least squares over the runs: drafts, verifications, steps of the target alone, and
-    prompt tokens. None when the runs are too few or too noisy."""
+    """Seconds of the forwards by least squares over the runs: drafts, verifications, steps of the target alone, prompt
+    tokens, and asking a rule or a head about a drafted token. None when the runs are too few or too noisy."""
     features = []
     for run in runs:
         stats = [done.stats for done in run.finished]
         drafts, rounds = sum(row.draft_forwards for row in stats), sum(row.rounds for row in stats)
         alone = run.arm == "none"
         prompt = sum(len(done.request.prompt) for done in run.finished)
-        features.append([drafts, 0 if alone else rounds, rounds if alone else 0, prompt])
+        asked = drafts if run.arm in ("rule", "head") else 0
+        features.append([drafts, 0 if alone else rounds, rounds if alone else 0, prompt, asked])
     coefficients, _ = least_squares(np.array(features, dtype=float), np.array([run.wall for run in runs]))
     if min(coefficients[:3]) <= 0:
         return None

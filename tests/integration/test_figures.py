@@ -59,7 +59,7 @@ def test_the_demos_table_is_that_of_the_json():
     text = (REPOSITORY / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for row in json.loads((RESULTS / "demo.json").read_text())["summary"]["policies"]:
         rates = rf"{row['discard_rate']:.3f}.*{row['verification_rate']:.3f}"
-        assert re.search(rf"│ {re.escape(row['name'])}\b.*{rates}", text), row["name"]
+        assert re.search(rf"\| {re.escape(row['name'])} \|.*{rates}", text), row["name"]
 
 
 def test_every_result_is_quoted_and_listed():
