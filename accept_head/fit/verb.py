@@ -16,6 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
+from accept_head.alternatives import DRAWS
 from accept_head.console import make_console
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
@@ -103,7 +104,7 @@ def fit(
     console.rule("verdict")
     for line in verdict.lines():
         console.print(line, highlight=False)
-    commands = next_commands(verdict, folder, target, draft, temperature, top_k)
+    commands = next_commands(verdict, folder, models, sampling)
     console.print("\nNext:", *commands, sep="\n", highlight=False, soft_wrap=True)  # whole lines, to be pasted
     console.print(
         f"\n{folder / 'summary.json'} and {folder / 'report.html'} hold the figures.",
@@ -153,7 +154,7 @@ def prepare(
         budget=budget,
         processes=processes,
     )
-    check_disk(folder, plan, average, new_tokens, alternatives=4)
+    check_disk(folder, plan, average, new_tokens, DRAWS if asked["sampling"]["temperature"] else 0)
     if left_out:
         console.print(f"{left_out} prompts are longer than the models' context leaves room for, and left out.")
     describe(console, pair, speed.draft / speed.alone, plan, new_tokens)
@@ -269,18 +270,20 @@ def forward_costs(path: Path, pair: Pair, models: dict[str, Any], prompts: Path,
 # --- what next -------------------------------------------------------------------------------------------------------
 
 
-def next_commands(verdict: Verdict, folder: Path, target: str, draft: str, temperature: float, top_k: int) -> list[str]:
+def next_commands(verdict: Verdict, folder: Path, models: dict[str, Any], sampling: Sampling) -> list[str]:
     """Commands to paste for what was recommended."""
     if verdict.use == "none":
         return ["  decode with the target alone; another draft, or a quicker one, may pay"]
     head = folder / "head"
     policy = f"head:{head}" if verdict.use == "head" else verdict.names[verdict.use]
-    models = f"--target {shlex.quote(target)} --draft {shlex.quote(draft)}"
+    pair = f"--target {shlex.quote(models['target'])} --draft {shlex.quote(models['draft'])}"
+    as_asked = f"--temperature {sampling.temperature:g} --top_k {sampling.top_k} --dtype {models['dtype']}"
     chosen = f"--head {head}" if verdict.use == "head" else f"--policy {policy}"
     lines = [
-        f"  accept-head generate {models} --prompts {folder / 'prompts' / 'test.jsonl'} --out {folder / 'out.jsonl'} "
-        f"--policy {policy} --temperature {temperature:g} --top_k {top_k}",
-        f"  accept-head vllm-config {models} {chosen} --temperature {temperature:g} --out {folder / 'serve.yaml'}",
+        f"  accept-head generate {pair} --prompts {folder / 'prompts' / 'test.jsonl'} --out {folder / 'out.jsonl'} "
+        f"--policy {policy} {as_asked}",
+        f"  accept-head vllm-config {pair} {chosen} --temperature {sampling.temperature:g} "
+        f"--out {folder / 'serve.yaml'}",
         "  from accept_head.inference.adapters.transformers import generate as speculative",
         f'  model.generate(**inputs, custom_generate=speculative, draft=draft_model, policy="{policy}")',
     ]

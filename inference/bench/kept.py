@@ -22,7 +22,7 @@ def kept_runs(run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path
     begins anew when a comparison goes on."""
     requests = {request.index: request for chunk in chunks for request in chunk.requests}
     lines = path.read_text().splitlines() if path.is_file() else []
-    done = [_read(line, requests) for line in lines if line.endswith("]")]  # a killed run leaves half a line
+    done = [each for line in lines if (each := _read(line, requests)) is not None]
     yield from done
     known = {(each.chunk, each.arm) for each in done}
     if len(known) < len(arms) * len(chunks):
@@ -42,7 +42,10 @@ def _written(timed: Timed) -> list[Any]:
     return [*timed[:-1], responses]
 
 
-def _read(line: str, requests: dict[int, Request]) -> Timed:
-    repeat, chunk, arm, wall, cpu, rounds, responses = json.loads(line)
+def _read(line: str, requests: dict[int, Request]) -> Timed | None:
+    try:
+        repeat, chunk, arm, wall, cpu, rounds, responses = json.loads(line)
+    except json.JSONDecodeError:  # empty, or the half of a line that a killed run leaves
+        return None
     finished = [Finished(requests[index], ids, DecodeStats(**stats)) for index, ids, stats in responses]
     return Timed(repeat, chunk, arm, wall, cpu, rounds, finished)

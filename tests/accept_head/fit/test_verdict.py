@@ -109,7 +109,8 @@ def test_kept_runs_go_on_where_they_were(tmp_path):
     whole = list(kept_runs(run, KINDS, chunks, path))
     assert sorted(asked) == sorted(expected) and {(each.chunk, each.arm): each for each in whole} == expected
     lines = path.read_text().splitlines()
-    path.write_text("\n".join(lines[:10]) + "\n" + lines[10][:40])  # killed in the middle of a line
+    half = lines[10][: lines[10].index("]") + 1]  # killed in the middle of a line, just where a list ends
+    path.write_text("\n".join([*lines[:10], half]))
     asked.clear()
     again = list(kept_runs(run, KINDS, chunks, path))
     assert len(asked) == len(expected) - 9 and {(each.chunk, each.arm): each for each in again} == expected
