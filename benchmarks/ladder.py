@@ -282,7 +282,7 @@ def fitted(name: str, folders: Sequence[Path], temperature: float, **options: An
 
 
 def loaded(folder: Path, temperature: float) -> AcceptanceHead:
-    (head,) = load_heads([str(folder)], draft_model(), checkpoint_fingerprint(DRAFT)).values()
+    (head,) = load_heads([str(folder)], draft_model()).values()
     return head
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from gains import compared
-from real_pair import DRAFT, TARGET, TRACES, coupled_of, draft_model, prompts_file
+from real_pair import DRAFT, NAMES, SHIPPED, TARGET, TRACES, coupled_of, draft_model, prompts_file
 from record import REPOSITORY, RESULTS, write_result
 from tqdm import tqdm
 
@@ -45,7 +45,6 @@ from accept_head.prompts import load_prompts
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import read_traces, write_shard
 
-HEADS = REPOSITORY / "checkpoints" / "qwen2.5-coder"
 PROMPTS, NEW_TOKENS, K_MAX, C = 50, 48, 20, 0.43
 RULES = {"cumulative q(Y)": "cumulative-confidence", "vLLM's estimator": "online-logistic"}
 FIXED, HEAD = "fixed", "head"
@@ -116,7 +115,7 @@ def arms_of(temperature: float) -> dict[str, str]:
     specs = {"none": "none", FIXED: f"fixed:{k}", FIXED + TWIN: f"fixed:{k}"}
     for name, rung in RULES.items():
         specs[name] = f"{rung}:{chosen_on_dev[rung]['params']['threshold']},k_max={K_MAX}"
-    head = (HEADS / ("sampled" if temperature else "greedy")).relative_to(REPOSITORY)
+    head = (SHIPPED / NAMES[temperature]).relative_to(REPOSITORY)
     return specs | {HEAD: f"head:{head},k_max={K_MAX}"}
 
 

@@ -9,6 +9,7 @@ finds there by cost. `by the grid`: a head with the best of a grid on dev, like 
 python benchmarks/real_pair.py collect     # what is missing of the traces in benchmarks/traces
 python benchmarks/real_pair.py ladder      # heads on the train traces that are there; the result
 python benchmarks/real_pair.py domains     # what a residual is worth where it was not trained
+python benchmarks/real_pair.py heads       # the heads in checkpoints/qwen2.5-coder
 
 The weights are read from runs/models/qwen: benchmarks/traces/README.md says which they are. Collecting takes 5 hours on
 2 cores with instructions for bfloat16 (avx512_bf16), in which everything is computed; on others it takes days. It goes
@@ -22,6 +23,7 @@ import gc
 import gzip
 import json
 import random
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -40,6 +42,9 @@ from accept_head import AcceptanceHead
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
+from accept_head.hub.card import NO_BASE_MODEL, CardFacts, model_card
+from accept_head.hub.folder import HEAD_CONFIG_NAME, TRAINING_NAME, WEIGHTS_NAME
+from accept_head.hub.stored import read_stored
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.cost_aware import cost_aware
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
@@ -48,6 +53,7 @@ from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.truth import informed_tables
 from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.tune.heads import load_heads
+from accept_head.inference.verbs.tune import tune
 from accept_head.pair import checkpoint_fingerprint, load_model
 from accept_head.quality import binary_kl, quality
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
@@ -58,10 +64,16 @@ from accept_head.training.learn.splits import Splits, read_splits
 from accept_head.training.learn.verb import train
 
 HOME = REPOSITORY / "runs" / "real"  # heads
+SHIPPED = REPOSITORY / "checkpoints" / "qwen2.5-coder"
 TRACES = REPOSITORY / "benchmarks" / "traces" / "qwen2.5-coder"  # and prompts; they take long to make
 MODELS = REPOSITORY / "runs" / "models" / "qwen"
 DATA = REPOSITORY.parent / "shared" / "data"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+HUB = {"target": "Qwen/Qwen2.5-Coder-1.5B-Instruct", "draft": "Qwen/Qwen2.5-Coder-0.5B-Instruct"}
+WEIGHTS = """- its weights were made with the official GGUF files (Q4_K_M) of these models, dequantised to bfloat16;
+  sha256 of the 1.5B's `cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046`, of the 0.5B's
+  `1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32`; with the unquantised weights the library says once
+  that they are others, and text stays exact"""
 LONGEST = 700  # characters of a prompt: on a CPU prefill would take most of the time else
 TRAIN, DEV = {"code": 400, "maths": 400, "chat": 500, "tools": 100}, 25  # of each domain
 TEST = {"humaneval": 75, "specbench": 75}
@@ -71,8 +83,10 @@ ALIKE = "alike"  # test prompts of the train prompts' kind: the last of these, w
 TRAIN_PARTS = tuple(f"train{place:02}" for place in range(sum(TRAIN.values()) // PART - 1))
 SPLITS = ("dev", "test", *TRAIN_PARTS, ALIKE)
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.43)  # the last one as measured on 2 CPU cores
+T_DRAFT = 0.1  # seconds, there
 RULE_NAMES = ("cumulative-confidence", "max-prob", "confidence", "entropy", "online-logistic", "online-signals")
 DECAYS = (0, 8, 32)
+NAMES = {1.0: "sampled", 0.0: "greedy"}  # of the heads in SHIPPED
 REFERENCES = ("base", "cumulative-confidence", "max-prob", "online-logistic")
 
 Record = dict[str, Any]
@@ -81,7 +95,7 @@ Record = dict[str, Any]
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("collect", "ladder", "domains"))
+    parser.add_argument("part", choices=("collect", "ladder", "domains", "heads"))
     parser.add_argument("--splits", nargs="+", choices=SPLITS, default=list(SPLITS), help="what to collect")
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--informed", action="store_true", help="the informed bound, too: a target forward over test")
@@ -91,6 +105,10 @@ def main() -> None:
         for temperature in options.temperatures:
             for split in options.splits:
                 collected(split, temperature)
+        return
+    if options.part == "heads":
+        for temperature in options.temperatures:
+            print(f"wrote {shipped(temperature)}")
         return
     path = RESULTS / "real_pair.json"
     for temperature in options.temperatures:
@@ -301,6 +319,60 @@ def parts_with(parts: Sequence[Path], count: int) -> list[Path]:
     return chosen
 
 
+# --- heads to ship ---------------------------------------------------------------------------------------------------
+
+
+def shipped(temperature: float) -> Path:
+    """The default head in SHIPPED, tuned on dev prompts for the last of COSTS, with the models' names on the Hub."""
+    folder, out = made("default", train_parts(temperature), temperature), SHIPPED / NAMES[temperature]
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / WEIGHTS_NAME, out)
+    for name in (HEAD_CONFIG_NAME, "metrics.json", TRAINING_NAME):
+        (out / name).write_text((folder / name).read_text().replace(f"{REPOSITORY}/", ""))
+    replace(TraceConfig.load(folder), **HUB).save(out)
+    dev, tuned = str(TRACES / f"t{temperature:g}" / "dev"), str(HOME / f"tuned_t{temperature:g}.json")
+    tune(dev, DRAFT, tuned, [str(out)], t_draft=T_DRAFT, t_target=T_DRAFT / COSTS[-1], dtype=TEXT["dtype"])
+    (out / "README.md").write_text(card_of(out, temperature))
+    return out
+
+
+def card_of(folder: Path, temperature: float) -> str:
+    facts = CardFacts(
+        config=read_stored(folder)[0],
+        traces=TraceConfig.load(folder),
+        metrics=read_json(folder / "metrics.json"),
+        decoding=read_json(folder / "decoding.json"),
+        license="apache-2.0",
+    )
+    card = model_card(facts)
+    card.data.base_model = list(HUB.values())
+    return str(card).replace(NO_BASE_MODEL, WEIGHTS) + gains_table(temperature)
+
+
+def gains_table(temperature: float) -> str:
+    """What real_pair.json says of unseen prompts."""
+    found = read_json(RESULTS / "real_pair.json")["ladder"]
+    of = {
+        (row["rung"].partition(":")[0], row["c"]): row["gain_over_best_fixed"]
+        for row in found
+        if row["temperature"] == temperature and row["tested_on"] == "both"
+    }
+    names = {
+        "default": "this head",
+        "cumulative-confidence": "`cumulative-confidence`, which needs no training",
+        "online-logistic": "vLLM's online estimator",
+        "oracle": "an oracle that knows every rejection",
+    }
+    rows = [f"| {shown} | {' | '.join(f'{of[rung, c]:.1%}' for c in COSTS)} |" for rung, shown in names.items()]
+    return f"""
+Gain in tokens/s over the best fixed draft length, by replay of 250 other prompts on which nothing was chosen; c is the
+time of a draft forward over that of a target forward, and every rule is tuned for each c:
+
+| | {" | ".join(f"c = {c:g}" for c in COSTS)} |
+|---|{"--:|" * len(COSTS)}
+""" + "".join(f"{row}\n" for row in rows)
+
+
 # --- domains ---------------------------------------------------------------------------------------------------------
 
 
@@ -384,7 +456,7 @@ def coupled_of(folder: Path) -> CoupledTraces:
 
 
 def loaded(folder: Path) -> AcceptanceHead:
-    (head,) = load_heads([str(folder)], draft_model(), checkpoint_fingerprint(DRAFT)).values()
+    (head,) = load_heads([str(folder)], draft_model()).values()
     return head
 
 

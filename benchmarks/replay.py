@@ -43,7 +43,7 @@ def main() -> None:
     quiet_libraries()
     pair, fingerprint = load_pair(TINY / "target", TINY / "draft"), checkpoint_fingerprint(TINY / "draft")
     folder = REPOSITORY / "runs" / "table3_default"
-    heads = load_heads([str(folder / name) for name in HEADS], pair.draft, fingerprint)
+    heads = load_heads([str(folder / name) for name in HEADS], pair.draft)
     results: dict[str, Any] = {}
     for temperature in (1.0, 0.0):
         place = embedded.traces("test", temperature)

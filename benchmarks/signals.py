@@ -44,7 +44,7 @@ def main() -> None:
     quiet_libraries()
     folders = options.traces or [embedded.traces("test", 1.0), embedded.traces("test", 0.0)]
     draft, fingerprint = load_model(options.draft, "--draft"), checkpoint_fingerprint(options.draft)
-    heads = load_heads(options.head, draft, fingerprint)
+    heads = load_heads(options.head, draft)
     tables = []
     for folder in folders:
         coupled = load_coupled(Path(folder), draft, fingerprint)

@@ -57,7 +57,7 @@ def main() -> None:
     folder = Path(options.heads) if options.heads else trained(options.recipe)
     draft, fingerprint = load_model(options.draft, "--draft"), checkpoint_fingerprint(options.draft)
     names = sorted(path.parent for path in folder.glob("*/model.safetensors"))
-    heads = load_heads([str(name) for name in names], draft, fingerprint)
+    heads = load_heads([str(name) for name in names], draft)
     traces = load_coupled(Path(options.traces or embedded.traces("test")), draft, fingerprint)
     costs = read_costs(options.costs, None, None) if options.costs else measured_costs()
     priced = {name: price(traces, HeadPolicy(head, 0.5)) for name, head in heads.items()}

@@ -23,6 +23,7 @@ QUALITY = {  # in metrics.json → on the card
     "ece": "ECE",
     "auroc": "AUROC",
 }
+NO_BASE_MODEL = "- no base model is named above, for target and draft were local folders"
 RATES = {  # in decoding.json, under `expected` → on the card
     "speedup": "speed-up over the target alone",
     "gain_over_best_fixed": "gain over the best fixed draft length",
@@ -154,7 +155,7 @@ def _pair(facts: CardFacts) -> str:
         lines.append(f"- trained on the draft in {traces.dtype}")
     lines.append(f"- tokenizer: SHA-256 of its token → id map `{traces.vocabulary_fingerprint}`")
     if not base_models(traces):
-        lines.append("- no base model is named above, for target and draft were local folders")
+        lines.append(NO_BASE_MODEL)
     return "\n".join(lines)
 
 

@@ -7,25 +7,17 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from accept_head.errors import InputError
-from accept_head.files import read_json
 from accept_head.head.network import AcceptanceHead
-from accept_head.head.saved import load_head
-from accept_head.hub.folder import head_folder
-from accept_head.pair import hidden_size, input_embeddings
-from accept_head.trace.config import CONFIG_NAME
+from accept_head.inference.policies.saved_head import head_policy
+from accept_head.inference.policies.spec import DraftShape
 
 
-def load_heads(names: Sequence[str], draft: PreTrainedModel, fingerprint: str) -> dict[str, AcceptanceHead]:
-    """Heads by name. Raises InputError when one does not fit the draft, was trained on another, or is named twice."""
-    heads = {}
+def load_heads(names: Sequence[str], draft: PreTrainedModel) -> dict[str, AcceptanceHead]:
+    """Heads by name. Raises InputError when one does not fit the draft or is named twice; warns when one was trained on
+    another draft, as where text is decoded."""
+    shape, heads = DraftShape.of(draft), {}
     for name in names:
         if name in heads:
             raise InputError(f"--head {name}: given twice")
-        heads[name] = load_head(
-            name, hidden_size=hidden_size(draft), device=draft.device, embeddings=input_embeddings(draft)
-        )
-        recorded = head_folder(name) / CONFIG_NAME  # of any version: only the draft matters here
-        trained = read_json(recorded) if recorded.is_file() else {}
-        if trained.get("draft_fingerprint", fingerprint) != fingerprint:
-            raise InputError(f"--head {name}: trained on another draft ({trained.get('draft')}); --draft must be it")
+        heads[name] = head_policy(name, shape, 0.5, {}).head
     return heads

@@ -71,7 +71,7 @@ def report(
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
-    heads = load_heads(head or [], model, fingerprint)
+    heads = load_heads(head or [], model)
     load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
     settings = read_choices(list(heads), choices)
     longest = max([LONGEST, *(choice.get("k_max", 0) for choice in settings.values())])

@@ -84,7 +84,7 @@ def tune(
         raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
-    heads = load_heads(head or [], model, fingerprint)
+    heads = load_heads(head or [], model)
     if lag is not None and all(each.config.reads == "before" for each in heads.values()):
         raise InputError(f"lag is {lag}, which only a --head that reads the state at a drawn token has: there is none")
     for name in heads:

@@ -302,7 +302,7 @@ def spoil(place, name, change):
 
 
 def other_draft(place):
-    config = {"draft": "their/draft", "draft_fingerprint": "another", "version": 2}
+    config = {"draft": "their/draft", "vocab_size": 99_999, "version": 2}
     (place / "drawn" / "trace_config.json").write_text(json.dumps(config))
     return ["--head", place / "drawn"]
 
@@ -374,7 +374,7 @@ WRONG = {
         None,
     ),
     "damaged rollouts": (damaged_rollouts, ["shard-00001.safetensors", "remove it"], None),
-    "a head of another draft": (other_draft, ["--head", "another draft", "their/draft"], None),
+    "a head of more token ids than the draft has": (other_draft, ["99999 token ids", "drawn"], None),
     "a head that was trained on the traces": (of_these_traces, ["traces", "drawn", "was trained on these"], None),
     "a head that was trained on them and others": (of_these_and_other_traces, ["was trained on these"], None),
     "a lag of heads that have none": (lambda p: ["--head", p / "before", "--lag", 1], ["lag", "1"], None),
@@ -424,6 +424,7 @@ def test_it_refuses(tune, place, name):
     ("change", "says"),
     [
         ({"seed": 7}, "was trained on the prompts of"),
+        ({"prompts_fingerprint": "other", "draft_fingerprint": "other"}, "was trained with the draft"),
         (
             {"prompts_fingerprint": "other", "sampling": {"temperature": 0}},
             "greedy decoding, but the traces",

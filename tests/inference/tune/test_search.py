@@ -365,28 +365,24 @@ def test_missing_or_doubled_costs_are_refused_by_option(costs_file, given, named
 
 @pytest.fixture
 def saved(tmp_path):
-    """saved(name, hidden, draft fingerprint of its traces or None) → folder."""
+    """saved(name, hidden) → folder."""
 
-    def save(name, hidden=16, trained_on=None):
+    def save(name, hidden=16):
         random_head(hidden).save_pretrained(tmp_path / name)
-        if trained_on is not None:
-            text = json.dumps({"draft": "their/draft", "draft_fingerprint": trained_on, "version": 1})
-            (tmp_path / name / "trace_config.json").write_text(text)
         return str(tmp_path / name)
 
     return save
 
 
 def test_heads_are_loaded_in_the_order_they_are_named(saved):
-    names = [saved("b"), saved("a", trained_on="mine")]
-    assert list(load_heads(names, llama(1), "mine")) == names
-    assert load_heads([], llama(1), "mine") == {}
+    names = [saved("b"), saved("a")]
+    assert list(load_heads(names, llama(1))) == names
+    assert load_heads([], llama(1)) == {}
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (lambda saved: [saved("a", trained_on="another")], ["--head", "another draft", "their/draft", "--draft"]),
         (lambda saved: [saved("a", hidden=24)], ["24", "16"]),
         (lambda saved: [saved("a"), saved("a")], ["--head", "twice"]),
         (lambda saved: ["no/such/head"], ["no/such/head"]),
@@ -395,7 +391,7 @@ def test_heads_are_loaded_in_the_order_they_are_named(saved):
 def test_a_head_that_does_not_fit_is_refused_by_name(saved, make, named):
     names = make(saved)
     with pytest.raises(InputError) as caught:
-        load_heads(names, llama(1), "mine")
+        load_heads(names, llama(1))
     assert all(words in str(caught.value) for words in named)
 
 
