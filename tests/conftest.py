@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -276,8 +277,17 @@ def random_traces_folder(
 def embedded_traces(
     tmp_path_factory: pytest.TempPathFactory, embedded_pair_folder: Path, collect: Callable[..., Path]
 ) -> tuple[Path, Path]:
-    """(train, dev) traces of the trained pair on its shipped prompts, at the default sampling settings."""
-    folder = tmp_path_factory.mktemp("embedded")
-    options = {"max_new_tokens": 48, "batch_size": 16, "shard_size": 32}
-    train = collect(embedded_pair_folder, folder / "train", max_prompts=300, **options)
-    return train, collect(embedded_pair_folder, folder / "dev", prompts="dev", seed=1, **options)
+    """(train, dev) traces of the trained pair on its shipped prompts, at the default sampling settings.
+
+    The first of the test processes that needs them makes them for all."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"
+    folder.mkdir(exist_ok=True)
+    train, dev, options = folder / "train", folder / "dev", {"max_new_tokens": 48, "batch_size": 16, "shard_size": 32}
+    with (folder / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            collect(embedded_pair_folder, train, max_prompts=300, **options)
+            collect(embedded_pair_folder, dev, prompts="dev", seed=1, **options)
+            (folder / "made").touch()
+    return train, dev

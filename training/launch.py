@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +46,22 @@ def trainer_options(precision: str = "fp32") -> dict[str, Any]:
         "enable_model_summary": False,
         "plugins": [AtomicCheckpoints()],
     }
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM end this process where nobody handles it, as it would without Lightning, which only takes note of it
+    in a predict run."""
+    unhandled = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if unhandled:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        if unhandled:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def use_cpu_only() -> bool:

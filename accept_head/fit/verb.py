@@ -276,15 +276,18 @@ def next_commands(verdict: Verdict, folder: Path, models: dict[str, Any], sampli
         return ["  decode with the target alone; another draft, or a quicker one, may pay"]
     head = folder / "head"
     policy = f"head:{head}" if verdict.use == "head" else verdict.names[verdict.use]
-    pair = f"--target {shlex.quote(models['target'])} --draft {shlex.quote(models['draft'])}"
-    as_asked = f"--temperature {sampling.temperature:g} --top_k {sampling.top_k} --dtype {models['dtype']}"
-    chosen = f"--head {head}" if verdict.use == "head" else f"--policy {policy}"
-    lines = [
-        f"  accept-head generate {pair} --prompts {folder / 'prompts' / 'test.jsonl'} --out {folder / 'out.jsonl'} "
-        f"--policy {policy} {as_asked}",
-        f"  accept-head vllm-config {pair} {chosen} --temperature {sampling.temperature:g} "
-        f"--out {folder / 'serve.yaml'}",
-        "  from accept_head.inference.adapters.transformers import generate as speculative",
-        f'  model.generate(**inputs, custom_generate=speculative, draft=draft_model, policy="{policy}")',
+    pair = ("--target", models["target"], "--draft", models["draft"])
+    temperature = ("--temperature", f"{sampling.temperature:g}")
+    prompts = ("--prompts", folder / "prompts" / "test.jsonl", "--out", folder / "out.jsonl")
+    as_asked = (*temperature, "--top_k", sampling.top_k, "--dtype", models["dtype"])
+    chosen = ("--head", head) if verdict.use == "head" else ("--policy", policy)
+    commands = [
+        ("generate", *pair, *prompts, "--policy", policy, *as_asked),
+        ("vllm-config", *pair, *chosen, *temperature, "--out", folder / "serve.yaml"),
     ]
-    return lines + ([f"  accept-head publish {head} USER/NAME"] if verdict.use == "head" else [])
+    commands += [("publish", head, "USER/NAME")] if verdict.use == "head" else []
+    return [
+        *(f"  {shlex.join(map(str, ('accept-head', *words)))}" for words in commands),
+        "  from accept_head.inference.adapters.transformers import generate as speculative",
+        f"  model.generate(**inputs, custom_generate=speculative, draft=draft_model, policy={policy!r})",
+    ]

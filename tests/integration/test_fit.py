@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import subprocess
 import time
 
@@ -31,7 +32,7 @@ SIZES = ("--max_prompts", "60", "--max_new_tokens", "16")
 
 @pytest.fixture(scope="module")
 def demo(run_cli, embedded_pair_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("demo") / "out"
+    out = tmp_path_factory.mktemp("demo") / "out of it"
     command = ["demo", "--pair", str(embedded_pair_folder), "--out", str(out), *SIZES]
     done = run_cli(*command)
     assert done.returncode == 0, done.stderr
@@ -98,7 +99,7 @@ def test_what_it_prints_next_can_be_pasted(demo, run_cli):
     if not lines:
         assert "decode with the target alone" in printed
         return
-    words = lines[0].split()
+    words = shlex.split(lines[0])
     done = run_cli(*words[1:], "--max_new_tokens", "8", "--max_prompts", "2")
     assert done.returncode == 0, done.stderr
 

@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -83,6 +84,25 @@ def test_a_verb_stops_soon_and_says_how_to_go_on(verb, name, stopped, folder):
     code, err = stopped(verb, folder, name, 1.0 if verb == "tune" else 4.0)  # tune is done soon
     check_stopped(verb, code, err, name)
     assert not [path for path in content(folder) if path.endswith(".partial")]
+
+
+def test_sigterm_ends_a_program_that_calls_collect(random_pair_folder, cli_environment, tmp_path):
+    """Lightning takes the signal in a predict run, and goes on."""
+    program = f"""
+from accept_head.training.collect.verb import collect
+
+folder = {str(random_pair_folder)!r}
+prompts = folder + "/prompts/train.jsonl"
+collect(folder + "/target", folder + "/draft", prompts=prompts, out={str(tmp_path / "out")!r}, shard_size=1,
+        batch_size=1, max_new_tokens=100)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], env=cli_environment, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("out/shard-*.parquet")) and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=SOON)
+    assert process.returncode == CODES["SIGTERM"], err
+    assert len(list(tmp_path.glob("out/shard-*.parquet"))) < 24
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from accept_head.prompts import Prompt
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import check_shard, missing_shards, write_shard
 from accept_head.training.collect.source import Source
+from accept_head.training.launch import ending_on_sigterm
 from accept_head.training.respond.request import check_said_by_target
 
 DEFAULTS = {"backend": "transformers"}  # values of fields that an older config leaves out
@@ -52,7 +53,8 @@ def write_shards(
         callbacks=[TraceWriter(folder)],
     )
     try:
-        trainer.predict(Collector(prompts, config, folder, source, repair), return_predictions=False)
+        with ending_on_sigterm():
+            trainer.predict(Collector(prompts, config, folder, source, repair), return_predictions=False)
     finally:
         source.close()
     trainer.strategy.barrier("collected")
