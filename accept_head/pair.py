@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError, one_line
-from accept_head.files import sha256
+from accept_head.files import read_json, sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+EAGLE3 = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}  # architectures in a config.json
 
 
 @dataclass(frozen=True)
@@ -39,19 +41,25 @@ def load_pair(
 ) -> Pair:
     """Load both models and check that their tokenizers map the same tokens to the same ids.
 
-    target, draft: local folders or Hub names. dtype: `float32`, `bfloat16`, `float16`, or `auto`: the stored dtype on
-    an accelerator, float32 on a CPU. device: for both models; default: the first GPU, or the CPU. device_map: for a
-    target that is larger than a device; the draft does not get it. max_memory (with device_map): how much of the target
-    each device may hold, like {"0": "60GiB", "cpu": "200GiB"}. offload_folder (with device_map): for weights that fit
-    on no device.
+    target, draft: local folders or Hub names; the draft may be an EAGLE-3 drafter. dtype: `float32`, `bfloat16`,
+    `float16`, or `auto`: the stored dtype on an accelerator, float32 on a CPU. device: for both models; default: the
+    first GPU, or the CPU. device_map: for a target that is larger than a device; the draft does not get it. max_memory
+    (with device_map): how much of the target each device may hold, like {"0": "60GiB", "cpu": "200GiB"}. offload_folder
+    (with device_map): for weights that fit on no device.
 
     Raises InputError naming the option when a model cannot be loaded or the vocabularies differ.
     """
     target_tokenizer = load_tokenizer(target, "--target", trust_remote_code)
-    draft_tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
-    check_same_vocabulary(target_tokenizer, draft_tokenizer)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     spread: dict[str, Any] = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+    if reads_target(draft):
+        from accept_head.eagle3 import load_eagle3
+
+        target_model = load_model(target, "--target", device=device, **spread, **options)
+        drafter = load_eagle3(_folder(draft), target_model)
+        return Pair(target_model, drafter, target_tokenizer, output_size(target_model))
+    draft_tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
+    check_same_vocabulary(target_tokenizer, draft_tokenizer)
     target_model = load_model(target, "--target", device=device, **spread, **options)
     draft_model = load_model(draft, "--draft", device=device, **options)
     vocab_size = min(output_size(target_model), output_size(draft_model))
@@ -77,6 +85,7 @@ def load_model(
     """Load one causal language model for inference. Raises InputError naming `option` when that fails."""
     from transformers import AutoModelForCausalLM
 
+    check_model(name, option)
     place = torch.device(device) if device else default_device()
     resolved = _resolve_dtype(dtype, place)
     spread = _spread(device_map, max_memory, offload_folder)
@@ -102,6 +111,33 @@ def load_model(
         # view take a thousand times as long as with a copy.
         model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: (inputs[0].contiguous(),))
     return model.eval().requires_grad_(False)
+
+
+def reads_target(draft: str | Path) -> bool:
+    """Whether it is an EAGLE-3 drafter, by its config.json."""
+    path = _folder(draft) / "config.json"
+    named = read_json(path).get("architectures") if path.is_file() else None
+    return isinstance(named, list) and not EAGLE3.isdisjoint(map(str, named))
+
+
+def check_model(name: str | Path, option: str) -> None:
+    """Raises InputError for an EAGLE-3 drafter, which some commands cannot use."""
+    if reads_target(name):
+        raise InputError(f"{option} {name}: is an EAGLE-3 drafter, which this command cannot use yet; expected a model")
+
+
+def _folder(name: str | Path) -> Path:
+    """A local folder, or that of a Hub name in the local cache."""
+    if Path(name).is_dir():
+        return Path(name)
+    from transformers.utils import cached_file
+
+    try:
+        for file in ("model.safetensors", "config.json"):
+            found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
+        return Path(found).parent if found else Path(name)
+    except OSError:  # no such name; who loads it says so
+        return Path(name)
 
 
 def _spread(device_map: str | None, max_memory: dict[str, str] | None, offload_folder: str | None) -> dict[str, Any]:
@@ -202,6 +238,7 @@ def _weight_files(name: str | Path) -> list[Path]:
 class Forward(NamedTuple):
     logits: Tensor  # (batch, seq, vocab)
     hidden: Tensor  # (batch, seq, hidden), after the final norm
+    own: Tensor | None = None  # (batch, seq, hidden), before it; of a drafter that goes on from its own states
 
 
 def base_model(model: PreTrainedModel) -> torch.nn.Module:
@@ -214,7 +251,8 @@ def base_model(model: PreTrainedModel) -> torch.nn.Module:
 
 def output_size(model: PreTrainedModel) -> int:
     """Number of ids that the model scores, padding of the embedding matrix included."""
-    return model.get_output_embeddings().weight.shape[0]
+    own: int | None = getattr(model, "output_size", None)  # of a drafter whose output layer has fewer
+    return own if own is not None else model.get_output_embeddings().weight.shape[0]
 
 
 def hidden_size(model: PreTrainedModel) -> int:

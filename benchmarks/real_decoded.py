@@ -45,7 +45,7 @@ from accept_head.prompts import load_prompts
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import read_traces, write_shard
 
-PROMPTS, NEW_TOKENS, K_MAX, C = 50, 48, 20, 0.43
+PROMPTS, NEW_TOKENS, K_MAX, C = 50, 32, 20, 0.43
 RULES = {"cumulative q(Y)": "cumulative-confidence", "vLLM's estimator": "online-logistic"}
 FIXED, HEAD = "fixed", "head"
 

@@ -46,3 +46,31 @@ def write_traces(folder: Path, config: TraceConfig, records: Sequence[dict[str, 
         first = shard * config.shard_size
         write_shard(folder, shard, records[first : first + config.shard_rows(shard)])
     return folder
+
+
+def make_eagle3(target: Any, *, seed: int = 0, draft_vocabulary: int = 120, layers: tuple[int, ...] = (1, 2, 3)) -> Any:
+    """An untrained EAGLE-3 drafter of a small Llama target."""
+    import torch
+    from transformers import LlamaConfig
+
+    from accept_head.eagle3 import Eagle3Drafter
+
+    wide = target.config
+    config = LlamaConfig(
+        vocab_size=wide.vocab_size,
+        draft_vocab_size=draft_vocabulary,
+        hidden_size=wide.hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=wide.max_position_embeddings,
+        initializer_range=0.3,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": list(layers)},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        drafter = Eagle3Drafter(config).eval().requires_grad_(False)
+        drafter.set_vocabulary(torch.randperm(wide.vocab_size)[:draft_vocabulary].sort().values)
+    drafter.model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    return drafter

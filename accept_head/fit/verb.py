@@ -31,7 +31,7 @@ from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.tune.rules import RULES
 from accept_head.inference.verbs.report import report
 from accept_head.inference.verbs.tune import tune
-from accept_head.pair import Pair, checkpoint_fingerprint, load_pair, load_tokenizer
+from accept_head.pair import Pair, check_model, checkpoint_fingerprint, load_pair, load_tokenizer
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 from accept_head.training.collect.settings import check_positive, room_for_prompts
@@ -82,6 +82,7 @@ def fit(
     start, folder, sampling = time.monotonic(), Path(out), Sampling(temperature=temperature, top_k=top_k)
     seconds = seconds_of(budget) if budget is not None else None
     check_positive(max_new_tokens=max_new_tokens, max_prompts=max_prompts)
+    check_model(draft, "--draft")
     console = make_console(unseen_width=118)
     models: dict[str, Any] = {"target": target, "draft": draft, "trust_remote_code": trust_remote_code, "dtype": dtype}
     asked = {

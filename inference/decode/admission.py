@@ -16,10 +16,10 @@ def admit(run: Run, waiting: Waiting) -> None:
         return compact(run) if waiting.done else None
     taken = rows.admit(requests)
     ends = [len(request.prompt) - 1 for request in requests]
-    run.target.fill(rows.tokens, taken, [0] * len(taken), ends)
     if drafting.max_draft_tokens:
-        run.draft.fill(rows.tokens, taken, [0] * len(taken), ends)
-        rows.mark_fed(taken)
+        run.drafter.admit(run.target, taken, ends)
+    else:
+        run.target.fill(rows.tokens, taken, [0] * len(taken), ends)
     index = torch.tensor(taken, device=rows.keys.device)
     drafting.admit(index, rows.lengths[index])
     named = [(row, request.tenant) for row, request in zip(taken, requests, strict=True) if request.tenant]
@@ -34,6 +34,6 @@ def compact(run: Run) -> None:
     live = rows.live_rows
     if live and not run.target.static and 4 * len(live) <= 3 * len(rows.requests):
         index = torch.tensor(live, device=rows.keys.device)
-        for part in (run.target, run.draft, run.drafting):
+        for part in (run.target, run.drafter, run.drafting):
             part.select(index)
         rows.select(index, live)

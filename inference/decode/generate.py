@@ -10,6 +10,7 @@ from typing import NamedTuple, get_args
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
+from accept_head.eagle3 import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.inference.decode.chunks import Chunk, check_chunk
 from accept_head.inference.decode.loop import Decoder
@@ -150,6 +151,8 @@ def make_decoder(
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
     check_chunk(chunk)
+    if compile != "none" and isinstance(draft, Eagle3Drafter):
+        raise InputError(f"compile is {compile!r}, expected 'none': an EAGLE-3 drafter cannot be compiled yet")
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected a positive integer")
     batch = min(batch_size or len(requests), len(requests))

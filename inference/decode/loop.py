@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from accept_head.eagle3 import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.head.origin import Checkpoint, check_use
 from accept_head.inference.decode.admission import admit
@@ -46,17 +47,17 @@ def draft(run: Run) -> Drafted:
     drafted, most = Drafted.nothing(progress), run.longest_draft(progress)
     if most == 0:
         return drafted
-    fed = run.feed_unfed()
+    fed = run.drafter.begin()
     for depth in range(1, most + 1):
         drawn, progress = run.draw(depth, fed, progress)
         drafted.append(drawn)
         # A policy that reads the state at the drawn token is asked after the token is fed.
-        ahead = run.feed(drawn.ids, depth) if drafting.looks_ahead and depth < most else None
+        ahead = run.drafter.feed(drawn.ids, depth) if drafting.looks_ahead and depth < most else None
         if drafting.asks:
             progress = run.judge(depth, drawn, ahead, progress)
         if run.chunks.over(drafted, progress, depth, most):
             break
-        fed = ahead or run.feed(drawn.ids, depth)
+        fed = ahead or run.drafter.feed(drawn.ids, depth)
     drafted.stop(progress)
     if drafted.wasted:
         run.rows.wasted += drafted.wasted * run.rows.live
@@ -96,7 +97,8 @@ class Decoder:
         self.memory, self.batch, self.max_length, self.chunk = memory, memory.batch, memory.max_length, chunk
         self.backend = graphs or graph_backend(target.device) if compile == "graphs" else None
         options: Any = {"compile": compile, "attention": attention, "graphs": self.backend}
-        self.target = CachedModel(target, self.batch, self.max_length, **options)
+        read = draft.layers_read if isinstance(draft, Eagle3Drafter) else False
+        self.target = CachedModel(target, self.batch, self.max_length, with_hidden=read, **options)
         self.draft = CachedModel(draft, self.batch, self.max_length, with_hidden=True, **options)
         self.rows = self._new_rows(memory.max_draft_tokens)
         also = [part.graphs for part in (self.target, self.draft) if part.graphs]
@@ -156,7 +158,8 @@ class Decoder:
         self._make_room(policy)
         drafting, device = Drafting(policy), self.target.model.device
         drafting.start(self.batch, device)
-        if self.seconds is None and needs_seconds(self.chunk, drafting, device):
+        timed = not isinstance(self.draft.model, Eagle3Drafter)  # a step of a single layer is too short to matter
+        if self.seconds is None and timed and needs_seconds(self.chunk, drafting, device):
             self.seconds = measured_seconds(self.draft, self.batch)  # now, as this overwrites caches
         chunks = Chunks(self.chunk, drafting, self.seconds)
         given = self.rows, self.target, self.draft, self.captured, chunks, policy, processing, stopping

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accept_head.eagle3 import Eagle3Drafter
 from accept_head.inference.decode.captured import CapturedSteps
 from accept_head.inference.decode.chunks import Chunks
 from accept_head.inference.decode.drafted import Drafted, Drawn
+from accept_head.inference.decode.drafter import DraftModel, Eagle3
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.rows import Finished, Rows
 from accept_head.inference.decode.steps import Steps
@@ -47,7 +49,7 @@ class Run:
         seed: int,
         verifier: Verifier,
     ):
-        self.rows, self.target, self.draft, self.chunks = rows, target, draft, chunks
+        self.rows, self.target, self.chunks = rows, target, chunks
         self.policy, self.processing, self.stopping = policy, processing, stopping
         self.drafting = Drafting(policy)
         call: Callable[..., Any] = run_directly
@@ -63,6 +65,8 @@ class Run:
                 ask = partial(captured.of(policy), optional=True)
         steps = Steps(rows, self.drafting, processing, ends, seed=seed, verifier=verifier)
         self._call, self._ask, self._steps = call, ask, steps
+        drafter = Eagle3 if isinstance(draft.model, Eagle3Drafter) else DraftModel
+        self.drafter = drafter(draft, rows, call, copy=self.copies)
         self._learnt = None if capture is None else capture.learnt
         self._began = 0.0
 
@@ -79,28 +83,6 @@ class Run:
     def longest_draft(self, progress: DraftProgress) -> int:
         """The most tokens that any row may draft. A sync, unless the policy's budget is constant."""
         return self.rows.room(self.drafting.max_draft_tokens) if self.drafting.constant else int(progress.budget.max())
-
-    def feed_unfed(self) -> Forward:
-        """Feed the draft the tokens it has not been fed: the last token, and possibly the accepted one before it →
-        logits and hidden state at the last token, (batch, 1, …) each."""
-        rows = self.rows
-        if rows.unfed > 2:  # after rounds without drafting
-            live = rows.live_rows
-            ends = [rows.host_lengths[row] - 1 for row in live]
-            self.draft.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
-            rows.mark_fed(live)
-        width = rows.unfed
-        starts, window = self._call("draft window", rows.last, width, width)
-        output = self.draft.forward(window, starts, max(0, rows.longest - width), copy=self.copies)
-        if width == 1:
-            return output
-        row, last = torch.arange(len(starts), device=starts.device), rows.lengths - 1 - starts
-        return Forward(output.logits[row, last][:, None], output.hidden[row, last][:, None])
-
-    def feed(self, token_ids: Tensor, depth: int) -> Forward:
-        """Feed (batch,) tokens drawn at `depth` → logits and hidden state at them, (batch, 1, …) each."""
-        starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
-        return self.draft.forward(token_ids[:, None], starts, longest, copy=self.copies)
 
     def draw(self, depth: int, fed: Forward, progress: DraftProgress) -> tuple[Drawn, DraftProgress]:
         """Draw the token at `depth` of every row → it, and the new progress."""
@@ -125,7 +107,10 @@ class Run:
         processors), (batch, slots + 1, vocab) each, and the fed tokens."""
         rows = self.rows
         starts, window = self._call("target window", rows.last, 1, self.target.padded(slots + 1))
-        logits = self.target.forward(window, starts, rows.longest - 1, copy=self.copies).logits[:, : slots + 1]
+        output = self.target.forward(window, starts, rows.longest - 1, copy=self.copies)
+        if self.drafting.max_draft_tokens:
+            self.drafter.hear(output.hidden[:, : slots + 1])
+        logits = output.logits[:, : slots + 1]
         return logits, self.processing.scores(logits, rows), window
 
     def test(self, scores: Tensor, window: Tensor, drafted: Drafted) -> Verified:
@@ -142,6 +127,7 @@ class Run:
         accepted, live, lengths = self._call(
             "accept", rows.accept, drafted.counts, verified, steps.stopping, mutates=rows.tensors
         )
+        self.drafter.accepted()
         return VerifyOutcome(
             drafted=drafted.lengths,
             submitted=drafted.submitted,

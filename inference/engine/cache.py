@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from accept_head.inference.engine.attention import grouped
 from accept_head.inference.engine.attention.backend import Attended, with_attention
 from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.attention.kinds import AttentionKinds, check_rotary
-from accept_head.inference.engine.call import ModelCall, compiled_call, hidden_of
+from accept_head.inference.engine.call import compiled_call, make_call
 from accept_head.inference.engine.cuda import GraphBackend, check_one_device, graph_backend
 from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.engine.layer import RaggedLayer, WritePlace
@@ -35,6 +35,15 @@ WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 CAPACITY_STEP = 64
 # A captured forward reads the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times this number.
 LEAST_EXTENT = 128
+
+
+class Group(NamedTuple):
+    """Rows that are fed together. spans: (rows, 3), row, start and end of each. width: of the forward. longest_start:
+    the largest start."""
+
+    spans: Tensor
+    width: int
+    longest_start: int
 
 
 class CachedModel:
@@ -55,12 +64,13 @@ class CachedModel:
         batch: int,
         max_length: int,
         *,
-        with_hidden: bool = False,
+        with_hidden: bool | tuple[int, ...] = False,
         compile: Compile = "none",
         attention: Attention = "sdpa",
         graphs: GraphBackend | None = None,
     ):
-        """max_length: longest row, in tokens. with_hidden: also return the last hidden state. attention: see
+        """max_length: longest row, in tokens. with_hidden: also return the last hidden state; layer
+        numbers: the residual stream before those layers, side by side. attention: see
         attention/choice.py; `check_served` tests the chosen one."""
         self.model = model
         self.static = compile != "none"
@@ -82,7 +92,7 @@ class CachedModel:
             self.slots = backend.slots(self.slots + (WIDTHS[-1] if self.static else 0))
         self.layers = [RaggedLayer(batch, self.slots, self.place) for _ in range(self.kinds.layers)]
         self.cache = Cache(layers=list(self.layers))
-        self._call = ModelCall(model, self.cache, max_length, hidden_of(model) if with_hidden else None)
+        self._call = make_call(model, self.cache, max_length, with_hidden)
         self._run: Callable[..., Any] = self._call
         if compiles:
             self._run = compiled_call(self._call.__call__, model.device, tuned=compile == "max-autotune")
@@ -97,27 +107,38 @@ class CachedModel:
         """The width of a forward of so many tokens, with padding."""
         return next((w for w in WIDTHS if w >= width), width) if self.static else width
 
-    def forward(self, input_ids: Tensor, starts: Tensor, longest_start: int, *, copy: bool = True) -> Forward:
+    def forward(
+        self,
+        input_ids: Tensor,
+        starts: Tensor,
+        longest_start: int,
+        *,
+        states: Tensor | None = None,
+        copy: bool = True,
+    ) -> Forward:
         """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
 
         longest_start: the largest of `starts`, on the host, so that no sync is needed to read only the slots in use.
         Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
-        own tensors, if there are graphs; the next forward of this width overwrites them.
+        own tensors, if there are graphs; the next forward of this width overwrites them. states: (batch, new, hidden),
+        for a drafter that takes them.
         """
+        if states is not None:
+            self._call.states = states
         width = input_ids.shape[1]
         if (padded := self.padded(width)) > width:
             input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
         reach = (self.max_length if self.static else longest_start) + padded
         given = input_ids, starts, self._extent(longest_start + width), reach
         if self.graphs is None or not self.layers[0].is_initialized:  # the cache is allocated outside of graphs
-            logits, hidden = self._forward(*given)
+            outputs = self._forward(*given)
         else:
-            logits, hidden = self.graphs("forward", self._forward, *given, copy=True)
+            outputs = self.graphs("forward", self._forward, *given, copy=True)
             if copy:
-                logits, hidden = logits.clone(), hidden.clone()
-        return Forward(logits[:, :width], hidden[:, :width])
+                outputs = tuple(output.clone() for output in outputs)
+        return Forward(*(output[:, :width] for output in outputs))
 
-    def _forward(self, input_ids: Tensor, starts: Tensor, extent: int, reach: int) -> tuple[Tensor, Tensor]:
+    def _forward(self, input_ids: Tensor, starts: Tensor, extent: int, reach: int) -> tuple[Tensor, ...]:
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
         return self._run(input_ids, positions, self._masks(positions))
 
@@ -137,23 +158,49 @@ class CachedModel:
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
         return self._base(**self._call.inputs(input_ids, positions, self._masks(positions)))[0]
 
-    def fill(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+    def fill(
+        self,
+        tokens: Tensor,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        heard: Callable[[Group, Tensor], None] | None = None,
+    ) -> None:
         """Feed tokens[row, start:end] of the given rows for their keys and values alone. tokens: (batch, capacity).
 
-        A forward has at most FILL_TOKENS tokens, or one row.
+        A forward has at most FILL_TOKENS tokens, or one row. heard: called after each with the states that
+        `with_hidden` asks for, (rows, width, …).
         """
         todo = sorted(zip(rows, starts, ends, strict=True), key=lambda item: item[1] - item[2])  # longest first
         todo = [item for item in todo if item[2] > item[1]]
         while todo:
             width = min(todo[0][2] - todo[0][1], FILL_TOKENS)
             group = todo[: max(1, FILL_TOKENS // width)]
-            self._fill(tokens, torch.tensor(group, device=tokens.device), width, max(start for _, start, _ in group))
+            spans, longest_start = torch.tensor(group, device=tokens.device), max(start for _, start, _ in group)
+            states = self.fill_group(tokens, Group(spans, width, longest_start), read=heard is not None)
+            if heard is not None and states is not None:
+                heard(Group(spans, width, longest_start), states)
             rest = [(row, start + width, end) for row, start, end in group if start + width < end]
             todo = rest + todo[len(group) :]
 
-    def _fill(self, tokens: Tensor, group: Tensor, width: int, longest_start: int) -> None:
-        """Feed one group, (rows, 3): row, start and end of each."""
-        self._base(**self._call.inputs(*self._ragged(tokens, group, width, longest_start)))
+    def fill_group(
+        self, tokens: Tensor, group: Group, *, states: Tensor | None = None, read: bool = False
+    ) -> Tensor | None:
+        """Feed one group. states: as in `forward`, (rows, width, hidden). read: return the states that `with_hidden`
+        asks for."""
+        if states is not None:
+            self._call.states = states
+        reader = self._call.hidden if read else None
+        inputs = self._call.inputs(*self._ragged(tokens, *group))
+        if reader is None:
+            self._base(**inputs)
+            return None
+        reader.wanted = True
+        self._base(**inputs)
+        reader.wanted = False
+        last = reader.last
+        del reader.last
+        return last
 
     def read(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Forward:
         """Feed tokens[row, start:end] of the given rows → logits and hidden states, (rows, longest, …). Those beyond a

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from accept_head.eagle3 import Eagle3Drafter
+from accept_head.errors import InputError
 from accept_head.pair import base_model
 
 MOST_COMPILED = 1024  # in one process
@@ -18,10 +22,12 @@ class ModelCall:
     """A model's forward on a cache. It is separate from `CachedModel` to avoid a reference cycle, which would delay
     freeing the cache."""
 
-    def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | None):
+    states: Tensor  # of a DrafterCall
+
+    def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | LayerStates | None):
         self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
 
-    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, ...]:
         inputs = self.inputs(input_ids, positions, masks)
         if self.hidden is None:
             logits = self.model(**inputs).logits
@@ -43,6 +49,53 @@ class ModelCall:
         }
 
 
+def make_call(model: PreTrainedModel, cache: Cache, max_length: int, with_hidden: bool | tuple[int, ...]) -> ModelCall:
+    """with_hidden: as in `CachedModel`."""
+    if isinstance(model, Eagle3Drafter):
+        return DrafterCall(model, cache, max_length, None)
+    hidden: LastHidden | LayerStates | None = None
+    if with_hidden:
+        hidden = hidden_of(model) if isinstance(with_hidden, bool) else states_of(model, with_hidden)
+    return ModelCall(model, cache, max_length, hidden)
+
+
+class DrafterCall(ModelCall):
+    """The forward of a drafter that takes a state with each token: `states`, (batch, new, hidden), set beforehand."""
+
+    def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, ...]:
+        drafted: tuple[Tensor, ...] = self.model(**self.inputs(input_ids, positions, masks))
+        return drafted
+
+    def inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
+        return super().inputs(input_ids, positions, masks) | {"states": self.states}
+
+
+class LayerStates:
+    """A model's residual stream before some of its layers, (batch, new, layers × hidden), kept while `wanted`."""
+
+    def __init__(self, model: PreTrainedModel, numbers: Sequence[int]):
+        """numbers: of the layers. Raises InputError naming a model that does not list its layers."""
+        self.wanted = False
+        self.kept: dict[int, Tensor] = {}
+        layers = getattr(base_model(model), "layers", None)
+        if layers is None:
+            raise InputError(f"{type(model).__name__} has no list of layers to read states from")
+        for number in numbers:
+            layers[number].register_forward_pre_hook(partial(self._keep, number), with_kwargs=True)
+
+    def _keep(self, number: int, _module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self.wanted:
+            self.kept[number] = inputs[0] if inputs else named["hidden_states"]
+
+    @property
+    def last(self) -> Tensor:
+        return torch.cat([self.kept[number] for number in sorted(self.kept)], dim=-1)
+
+    @last.deleter
+    def last(self) -> None:
+        self.kept = {}
+
+
 class LastHidden:
     """A model's last hidden state after the final norm, kept from its base model's output while `wanted`."""
 
@@ -51,6 +104,15 @@ class LastHidden:
 
 
 _hooked: WeakKeyDictionary[PreTrainedModel, LastHidden] = WeakKeyDictionary()
+_read: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, ...], LayerStates]] = WeakKeyDictionary()
+
+
+def states_of(model: PreTrainedModel, numbers: tuple[int, ...]) -> LayerStates:
+    """The model's LayerStates for these layers, with permanent hooks that are idle unless wanted."""
+    read = _read.setdefault(model, {})
+    if numbers not in read:
+        read[numbers] = LayerStates(model, numbers)
+    return read[numbers]
 
 
 def hidden_of(model: PreTrainedModel) -> LastHidden:

@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
+from accept_head.eagle3 import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.inference.engine.attention.choice import Attention, choose, decline
-from accept_head.inference.engine.cache import CachedModel
-from accept_head.pair import output_size
+from accept_head.inference.engine.cache import CachedModel, Group
+from accept_head.pair import hidden_size, output_size
 
 # Largest difference as a share of the logits' spread: far above rounding in bfloat16, far below a wrong mask.
 TOLERANCE = 0.1
@@ -55,11 +56,21 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
     starts = torch.tensor([2, 5], device=model.device)
     name = f"{type(model).__name__} ({model.config.model_type})"
     try:
-        plain = model(ids).logits.float()
-        cached.fill(ids, [0, 1], [0, 0], [2, 5])
-        cached.forward(ids[:, :2].flip(0), starts, 5)  # a rejected draft, overwritten below
         index = starts[:, None] + torch.arange(3, device=starts.device)
-        ragged = cached.forward(ids.gather(1, index), starts, 5).logits.float()
+        if isinstance(model, Eagle3Drafter):
+            states = torch.arange(ids.numel() * hidden_size(model), device=model.device).sin().to(model.dtype)
+            states = states.view(rows, length, -1)
+            plain = model(ids, states, torch.arange(length, device=model.device)[None]).logits.float()
+            cached.fill_group(ids, Group(torch.tensor([[0, 0, 2], [1, 0, 5]]), 5, 0), states=states[:, :5])
+            cached.forward(ids[:, :2].flip(0), starts, 5, states=states[:, :2])
+            states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
+            ragged = cached.forward(ids.gather(1, index), starts, 5, states=states).logits.float()
+            plain, ragged = (logits.clamp(min=-1e4) for logits in (plain, ragged))  # -inf of tokens that it lacks
+        else:
+            plain = model(ids).logits.float()
+            cached.fill(ids, [0, 1], [0, 0], [2, 5])
+            cached.forward(ids[:, :2].flip(0), starts, 5)  # a rejected draft, overwritten below
+            ragged = cached.forward(ids.gather(1, index), starts, 5).logits.float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         reason = " ".join(str(error).split())[:160]
         raise InputError(f"{name} cannot be run with a ragged cache ({type(error).__name__}: {reason})") from error

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accept_head.errors import InputError
-from accept_head.pair import checkpoint_fingerprint, load_pair
+from accept_head.pair import check_model, checkpoint_fingerprint, load_pair
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 from accept_head.training.collect.collector import write_shards
@@ -135,6 +135,7 @@ def collect(
         return
     if model_shapes is not None:
         raise InputError("--model_shapes is given, but only --dry_run true reads it")
+    check_model(draft, "--draft")
     options = trainer_options()
     set_cpu_threads(share_of_cores(options["devices"]))
     pair = load_pair(

@@ -1,0 +1,128 @@
+"""What proposes: a draft model, which reads tokens alone, or a drafter that reads the target's states as well.
+
+Both keep a cache of what they were fed. Between rounds the target has been fed all tokens of a row but the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accept_head.eagle3 import Eagle3Drafter
+from accept_head.inference.decode.rows import Rows
+from accept_head.inference.engine.cache import CachedModel, Group
+from accept_head.pair import Forward
+
+
+class DraftModel:
+    """A draft model. It may have been fed the drafted tokens of the last round, and keeps those that were accepted."""
+
+    def __init__(self, cached: CachedModel, rows: Rows, call: Callable[..., Any], *, copy: bool):
+        """call: of the steps of a run. copy: whether a forward's tensors are kept beyond the next one."""
+        self.cached, self.rows, self.call, self.copy = cached, rows, call, copy
+
+    def admit(self, target: CachedModel, taken: Sequence[int], ends: Sequence[int]) -> None:
+        """Feed target and draft the tokens before `ends` of rows that were taken."""
+        tokens, starts = self.rows.tokens, [0] * len(taken)
+        target.fill(tokens, taken, starts, ends)
+        self.cached.fill(tokens, taken, starts, ends)
+        self.rows.mark_fed(taken)
+
+    def begin(self) -> Forward:
+        """Feed the draft the tokens it has not been fed: the last token, and possibly the accepted one before it →
+        logits and hidden state at the last token, (batch, 1, …) each."""
+        rows = self.rows
+        if rows.unfed > 2:  # after rounds without drafting
+            live = rows.live_rows
+            ends = [rows.host_lengths[row] - 1 for row in live]
+            self.cached.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
+            rows.mark_fed(live)
+        width = rows.unfed
+        starts, window = self.call("draft window", rows.last, width, width)
+        output = self.cached.forward(window, starts, max(0, rows.longest - width), copy=self.copy)
+        return output if width == 1 else at(output, rows.lengths - 1 - starts)
+
+    def feed(self, token_ids: Tensor, depth: int) -> Forward:
+        """Feed (batch,) tokens drawn at `depth` → logits and hidden state at them, (batch, 1, …) each."""
+        starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
+        return self.cached.forward(token_ids[:, None], starts, longest, copy=self.copy)
+
+    def hear(self, states: Tensor) -> None:
+        """The target's states at the tokens it was just fed; empty here."""
+
+    def accepted(self) -> None:
+        """A round is over, and the rows have their new lengths."""
+
+    def select(self, index: Tensor) -> None:
+        self.cached.select(index)
+
+
+class Eagle3(DraftModel):
+    """A drafter whose slot i holds token i + 1 and the target's state of position i.
+
+    What it was fed of drafted tokens it forgets, as it was fed with its own states: after a round it is fed all new
+    tokens, with the states that the target has given out meanwhile.
+    """
+
+    def __init__(self, cached: CachedModel, rows: Rows, call: Callable[..., Any], *, copy: bool):
+        super().__init__(cached, rows, call, copy=copy)
+        assert isinstance(cached.model, Eagle3Drafter)
+        self.model = cached.model
+        batch, width = len(rows.lengths), self.model.config.hidden_size
+        # (batch, ≥ unfed, hidden): the state that belongs to each token that it was not fed.
+        self.states = torch.zeros(batch, 1, width, dtype=self.model.dtype, device=rows.tokens.device)
+        self.own = self.states  # (batch, 1, hidden), its own output at the last slot
+        self.begun = True  # whether it was fed all that `states` has
+
+    def admit(self, target: CachedModel, taken: Sequence[int], ends: Sequence[int]) -> None:
+        rows = self.rows
+        self.states[torch.tensor(taken, device=rows.tokens.device), 0] = 0  # what a prompt of one token has
+
+        def feed(group: Group, read: Tensor) -> None:
+            states = self.model.project(read)
+            self.cached.fill_group(rows.tokens[:, 1:], group, states=states)
+            row, start, end = group.spans.unbind(-1)
+            last = (end - start).clamp(max=group.width) - 1
+            self.states[row, 0] = states[torch.arange(len(row), device=row.device), last]
+
+        target.fill(rows.tokens, taken, [0] * len(taken), ends, feed)
+        rows.mark_fed(taken)
+
+    def begin(self) -> Forward:
+        rows, width = self.rows, self.rows.unfed
+        first = rows.fed.clamp(min=1)  # a first token has no slot
+        index = first[:, None] + torch.arange(width, device=first.device)
+        window = rows.tokens.gather(1, index.clamp(max=rows.tokens.shape[1] - 1))
+        output = self.cached.forward(window, first - 1, rows.longest - 1, states=self.states[:, :width])
+        self.begun = True
+        return self._kept(at(output, (rows.lengths - 1 - first).clamp(min=0)))
+
+    def feed(self, token_ids: Tensor, depth: int) -> Forward:
+        starts, longest = self.rows.lengths + depth - 2, self.rows.longest + depth - 2
+        return self._kept(self.cached.forward(token_ids[:, None], starts, longest, states=self.own))
+
+    def hear(self, states: Tensor) -> None:
+        if not self.begun:  # a round without drafting
+            self.begin()
+        self.states, self.begun = self.model.project(states), False
+
+    def accepted(self) -> None:
+        self.rows.fed.copy_(self.rows.lengths - self.rows.round_accepted - 1)
+
+    def select(self, index: Tensor) -> None:
+        super().select(index)
+        self.states, self.own = self.states[index], self.own[index]
+
+    def _kept(self, output: Forward) -> Forward:
+        assert output.own is not None
+        self.own = output.own
+        return output
+
+
+def at(output: Forward, place: Tensor) -> Forward:
+    """The output at one place of each row. place: (batch,) → (batch, 1, …) each."""
+    row = torch.arange(len(place), device=place.device)
+    return Forward(*(tensor[row, place][:, None] for tensor in output if tensor is not None))

@@ -1,0 +1,105 @@
+"""The decode loop with an EAGLE-3 drafter: the text is the target's, the drafts are those of a plain recomputation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accept_head.inference import generate
+from accept_head.inference.decode.drafter import Eagle3
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.sampling import Sampling
+from tests.examples import make_eagle3
+
+PROMPTS = [[1, 7, 8, 9, 30, 31], [1, 9], [4], [1, 40, 41, 42, 43, 44, 45, 46, 47, 48]]
+
+
+class Hesitant(FixedPolicy):
+    """Drafts nothing in two rounds of three."""
+
+    rounds = 0
+
+    def start_round(self, live):
+        self.rounds += 1
+        return super().start_round(live) * (self.rounds % 3 == 0)
+
+
+@pytest.fixture(scope="module")
+def target(random_llama):
+    return random_llama(1, layers=4)
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return make_eagle3(target)
+
+
+def alone(target, count, **options):
+    return generate(target, target, PROMPTS, policy="none", max_new_tokens=count, **options).tokens
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+@pytest.mark.parametrize("policy", ["fixed:3", "confidence:0.02,k_max=5", "adaedl", "online-signals:0.5", Hesitant(3)])
+def test_greedy_text_is_the_targets(target, drafter, policy, batch_size):
+    found = generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=20, batch_size=batch_size)
+    assert found.tokens == alone(target, 20)
+
+
+@pytest.mark.parametrize("policy", ["fixed:3", "confidence:0.02,k_max=5", Hesitant(3)])
+def test_text_drawn_by_the_targets_own_numbers_is_the_targets(target, drafter, policy):
+    """Under the verifier `match` a prompt's tokens depend on no draft. A candidate that is tested against the wrong
+    position shows, as it does greedily."""
+    options = {"sampling": Sampling(temperature=1.0, top_k=0), "verifier": "match", "seed": 3}
+    found = generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=20, batch_size=3, **options)
+    assert found.tokens == alone(target, 20, **options)
+
+
+@torch.no_grad()
+def drafts_of(target, drafter, tokens, count):
+    """Greedy drafts after these tokens, by forwards over all of them without a cache."""
+    streams = target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    states = drafter.project(torch.cat([streams[number][0, :-1] for number in drafter.layers_read], dim=-1))
+    ids, drafted = torch.tensor(tokens[1:]), []
+    for _ in range(count):
+        output = drafter(ids[None], states[None], torch.arange(len(ids))[None])
+        drafted.append(int(output.logits[0, -1].argmax()))
+        ids, states = torch.cat([ids, torch.tensor(drafted[-1:])]), torch.cat([states, output.own[0, -1:]])
+    return drafted
+
+
+def drafts_that_differ(target, drafter, policy, batch_size):
+    """(drafts that are not those of drafts_of, all drafts)"""
+    differ = seen = 0
+
+    def watch(done):
+        nonlocal differ, seen
+        for row in done.rows.live_rows:
+            known = int(done.rows.lengths[row]) - int(done.outcome.accepted[row]) - 1
+            tokens = done.rows.tokens[row, :known].tolist()
+            mine = [int(ids[row]) for ids in done.drafted.ids[: int(done.drafted.lengths[row])]]
+            if known > 1:  # a first token has no state before it
+                differ += mine != drafts_of(target, drafter, tokens, len(mine))
+                seen += bool(mine)
+
+    generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=16, batch_size=batch_size, watch=watch)
+    return differ, seen
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("policy", ["fixed:3", "confidence:0.02,k_max=5", Hesitant(3)])
+def test_drafts_are_those_of_a_plain_recomputation(target, drafter, policy, batch_size):
+    differ, seen = drafts_that_differ(target, drafter, policy, batch_size)
+    assert differ == 0 and seen > 10
+
+
+@pytest.mark.parametrize("wrong", ["another row's states", "states one position late"])
+def test_wrong_states_change_drafts_and_no_text(target, drafter, wrong, monkeypatch):
+    right = Eagle3.hear
+
+    def hear(self, states):
+        right(self, states.roll(1, dims=0 if wrong == "another row's states" else 1))
+
+    monkeypatch.setattr(Eagle3, "hear", hear)
+    assert generate(target, drafter, PROMPTS, policy="fixed:3", max_new_tokens=20).tokens == alone(target, 20)
+    differ, _ = drafts_that_differ(target, drafter, "fixed:3", 4)
+    assert differ > 5
