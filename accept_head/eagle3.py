@@ -19,7 +19,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, write_json
-from accept_head.pair import input_embeddings, output_size
 
 # Options of other drafters of this family, which change what is computed.
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
@@ -167,7 +166,8 @@ def load_eagle3(folder: Path, target: PreTrainedModel, *, dtype: torch.dtype | N
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= {name.replace("layers.0.", "midlayer."): tensor for name, tensor in load_file(path).items()}
-    found.setdefault("embed_tokens.weight", input_embeddings(target))
+    embeddings: Any = target.get_input_embeddings()
+    found.setdefault("embed_tokens.weight", embeddings.weight.detach())
     if config.draft_vocab_size == config.vocab_size:  # then the checkpoint may lack the two maps
         found.setdefault("d2t", torch.zeros_like(drafter.d2t))
         found.setdefault("t2d", torch.ones_like(drafter.t2d))
@@ -181,7 +181,10 @@ def load_eagle3(folder: Path, target: PreTrainedModel, *, dtype: torch.dtype | N
             )
         if name in found:
             tensor.copy_(found[name])
-    drafter.set_vocabulary(drafter.d2t + torch.arange(len(drafter.d2t)))
+    ids = drafter.d2t + torch.arange(len(drafter.d2t))
+    if ids.amin() < 0 or ids.amax() >= config.vocab_size or (ids.diff() <= 0).any():
+        raise InputError(f"{folder}: tensor 'd2t' does not map to ascending ids below {config.vocab_size}")
+    drafter.set_vocabulary(ids)
     loaded: Eagle3Drafter = drafter.to(target.device).eval().requires_grad_(False)
     return loaded
 
@@ -200,13 +203,13 @@ def read_config(folder: Path, target: PreTrainedModel) -> LlamaConfig:
         if values.get(name, expected) != expected:
             raise InputError(f"{path}: field {name!r} is {values[name]!r}, expected {expected!r}")
     text = target.config.get_text_config(decoder=True)
-    layers, vocabulary = text.num_hidden_layers, output_size(target)
+    layers, vocabulary = text.num_hidden_layers, target.get_output_embeddings().weight.shape[0]
     eagle = values.get("eagle_config") or {}
     read = values.pop("eagle_aux_hidden_state_layer_ids", None) or eagle.get("eagle_aux_hidden_state_layer_ids")
     read = read or [2, layers // 2, layers - 3]  # vLLM's default
-    if any(not 0 <= each < layers for each in read):
+    if list(read) != sorted({*read} & {*range(layers)}):
         raise InputError(
-            f"{path}: field 'eagle_aux_hidden_state_layer_ids' is {read}, expected some of 0 to {layers - 1}"
+            f"{path}: field 'eagle_aux_hidden_state_layer_ids' is {read}, expected ascending numbers, 0 to {layers - 1}"
         )
     values["eagle_config"] = {**eagle, "eagle_aux_hidden_state_layer_ids": read}
     values["draft_vocab_size"] = values.get("draft_vocab_size") or values.get("vocab_size")

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accept_head.checkpoint import check_model, checkpoint_folder, reads_target
 from accept_head.errors import InputError, one_line
-from accept_head.files import read_json, sha256
+from accept_head.files import sha256
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-EAGLE3 = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator"}  # architectures in a config.json
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def load_pair(
         from accept_head.eagle3 import load_eagle3
 
         target_model = load_model(target, "--target", device=device, **spread, **options)
-        drafter = load_eagle3(_folder(draft), target_model)
+        drafter = load_eagle3(checkpoint_folder(draft), target_model)
         return Pair(target_model, drafter, target_tokenizer, output_size(target_model))
     draft_tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
     check_same_vocabulary(target_tokenizer, draft_tokenizer)
@@ -113,33 +112,6 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def reads_target(draft: str | Path) -> bool:
-    """Whether it is an EAGLE-3 drafter, by its config.json."""
-    path = _folder(draft) / "config.json"
-    named = read_json(path).get("architectures") if path.is_file() else None
-    return isinstance(named, list) and not EAGLE3.isdisjoint(map(str, named))
-
-
-def check_model(name: str | Path, option: str) -> None:
-    """Raises InputError for an EAGLE-3 drafter, which some commands cannot use."""
-    if reads_target(name):
-        raise InputError(f"{option} {name}: is an EAGLE-3 drafter, which this command cannot use yet; expected a model")
-
-
-def _folder(name: str | Path) -> Path:
-    """A local folder, or that of a Hub name in the local cache."""
-    if Path(name).is_dir():
-        return Path(name)
-    from transformers.utils import cached_file
-
-    try:
-        for file in ("model.safetensors", "config.json"):
-            found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
-        return Path(found).parent if found else Path(name)
-    except OSError:  # no such name; who loads it says so
-        return Path(name)
-
-
 def _spread(device_map: str | None, max_memory: dict[str, str] | None, offload_folder: str | None) -> dict[str, Any]:
     """Options of `from_pretrained` for a model spread over several devices."""
     for option, value in (("max_memory", max_memory), ("offload_folder", offload_folder)):
@@ -192,47 +164,6 @@ def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedToke
 def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of the token → id map."""
     return sha256("\n".join(f"{token}\t{index}" for token, index in sorted(tokenizer.get_vocab().items())))
-
-
-def checkpoint_fingerprint(name: str | Path) -> str:
-    """SHA-256 of a checkpoint's tensor names, shapes and some rows of each, read from its safetensors files.
-
-    It does not depend on the dtype and devices of a loaded model. Raises InputError when there are no such files.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    parts = []
-    for path in _weight_files(name):
-        try:
-            with safe_open(path, framework="pt") as file:
-                parts += [_describe(key, file.get_slice(key)) for key in file.keys()]  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: not readable as safetensors ({one_line(error)})") from None
-    return sha256("\n".join(sorted(parts)))
-
-
-def _describe(key: str, tensor: Any) -> str:
-    shape = tensor.get_shape()
-    rows = sorted({0, shape[0] // 2, shape[0] - 1}) if shape and shape[0] else []
-    digests = [sha256(tensor[row : row + 1].contiguous().view(torch.uint8).numpy().tobytes()) for row in rows]
-    return f"{key} {tensor.get_dtype()} {shape} {digests}"
-
-
-def _weight_files(name: str | Path) -> list[Path]:
-    """A checkpoint's safetensors files, in its folder or in the Hub's local cache, where loading has put them."""
-    folder = Path(name)
-    if not folder.is_dir():
-        from transformers.utils import cached_file
-
-        for file in ("model.safetensors.index.json", "model.safetensors"):
-            found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False)
-            if found:
-                folder = Path(found).parent
-                break
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"{name}: there are no safetensors files in it")
-    return files
 
 
 class Forward(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 from record import REPOSITORY, TINY, write_result
 
 from accept_head.calibration import DepthCalibration, Rounds, fit_temperatures
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.head.network import AcceptanceHead
@@ -32,7 +33,7 @@ from accept_head.inference.replay.calibration import calibrated, rounds_of, surv
 from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.walk import replay_fixed, round_starts
-from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.pair import hidden_size, input_embeddings, load_model
 from accept_head.training.collect.verb import collect
 
 PAIR = TINY.relative_to(REPOSITORY)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from record import REPOSITORY, RESULTS, TINY, write_result
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
@@ -39,7 +40,7 @@ from accept_head.inference.replay.truth import InformedTables, informed_tables
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.rules import LEARNERS, RULES, ask
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import read_traces, write_shard
 from accept_head.training.collect.verb import collect

@@ -39,6 +39,7 @@ from record import REPOSITORY, RESULTS, write_result
 from torch import Tensor
 
 from accept_head import AcceptanceHead
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
@@ -54,7 +55,7 @@ from accept_head.inference.replay.truth import informed_tables
 from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.verbs.tune import tune
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 from accept_head.quality import binary_kl, quality
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import missing_shards

@@ -20,6 +20,7 @@ from record import REPOSITORY, TINY, write_result
 from tqdm import tqdm
 
 from accept_head import Pair, load_pair
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.inference import generate
 from accept_head.inference.policies.confidence import ConfidencePolicy
@@ -31,7 +32,6 @@ from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import checkpoint_fingerprint
 
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(1, 10))
 HEADS = tuple(f"depth{depth}-w_rej1" for depth in range(5))

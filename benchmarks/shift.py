@@ -46,6 +46,7 @@ from trace_alternatives import alternatives_of
 
 from accept_head.alternatives import Alternatives
 from accept_head.calibration import FEWEST, DepthCalibration, Rounds
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.files import atomic_path, read_json
@@ -63,7 +64,7 @@ from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
-from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.pair import hidden_size, input_embeddings, load_model
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.verb import train
 

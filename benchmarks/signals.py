@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from record import TINY, write_result
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.inference.policies.divergence import LONG, variance_ratio
 from accept_head.inference.policies.head import HeadPolicy
@@ -29,7 +30,7 @@ from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 
 DSDE = {"entropy": (-0.339, -0.235), "mean divergence": (-0.164, -0.069), "WVIR": (0.128, -0.031)}  # T = 0, T = 1
 RESAMPLES = 1000

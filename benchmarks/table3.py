@@ -26,6 +26,7 @@ import numpy as np
 from record import REPOSITORY, RESULTS, TINY, write_result
 
 from accept_head import load_pair
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import ForwardCosts
 from accept_head.files import read_json
@@ -37,7 +38,7 @@ from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed, replay_fixed, replay_oracle
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 from accept_head.prompts import load_prompts
 from accept_head.training.learn.verb import train
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from accept_head.alternatives import DRAWS
+from accept_head.checkpoint import check_model, checkpoint_fingerprint
 from accept_head.console import make_console
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
@@ -31,7 +32,7 @@ from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.tune.rules import RULES
 from accept_head.inference.verbs.report import report
 from accept_head.inference.verbs.tune import tune
-from accept_head.pair import Pair, check_model, checkpoint_fingerprint, load_pair, load_tokenizer
+from accept_head.pair import Pair, load_pair, load_tokenizer
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 from accept_head.training.collect.settings import check_positive, room_for_prompts

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import try_to_load_from_cache
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.hub.folder import TRAINING_NAME
-from accept_head.pair import checkpoint_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace.config import CONFIG_NAME, TraceConfig, fingerprint_of
 

@@ -32,8 +32,9 @@ from recorded_loop import random_head
 from shapes import LLAMA_32_1B, SMALL_DRAFT, build
 from transformers import PreTrainedModel
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.inference.profile.device import finish
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 from accept_head.sampling import Sampling
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import read_traces, write_shard

@@ -23,12 +23,13 @@ import torch
 from cells import REPOSITORY, TINY
 from torch import Tensor
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.files import atomic_path
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.scores import score_tokens
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 
 K_MAX = 8  # tokens of the longest round
 RESPONSES = 200

@@ -26,6 +26,7 @@ from cells import Cell, Cells, open_cells, part_parser
 from graph_modes import best_mode, modes, supported
 from prepare_text import tiny_text
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.files import read_json, write_json
 from accept_head.inference.bench.figures import TWIN
@@ -36,7 +37,7 @@ from accept_head.inference.profile.forwards import measure_forwards
 from accept_head.inference.verbs.bench import bench
 from accept_head.inference.verbs.profile import profile
 from accept_head.inference.verbs.tune import tune
-from accept_head.pair import checkpoint_fingerprint, load_pair
+from accept_head.pair import load_pair
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.verb import train

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.files import sha256
 from accept_head.inference.bench.arms import resolved
 from accept_head.inference.bench.arrivals import Arrival
@@ -16,7 +17,6 @@ from accept_head.inference.bench.cells import Job
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.profile.device import command_line, device_name, versions
-from accept_head.pair import checkpoint_fingerprint
 from accept_head.prompts import prompts_fingerprint
 
 SETTINGS = (

@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 
 from transformers import PreTrainedTokenizerBase
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.cost import DecodeCounts
 from accept_head.files import atomic_path, sha256
 from accept_head.inference.decode.generate import content_ids, make_decoder
@@ -26,7 +27,7 @@ from accept_head.inference.decode.stopping import Stopping, stop_strings_criteri
 from accept_head.inference.decode.unfinished import Unfinished
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policy import DraftPolicy, Verifier
-from accept_head.pair import Pair, checkpoint_fingerprint, end_ids
+from accept_head.pair import Pair, end_ids
 from accept_head.prompts import Prompt, prompts_fingerprint
 from accept_head.sampling import Sampling
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, overlap
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.console import Progress
 from accept_head.errors import InputError
@@ -26,7 +27,7 @@ from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.rollouts import RESPONSES, ROLLOUTS, feed_responses
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import finished_config, read_shard
 

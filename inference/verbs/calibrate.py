@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from accept_head.calibration import CALIBRATION_NAME, Rounds, fit_temperatures
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import writable_file
@@ -17,7 +18,7 @@ from accept_head.head.saved import load_head
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.calibration import calibrated, rounds_of, survival_quality
 from accept_head.inference.replay.coupled import LONGEST, load_coupled
-from accept_head.pair import checkpoint_fingerprint, hidden_size, input_embeddings, load_model
+from accept_head.pair import hidden_size, input_embeddings, load_model
 from accept_head.trace.shards import finished_config
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.files import read_json, writable_file
 from accept_head.inference.costs.files import read_costs
@@ -19,7 +20,7 @@ from accept_head.inference.report.build import build_report
 from accept_head.inference.report.page import write_report
 from accept_head.inference.report.rules import read_choices
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import checkpoint_fingerprint, load_model, load_tokenizer
+from accept_head.pair import load_model, load_tokenizer
 
 
 def report(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import writable_file, write_json
@@ -21,7 +22,7 @@ from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.objectives import Objective
 from accept_head.inference.tune.search import search_all
 from accept_head.inference.tune.table import remarks, tuned_table
-from accept_head.pair import checkpoint_fingerprint, load_model
+from accept_head.pair import load_model
 from accept_head.trace.shards import finished_config
 
 

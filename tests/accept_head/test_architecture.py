@@ -17,8 +17,8 @@ FOLDERS = {"accept_head": "accept_head", "training": "accept_head.training", "in
 # A room is a package or a single module. The folder's own __init__ comes after all of its rooms.
 ORDER = {
     "accept_head": [
-        "version", "errors", "files", "console", "checksum", "randomness",
-        "sampling", "signals", "acceptance", "alternatives", "quality", "calibration", "cost", "pair", "prompts",
+        "version", "errors", "files", "console", "checksum", "randomness", "sampling", "signals", "acceptance",
+        "alternatives", "quality", "calibration", "cost", "checkpoint", "eagle3", "pair", "prompts",
         "trace", "base", "head_config", "hub", "head",
         "command", "fit", "demo", "cli", "__main__",
     ],

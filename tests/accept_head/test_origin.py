@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.head import origin
 from accept_head.head.network import AcceptanceHead
@@ -15,9 +16,6 @@ from accept_head.head_config import HeadConfig
 from accept_head.inference import generate
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policies.spec import DraftShape
-from accept_head.pair import (
-    checkpoint_fingerprint,
-)
 from accept_head.sampling import Sampling
 from tests.examples import QUALITY, TRACES
 

@@ -18,12 +18,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.pair import (
     attention_mask_for,
     base_model,
     check_same_vocabulary,
-    checkpoint_fingerprint,
     context_tokens,
     hidden_size,
     load_model,

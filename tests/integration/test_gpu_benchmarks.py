@@ -27,6 +27,7 @@ import train_pair
 import whole_flow
 
 from accept_head import Sampling, load_pair
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.inference.decode.generate import make_requests
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.stopping import Stopping
@@ -34,7 +35,7 @@ from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import replay_fixed
-from accept_head.pair import Pair, checkpoint_fingerprint
+from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import write_shard

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from accept_head import Sampling
 from accept_head.base import base_functions
-from accept_head.pair import base_model, checkpoint_fingerprint, load_model
+from accept_head.checkpoint import checkpoint_fingerprint
+from accept_head.pair import base_model, load_model
 from accept_head.signals import SIGNALS
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.shards import read_traces, write_shard

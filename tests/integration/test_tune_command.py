@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from accept_head import Sampling, load_pair
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.cli import main
 from accept_head.inference import generate, make_policy
 from accept_head.inference.replay import rollouts as rollouts_module
 from accept_head.inference.tune.rules import EVERY, RULES
-from accept_head.pair import checkpoint_fingerprint
 from accept_head.trace.shards import read_traces
 from tests.inference.support.collected import collected
 from tests.inference.support.toy import random_head

@@ -6,15 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accept_head.alternatives import DRAWS
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
-from accept_head.pair import (
-    Pair,
-    checkpoint_fingerprint,
-    context_tokens,
-    end_ids,
-    hub_revision,
-    vocabulary_fingerprint,
-)
+from accept_head.pair import Pair, context_tokens, end_ids, hub_revision, vocabulary_fingerprint
 from accept_head.prompts import Prompt, prompts_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace.config import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig

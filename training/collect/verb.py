@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from accept_head.checkpoint import check_model, checkpoint_fingerprint
 from accept_head.errors import InputError
-from accept_head.pair import check_model, checkpoint_fingerprint, load_pair
+from accept_head.pair import load_pair
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 from accept_head.training.collect.collector import write_shards

@@ -13,7 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 from transformers import PreTrainedModel
 
-from accept_head.pair import checkpoint_fingerprint, context_tokens, hidden_size, input_embeddings, load_model
+from accept_head.checkpoint import checkpoint_fingerprint
+from accept_head.pair import context_tokens, hidden_size, input_embeddings, load_model
 from accept_head.trace.config import check_scored
 from accept_head.trace.values import check_context
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options, use_cpu_only

@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.acceptance import acceptance_probability, divergence, overlap
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.console import Progress
 from accept_head.errors import InputError
 from accept_head.files import sha256
 from accept_head.pair import (
     check_same_vocabulary,
-    checkpoint_fingerprint,
     context_tokens,
     end_ids,
     hub_revision,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_file
 from accept_head.hub.folder import head_folder
@@ -25,7 +26,6 @@ from accept_head.inference.policies.batch_map import BatchMapPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policy import DraftPolicy
-from accept_head.pair import checkpoint_fingerprint
 from accept_head.sampling import Sampling
 from accept_head.trace.config import CONFIG_NAME
 

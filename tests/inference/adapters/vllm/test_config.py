@@ -17,9 +17,9 @@ import torch
 import yaml
 
 from accept_head import AcceptanceHead, HeadConfig
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.cli import main
 from accept_head.inference.costs.batch_table import FIELD
-from accept_head.pair import checkpoint_fingerprint
 
 DECODING = {"threshold": 0.6, "k_min": 1, "k_max": 7, "lag": 1}
 SAMPLING = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
