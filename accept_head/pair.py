@@ -52,7 +52,7 @@ def load_pair(
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     spread: dict[str, Any] = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
     if reads_target(draft):
-        from accept_head.eagle3 import load_eagle3
+        from accept_head.eagle3.saved import load_eagle3
 
         target_model = load_model(target, "--target", device=device, **spread, **options)
         drafter = load_eagle3(checkpoint_folder(draft), target_model)

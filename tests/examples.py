@@ -53,7 +53,7 @@ def make_eagle3(target: Any, *, seed: int = 0, draft_vocabulary: int = 120, laye
     import torch
     from transformers import LlamaConfig
 
-    from accept_head.eagle3 import Eagle3Drafter
+    from accept_head.eagle3.network import Eagle3Drafter
 
     wide = target.config
     config = LlamaConfig(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accept_head.eagle3 import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.rows import Rows
 from accept_head.inference.engine.cache import CachedModel, Group
 from accept_head.pair import Forward

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from accept_head.eagle3 import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.inference.decode.chunks import Chunk, check_chunk
 from accept_head.inference.decode.loop import Decoder

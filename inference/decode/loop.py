@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from accept_head.eagle3 import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.head.origin import Checkpoint, check_use
 from accept_head.inference.decode.admission import admit

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accept_head.eagle3 import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.captured import CapturedSteps
 from accept_head.inference.decode.chunks import Chunks
 from accept_head.inference.decode.drafted import Drafted, Drawn

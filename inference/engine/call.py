@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from accept_head.eagle3 import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.pair import base_model
 

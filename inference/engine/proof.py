@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from accept_head.eagle3 import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.inference.engine.attention.choice import Attention, choose, decline
 from accept_head.inference.engine.cache import CachedModel, Group

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from accept_head import load_pair
 from accept_head.cli import main
-from accept_head.eagle3 import load_eagle3, save_eagle3
+from accept_head.eagle3.saved import load_eagle3, save_eagle3
 from accept_head.errors import InputError
 from tests.examples import make_eagle3
 

@@ -1,0 +1,227 @@
+"""Makes an EAGLE-3 drafter for a target: the target's own answers → a vocabulary → a drafter.
+
+    python checkpoints/recipe/make_eagle3.py --target checkpoints/tiny/target --out checkpoints/tiny/eagle3 \
+        --prompts checkpoints/tiny/prompts/train.jsonl --held_out checkpoints/tiny/prompts/dev.jsonl \
+        --draft_vocab 1024 --intermediate 256 --layers 1 5 8
+
+The drafter learns the target's distribution at each position of an answer, unrolled over several steps as it will draft
+(accept_head/eagle3/unroll.py). Answers are kept in --work, response by response, and so are training checkpoints: an
+interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from language_model import quick_bf16
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, PreTrainedModel, get_cosine_schedule_with_warmup
+
+from accept_head.eagle3.network import Eagle3Drafter
+from accept_head.eagle3.saved import save_eagle3
+from accept_head.eagle3.unroll import unroll
+from accept_head.inference.engine.call import states_of
+from accept_head.inference.verbs.generate import generate_file
+from accept_head.pair import load_model, load_tokenizer
+from accept_head.prompts import load_prompts
+
+DECAY = 0.8  # of a step's weight in the loss, as in EAGLE-3's code
+Answer = tuple[list[int], list[int]]  # ids of a prompt and of its answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--held_out", required=True, help="prompts whose answers are not trained on")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, help="answers, checkpoints and logs; OUT/work when left out")
+    parser.add_argument(
+        "--temperatures", nargs="+", type=float, default=[1, 1, 1, 0], help="one pass over the prompts each"
+    )
+    parser.add_argument("--new_tokens", type=int, default=96)
+    parser.add_argument("--layers", nargs=3, type=int, required=True, help="of the target, before which it is read")
+    parser.add_argument("--draft_vocab", type=int, default=8192)
+    parser.add_argument("--intermediate", type=int, help="channels of the drafter's MLP; the target's when left out")
+    parser.add_argument("--steps", type=int, default=5, help="that a round is unrolled")
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--batch_tokens", type=int, default=4096)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    work = options.work or options.out / "work"
+    torch.set_num_threads(options.threads)
+    train = [
+        answer
+        for seed, temperature in enumerate(options.temperatures)
+        for answer in answers(options, options.prompts, work / f"train{seed}.jsonl", temperature, seed)
+    ]
+    held_out = answers(options, options.held_out, work / "held_out.jsonl", 1.0, len(options.temperatures))
+    target = load_model(options.target, "--target", dtype=options.dtype)
+    L.seed_everything(0)
+    drafter = new_drafter(target, options)
+    drafter.set_vocabulary(most_frequent(train, options.draft_vocab, drafter.output_size))
+    save_eagle3(trained(drafter, target, train, held_out, options, work).to(torch.bfloat16), options.out)
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def answers(options: argparse.Namespace, prompts: str, path: Path, temperature: float, seed: int) -> list[Answer]:
+    """The target's own answers."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.with_suffix(".stats.json").is_file():
+        generate_file(
+            options.target, options.target, prompts, str(path), policy="none", batch_size=32, top_k=0, seed=seed,
+            max_new_tokens=options.new_tokens, temperature=temperature, dtype=options.dtype, stream=False,
+        )  # fmt: skip
+    asked = load_prompts(prompts, load_tokenizer(options.target, "--target"))
+    answered = [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
+    return [(list(prompt.ids), ids) for prompt, ids in zip(asked, answered, strict=True)]
+
+
+def most_frequent(texts: list[Answer], count: int, vocabulary: int) -> Tensor:
+    """The ids that answers have most often, ascending."""
+    counts = Counter(token for _, answer in texts for token in answer)
+    return torch.tensor(sorted(sorted(range(vocabulary), key=lambda token: (-counts[token], token))[:count]))
+
+
+def batches(texts: list[Answer], batch_tokens: int) -> list[list[Answer]]:
+    """Texts of about the same length together, in a random order."""
+    by_length = sorted(texts, key=lambda text: len(text[0]) + len(text[1]))
+    found: list[list[Answer]] = [[]]
+    for text in by_length:
+        if found[-1] and (len(found[-1]) + 1) * (len(text[0]) + len(text[1])) > batch_tokens:
+            found.append([])
+        found[-1].append(text)
+    return [found[place] for place in torch.randperm(len(found)).tolist()]
+
+
+def collate(texts: list[Answer]) -> tuple[Tensor, Tensor]:
+    """→ ids (batch, longest), padded on the right, and which of them are of an answer."""
+    ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)
+    of_answer = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in texts]
+    return ids, pad_sequence(of_answer, batch_first=True).bool()
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+
+def new_drafter(target: PreTrainedModel, options: argparse.Namespace) -> Eagle3Drafter:
+    wide = target.config
+    config = LlamaConfig(
+        vocab_size=wide.vocab_size,
+        draft_vocab_size=options.draft_vocab,
+        hidden_size=wide.hidden_size,
+        intermediate_size=options.intermediate or wide.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=wide.num_attention_heads,
+        num_key_value_heads=wide.num_key_value_heads,
+        max_position_embeddings=wide.max_position_embeddings,
+        rms_norm_eps=wide.rms_norm_eps,
+        rope_parameters=wide.rope_parameters,
+        bos_token_id=wide.bos_token_id,
+        eos_token_id=wide.eos_token_id,
+        pad_token_id=wide.pad_token_id,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": options.layers},
+    )
+    drafter = Eagle3Drafter(config)
+    with torch.no_grad():
+        drafter.model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
+    drafter.model.embed_tokens.requires_grad_(False)
+    return drafter
+
+
+class Distilled(L.LightningModule):
+    """The drafter's cross-entropy against the target's distribution at each step of a round from every position."""
+
+    def __init__(self, drafter: Eagle3Drafter, target: PreTrainedModel, *, steps: int, lr: float, total_steps: int):
+        super().__init__()
+        self.drafter, self.steps, self.lr, self.total_steps = drafter, steps, lr, total_steps
+        self.target = [target]  # a list: not in checkpoints
+        self.states = states_of(target, drafter.layers_read)
+
+    def losses(self, ids: Tensor, of_answer: Tensor) -> list[Tensor]:
+        """One a step: the mean over the positions of answers."""
+        self.states.wanted = True
+        with torch.no_grad():
+            logits = self.target[0](ids).logits
+        self.states.wanted = False
+        states, kept = self.drafter.project(self.states.last.float()[:, :-1]), self.drafter.t2d
+        del self.states.last
+        # Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1.
+        p = logits[:, 1:].float().softmax(-1)[..., kept]
+        counts = torch.nn.functional.pad(of_answer[:, 2:], (0, 1))
+        found = []
+        for number, step in enumerate(unroll(self.drafter, ids[:, 1:], states, self.steps)):
+            begun = counts.clone()
+            begun[:, :number] = False
+            log_q = self.drafter.lm_head(step.hidden[begun]).log_softmax(-1)
+            found.append(-(p[begun] * log_q).sum(-1).mean())
+        return found
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        losses = self.losses(*batch)
+        loss = sum(DECAY**number * each for number, each in enumerate(losses)) / sum(
+            DECAY**number for number in range(self.steps)
+        )
+        self.log("loss", loss, prog_bar=True, batch_size=1)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        for number, each in enumerate(self.losses(*batch)):
+            self.log(f"held_out_{number}", each, prog_bar=True, batch_size=int(batch[1].sum()))
+
+    def configure_optimizers(self) -> Any:
+        learnt = [each for each in self.parameters() if each.requires_grad]
+        optimizer = torch.optim.AdamW(learnt, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.total_steps // 50 + 1, self.total_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def trained(
+    drafter: Eagle3Drafter,
+    target: PreTrainedModel,
+    train: list[Answer],
+    held_out: list[Answer],
+    options: argparse.Namespace,
+    work: Path,
+) -> Eagle3Drafter:
+    """Train, resuming from `work/last.ckpt` when it is there."""
+    steps = batches(train, options.batch_tokens)
+    total = options.epochs * len(steps)
+    module = Distilled(drafter, target, steps=options.steps, lr=options.lr, total_steps=total)
+    trainer = L.Trainer(
+        max_epochs=options.epochs,
+        precision="bf16-mixed" if quick_bf16() else "32-true",
+        accelerator="auto",
+        devices=1,
+        gradient_clip_val=1.0,
+        logger=CSVLogger(work, name="log", version=""),
+        log_every_n_steps=20,
+        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0)],
+        enable_model_summary=False,
+    )
+    last = work / "last.ckpt"
+    trainer.fit(
+        module,
+        DataLoader(steps, batch_size=None, shuffle=True, collate_fn=collate),
+        DataLoader(batches(held_out, options.batch_tokens), batch_size=None, collate_fn=collate),
+        ckpt_path=str(last) if last.exists() else None,
+    )
+    return module.drafter
+
+
+if __name__ == "__main__":
+    main()
