@@ -30,17 +30,18 @@ def register() -> None:
         share_metrics()
         after_import(
             {
-                "vllm.v1.worker.gpu_model_runner": _swap_proposer,
+                "vllm.v1.worker.gpu_model_runner": _swap_proposers,
                 "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator": _swap_speculator,
                 "vllm.v1.worker.gpu.spec_decode.utils": _swap_handler,
             }
         )
 
 
-def _swap_proposer(module: ModuleType) -> None:
-    from accept_head.inference.adapters.vllm.v1 import AcceptHeadProposer
+def _swap_proposers(module: ModuleType) -> None:
+    from accept_head.inference.adapters.vllm.v1 import AcceptHeadEagleProposer, AcceptHeadProposer
 
     module.DraftModelProposer = AcceptHeadProposer  # type: ignore[attr-defined]
+    module.EagleProposer = AcceptHeadEagleProposer  # type: ignore[attr-defined]
 
 
 def _swap_speculator(module: ModuleType) -> None:

@@ -59,8 +59,13 @@ def check(vllm_config: Any) -> Settings | None:
     check_version()
     spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     method = spec.method if spec is not None else None
-    if method != "draft_model":
-        raise InputError(f"{KEY}: speculative_config.method is {method!r}, expected 'draft_model'")
+    if method not in ("draft_model", "eagle3"):
+        raise InputError(f"{KEY}: speculative_config.method is {method!r}, expected 'draft_model' or 'eagle3'")
+    if method == "eagle3" and vllm_config.use_v2_model_runner:
+        raise InputError(
+            f"{KEY}: speculative_config.method is 'eagle3', which is not supported with the V2 model runner yet; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
     refused = {
         "data_parallel_size": (parallel.data_parallel_size, 1),  # draft steps are synchronised across its ranks
         "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),

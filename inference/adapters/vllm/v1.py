@@ -11,6 +11,8 @@ from torch import Tensor, nn
 # Allows a sync where vLLM's debug mode reports them.
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
+from vllm.v1.spec_decode.eagle import EagleProposer
+from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from accept_head.inference.adapters.vllm.build import build_host, build_policy
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
@@ -27,9 +29,9 @@ HOOKS = (
 )
 
 
-class AcceptHeadProposer(DraftModelProposer):
-    """vLLM's proposer, with our policy if accept_head is set. vLLM's loop is not copied: we override the sampling after
-    each of its forwards, and leave the loop by an exception."""
+class PolicyRounds(SpecDecodeBaseProposer):
+    """What both proposers of vLLM do, with our policy if accept_head is set. vLLM's loop is not copied: we override the
+    sampling after each of its forwards, and leave the loop by an exception."""
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None):
         super().__init__(vllm_config, device, runner)
@@ -37,7 +39,7 @@ class AcceptHeadProposer(DraftModelProposer):
         self.host: PolicyHost | None = None
         self.verified: tuple[list[int], Tensor] | None = None  # drafted tokens of each request, and sampled ones
         if build_policy(vllm_config, device) is not None:
-            check_hooks(DraftModelProposer, HOOKS)
+            check_hooks(type(self), HOOKS)
             fix_cpu_sampling()
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -96,6 +98,14 @@ class AcceptHeadProposer(DraftModelProposer):
             if not host.drawn(ids, probs, logits=logits, temperature=sampling_metadata.temperature):
                 raise EndOfRound
         return ids, probs
+
+
+class AcceptHeadProposer(PolicyRounds, DraftModelProposer):
+    """The proposer of draft models."""
+
+
+class AcceptHeadEagleProposer(PolicyRounds, EagleProposer):
+    """The proposer of drafters that read the target's states."""
 
 
 def _lengths_and_verdict(metadata: Any, verified: tuple[list[int], Tensor] | None) -> tuple[list[int], Verdict | None]:

@@ -196,7 +196,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "method": (
         "--speculative-config",
         {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
-        "accept_head: speculative_config.method is 'ngram', expected 'draft_model'",
+        "accept_head: speculative_config.method is 'ngram', expected 'draft_model' or 'eagle3'",
     ),
     "processes": (
         "--data-parallel-size",
