@@ -42,6 +42,7 @@ from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.replay.asking import replay
 from accept_head.pair import load_model
 from accept_head.prompts import load_prompts
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import read_traces, write_shard
 
@@ -197,7 +198,7 @@ def shortened(folder: Path) -> Path:
     out = REPOSITORY / "runs" / "real_decoded" / f"{folder.parent.name}_{folder.name}_{NEW_TOKENS}"
     if not (out / CONFIG_NAME).is_file():
         config, traces = read_traces(folder)
-        records = [cut(record) for record in traces]
+        records = [cut(record, config.alternatives or 0) for record in traces]
         out.mkdir(parents=True, exist_ok=True)
         for shard, first in enumerate(range(0, len(records), config.shard_size)):
             write_shard(out, shard, records[first : first + config.shard_size])
@@ -205,8 +206,13 @@ def shortened(folder: Path) -> Path:
     return out
 
 
-def cut(record: dict[str, Any]) -> dict[str, Any]:
-    lists = {name: value[:NEW_TOKENS] for name, value in record.items() if isinstance(value, list)}
+def cut(record: dict[str, Any], alternatives: int) -> dict[str, Any]:
+    """The first NEW_TOKENS positions; a position has so many alternatives."""
+    lists = {
+        name: value[: NEW_TOKENS * (alternatives if name in ALTERNATIVE_COLUMNS else 1)]
+        for name, value in record.items()
+        if isinstance(value, list)
+    }
     whole = len(record["response_ids"]) <= NEW_TOKENS
     return record | lists | {"prompt_ids": record["prompt_ids"], "finished": record["finished"] and whole}
 
