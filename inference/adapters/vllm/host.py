@@ -14,7 +14,7 @@ peeks). In the second case the engine may have drawn the token already, but the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -44,6 +44,13 @@ class Verdict(NamedTuple):
 
     submitted: Sequence[int]
     accepted: Sequence[int]
+
+
+class Ending(NamedTuple):
+    """What ends a request's text: its length in tokens, prompt included, and the tokens after which it stops."""
+
+    length: int
+    token_ids: Collection[int]
 
 
 class PolicyHost:
@@ -87,6 +94,7 @@ class PolicyHost:
         self.context: Sequence[int] = []
         self.kept, self.submitted, self.live = list[int](), list[int](), list[bool]()
         self.most = self.depth = self.forwards = 0
+        self.end_ids: Tensor | None = None  # (batch, most), padded with −1
         self.more = False  # whether to draft another token
         self.pending: DraftStep | None = None
         self.began = time.perf_counter()
@@ -101,16 +109,24 @@ class PolicyHost:
         lengths: Sequence[int],
         limit: int,
         verdict: Verdict | None = None,
+        ends: Sequence[Ending] | None = None,
     ) -> int:
         """Begin a round → the most tokens that any row will draft, at most `limit`. With 0, `advance` ends the round.
 
         requests: the name of each row's request. live: rows whose drafts count; drafts of other rows are thrown away.
-        lengths: tokens of each row now. verdict: on the last round's drafts; None if nothing was verified.
+        lengths: tokens of each row now. verdict: on the last round's drafts; None if nothing was verified. ends: what
+        ends each row's text, beyond which drafts are in vain; None if unknown.
         """
         with self.stopwatch.timing():
             self._observe(requests, lengths, verdict)
             self._follow(requests, lengths)
-            self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), min(limit, self.limit))
+            limit = min(limit, self.limit)
+            rooms = [limit for _ in lengths]
+            if ends is not None:
+                # A round emits one token more than it accepts.
+                rooms = [max(0, min(limit, end.length - now - 1)) for end, now in zip(ends, lengths, strict=True)]
+            self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
+        self.end_ids = None if ends is None else _padded([end.token_ids for end in ends])
         self.context, self.live = lengths, list(live)  # at the start of this round
         self.depth = self.forwards = 0
         self.pending = None
@@ -152,6 +168,9 @@ class PolicyHost:
             with self.stopwatch.timing():
                 self.progress = drafting.peek(seen, self.progress)
         self.progress = drafting.drew(self.progress)
+        if self.end_ids is not None:
+            ended = (token_ids.cpu()[:, None] == self.end_ids).any(-1)
+            self.progress = self.progress._replace(active=self.progress.active & ~ended)
         if drafting.asks:
             step = DraftStep(self.depth, token_ids, self._active(), hidden, None, *signals)
             if drafting.looks_ahead:
@@ -265,6 +284,11 @@ class PolicyHost:
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
+
+
+def _padded(ids: Sequence[Collection[int]]) -> Tensor:
+    """(rows, most), with −1 where a row has fewer."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor([*each, -1]) for each in ids], True, -1)
 
 
 def _positions(names: Sequence[str], among: Sequence[str]) -> list[int]:

@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
 from accept_head.inference.adapters.vllm.build import build_host, build_policy
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
-from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
+from accept_head.inference.adapters.vllm.host import Ending, EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.settings import TENANT, check_hooks
 
 HOOKS = (
@@ -52,6 +52,12 @@ class PolicyRounds(SpecDecodeBaseProposer):
         name = ((sampling and sampling.extra_args) or {}).get(TENANT)
         return "" if name is None else str(name)
 
+    def ending_of(self, request: str) -> Ending:
+        state = self.runner.requests[request]
+        sampling = state.sampling_params
+        ids = {*(sampling.stop_token_ids or ()), sampling.eos_token_id} - {None}  # None, too, with ignore_eos
+        return Ending(state.num_prompt_tokens + sampling.max_tokens, ids)
+
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor
     ) -> Any:
@@ -69,7 +75,9 @@ class PolicyRounds(SpecDecodeBaseProposer):
             lengths, verdict = _lengths_and_verdict(inputs["common_attn_metadata"], verified)
             # vLLM also drafts requests whose prompt is not fed yet. Their drafts do not count and must not prolong it.
             live = (~self.runner.discard_request_mask.np[: len(lengths)]).tolist()
-            most = self.host.begin(self.runner.input_batch.req_ids, live, lengths, num_speculative_tokens, verdict)
+            requests = self.runner.input_batch.req_ids
+            ends = [self.ending_of(request) for request in requests]
+            most = self.host.begin(requests, live, lengths, num_speculative_tokens, verdict, ends)
         self.drawn_ids: list[Tensor] = []
         self.drawn_from: list[Tensor] = []
         with contextlib.suppress(EndOfRound):

@@ -21,10 +21,10 @@ class Engine:
         self.q = (3 * torch.randn(depth + 1, batch, VOCAB, generator=generator)).softmax(-1)
         self.ids = torch.stack([torch.multinomial(q, 1, generator=generator)[:, 0] for q in self.q])
 
-    def round(self, host, names, live=None, verdict=None, limit=99):
+    def round(self, host, names, live=None, verdict=None, limit=99, ends=None):
         """→ (batch,) lengths, and the number of forwards."""
         live = [True] * len(names) if live is None else live
-        host.begin(names, live, self.texts(host, names, verdict), limit, verdict)
+        host.begin(names, live, self.texts(host, names, verdict), limit, verdict, ends)
         forwards = 0
         while True:
             hidden, q, ids = self.hidden[forwards], self.q[forwards], self.ids[forwards]

@@ -184,10 +184,7 @@ ROW_RULES = (
 def test_rounds_are_those_of_our_own_loop(
     policy: str, speculative: Any, spec_of: Any, prompts: Any, embedded_pair: Pair
 ) -> None:
-    """How many tokens were drafted and accepted, in every round but those that come near a response's end.
-
-    End tokens are ignored: our loop does not draft beyond one, vLLM does.
-    """
+    """How many tokens were drafted and accepted, in every round. End tokens are ignored, so that texts are long."""
     from vllm import SamplingParams
 
     spec = spec_of(policy) + f",k_max={K_MAX}" * (not policy.startswith("fixed"))
@@ -202,17 +199,9 @@ def test_rounds_are_those_of_our_own_loop(
     ]
     # vLLM's first token comes with the prompt and without a draft.
     begun = [[*prompt, output.outputs[0].token_ids[0]] for prompt, output in zip(prompts[::10], outputs, strict=True)]
-    ours = our_rounds(embedded_pair, begun, spec, new_tokens=NEW_TOKENS)
-    compared = 0
-    for mine, other in zip(ours, theirs, strict=True):
-        length = 0
-        for round_ours, round_theirs in zip(mine, other, strict=False):
-            if length + 2 * (K_MAX + 1) > NEW_TOKENS:
-                break
-            assert round_ours == round_theirs
-            length += round_ours[1] + 1
-            compared += 1
-    assert compared > 100
+    ours = our_rounds(embedded_pair, begun, spec, new_tokens=NEW_TOKENS - 1)
+    assert theirs == [[each for each in mine if each[0]] for mine in ours]  # vLLM notes no round without a draft
+    assert sum(map(len, theirs)) > 100
 
 
 def test_lengths_follow_each_request_when_others_leave(speculative: Any, spec_of: Any, prompts: Any) -> None:

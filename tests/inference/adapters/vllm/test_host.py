@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accept_head import InputError
 from accept_head.cost import ForwardCosts, PairCosts
-from accept_head.inference.adapters.vllm.host import Verdict
+from accept_head.inference.adapters.vllm.host import Ending, Verdict
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
@@ -196,6 +196,23 @@ def test_ranks_that_disagree_do_what_the_first_one_says():
     second = other.round(host_of(MaxProbPolicy(0.6), agree=follow), names(3))
     assert first == second and not answers
     assert other.round(host_of(MaxProbPolicy(0.6)), names(3)) != first  # it would have done otherwise
+
+
+def test_a_row_drafts_no_more_than_its_text_has_room_for():
+    """Of n more tokens the target itself says the last."""
+    engine, ends = Engine(3, 6, 0), [Ending(12, ()), Ending(10, ()), Ending(99, ())]  # each has 9 tokens
+    assert engine.round(host_of(FixedPolicy(6)), names(3), ends=ends) == ([2, 0, 6], 6)
+    assert engine.round(host_of(FixedPolicy(6)), names(3), ends=[Ending(10, ())] * 3)[0] == [0, 0, 0]
+
+
+def test_a_row_stops_after_a_token_that_ends_its_text():
+    engine = Engine(2, 6, 0)
+    for row in range(2):
+        end = int(engine.ids[2, row])
+        first = next(depth for depth, ids in enumerate(engine.ids) if int(ids[row]) == end)
+        ends = [Ending(99, {end} if row == each else ()) for each in range(2)]
+        lengths, _ = engine.round(host_of(MaxProbPolicy(0.0, k_max=6)), names(2), ends=ends)
+        assert lengths[row] == first + 1 and lengths[1 - row] == 6
 
 
 # --- what cannot be hosted ------------------------------------------------------------------------------------------
