@@ -24,6 +24,10 @@ POSITION_COLUMNS = {
     "draft_max_prob": "float32",  # max_y q(y)
 }
 
+# Those of the draft. With TraceConfig.depths, K, they have K values for each position, of depth 1 to K. Where no round
+# can have begun so early, the value of the first position's round stands.
+DRAFT_COLUMNS = tuple(name for name in POSITION_COLUMNS if name not in ("response_ids", "target_logprob"))
+
 # Other draws of the draft (alternatives.py): TraceConfig.alternatives draws for each position, position after position.
 # These columns exist only if the config names a number.
 ALTERNATIVE_COLUMNS = {

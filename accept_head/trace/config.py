@@ -16,9 +16,10 @@ TRACE_VERSION = 2
 CONFIG_NAME = "trace_config.json"
 MOST_SHARDS = 100_000
 MOST_ALTERNATIVES = 1024
+MOST_DEPTHS = 64
 ORIGINS = ("target", "draft", "target_revision", "draft_revision", "dtype", "dataset")
 # Fields that older traces lack.
-LATER = ("responses", "target_revision", "draft_revision", "dtype", "dataset", "backend", "alternatives")
+LATER = ("responses", "target_revision", "draft_revision", "dtype", "dataset", "backend", "alternatives", "depths")
 IMPORTED, UNSCORED = "specdecpp:", "specdecpp-unscored:"  # beginning of `responses` in imported traces
 
 
@@ -43,6 +44,8 @@ class TraceConfig:
     backend: what generated the responses; None in older traces, made with transformers' generate, and for `responses`.
         Each backend has its own random numbers.
     alternatives: further draws of the draft at each position; None when there are none.
+    depths: of a drafter that reads the target's states, whose distribution at a position depends on where the round
+        began: depth d is of the round that began d − 1 positions before. None for a draft model.
     """
 
     target: str
@@ -67,6 +70,7 @@ class TraceConfig:
     dataset: str | None = None
     backend: str | None = None
     alternatives: int | None = None
+    depths: int | None = None
 
     @property
     def scored(self) -> bool:
@@ -126,6 +130,8 @@ class TraceConfig:
         drawn = self.alternatives
         if drawn is not None and not (type(drawn) is int and 1 <= drawn <= MOST_ALTERNATIVES):
             raise InputError(f"{path}: field 'alternatives' is {drawn!r}, expected 1 to {MOST_ALTERNATIVES}")
+        if self.depths is not None and not (type(self.depths) is int and 2 <= self.depths <= MOST_DEPTHS):
+            raise InputError(f"{path}: field 'depths' is {self.depths!r}, expected 2 to {MOST_DEPTHS}")
         if self.num_shards > MOST_SHARDS:
             raise InputError(f"{path}: num_prompts / shard_size is {self.num_shards}, expected at most {MOST_SHARDS}")
         return self

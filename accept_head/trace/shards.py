@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accept_head.checksum import check_parquet, seal_parquet
 from accept_head.errors import InputError, one_line
 from accept_head.files import atomic_path
-from accept_head.trace.columns import ALTERNATIVE_COLUMNS, POSITION_COLUMNS, trace_features
+from accept_head.trace.columns import ALTERNATIVE_COLUMNS, DRAFT_COLUMNS, POSITION_COLUMNS, trace_features
 from accept_head.trace.config import TraceConfig
 from accept_head.trace.values import check_values
 
@@ -103,11 +103,15 @@ def _read_table(folder: Path, config: TraceConfig, shard: int) -> Any:
         raise InputError(f"{path}: column 'index' does not number prompts {first} to {first + rows - 1}")
     lengths = pc.list_value_length(table["response_ids"])
     for name in POSITION_COLUMNS:
-        if not pc.all(pc.equal(pc.list_value_length(table[name]), lengths)).as_py():
-            raise InputError(f"{path}: column {name!r} is not as long as 'response_ids' in every record")
+        times = config.depths if config.depths and name in DRAFT_COLUMNS else 1
+        if not pc.all(pc.equal(pc.list_value_length(table[name]), pc.multiply(lengths, times))).as_py():
+            how = "as long" if times == 1 else f"{times} times as long"
+            raise InputError(f"{path}: column {name!r} is not {how} as 'response_ids' in every record")
     for name in ALTERNATIVE_COLUMNS if config.alternatives is not None else ():
         if not pc.all(pc.equal(pc.list_value_length(table[name]), pc.multiply(lengths, config.alternatives))).as_py():
             raise InputError(f"{path}: column {name!r} is not {config.alternatives} times as long as 'response_ids'")
-    unknown = () if config.scored else ("overlap", "target_logprob", "divergence")
+    unknown: tuple[str, ...] = () if config.scored else ("overlap", "target_logprob", "divergence")
+    if config.depths:  # infinite for a drafter that lacks tokens of the target
+        unknown += ("divergence",)
     check_values(path, table, vocab_size=config.vocab_size, unknown=unknown)
     return table.replace_schema_metadata(schema.metadata)

@@ -210,7 +210,7 @@ def trained(
         gradient_clip_val=1.0,
         logger=CSVLogger(work, name="log", version=""),
         log_every_n_steps=20,
-        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0)],
+        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, every_n_train_steps=50)],
         enable_model_summary=False,
     )
     last = work / "last.ckpt"

@@ -70,6 +70,11 @@ class _Host:
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
         self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
+        if self.divergence is not None and self.divergence.isnan().any():
+            raise InputError(
+                f"{type(policy).__name__} needs the divergence, which these traces do not have: it is infinite for a "
+                "drafter that lacks tokens of the target"
+            )
         soft = Signal.ACCEPTANCE in policy.needs and not traces.config.sampling.greedy
         self.acceptance = self.known("acceptance") if soft else None
         self.alternatives = alternatives if Signal.ALTERNATIVES in policy.needs else None
@@ -82,7 +87,7 @@ class _Host:
         self.admit()
 
     def known(self, column: str) -> Tensor:
-        """(P,) a column of the traces, at each position."""
+        """(P·depths,) a column of the traces, for each token of the responses."""
         return torch.from_numpy(np.concatenate(self.traces.traces.with_format("numpy")[column][:]))
 
     @property
@@ -158,7 +163,8 @@ class _Host:
     def observe(
         self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: int
     ) -> None:
-        slots = (here[:, None] + torch.arange(int(submitted.max()))).clamp(max=self.traces.positions - 1)
+        slots = self.traces.tokens_of(here[:, None], torch.arange(int(submitted.max())))
+        slots = slots.clamp(max=self.traces.of_responses - 1)
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
         self.policy.observe(
             VerifyOutcome(
@@ -198,8 +204,10 @@ class HiddenTable:
         self.fed = torch.cat([fed, hidden.reshape(-1, fed.shape[-1])])
         # The state at a token is the `fed` state of the next token of its response or rollout. For a rejected token
         # that is the first token of its rollout.
-        self.next = torch.arange(1, len(self.fed) + 1).clamp(max=len(self.fed) - 1)
-        self.next[traces.rejected] = traces.positions + torch.arange(len(traces.rejected)) * steps
+        after = torch.ones(len(self.fed), dtype=torch.long)
+        after[: traces.of_responses] = traces.following
+        self.next = (torch.arange(len(self.fed)) + after).clamp(max=len(self.fed) - 1)
+        self.next[traces.rejected] = traces.of_responses + torch.arange(len(traces.rejected)) * steps
 
     def states(self, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """(fed, drawn) of (rows,) tokens, (rows, hidden) each; None if not in `needs`."""

@@ -2,7 +2,8 @@
 
 A round that starts at position s drafts the accepted tokens Y_s, Y_{s+1}, …, then the first rejected one, then the
 rollout from there. So the tokens of all rounds are the P positions of all responses and the tokens of the R rollouts,
-and a round is a path through them.
+and a round is a path through them. A drafter that reads the target's states says something else at each depth of a
+round, so each of its positions has `depths` tokens: the path of a round goes from depth to depth.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from transformers import PreTrainedModel
 
 from accept_head.checksum import read_tensors
 from accept_head.errors import InputError
-from accept_head.inference.replay.rollouts import roll_out
+from accept_head.inference.replay.depths import leading_accepted
+from accept_head.inference.replay.rollouts import collected_rollouts, roll_out
 from accept_head.pair import context_tokens
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.trace.config import TraceConfig, check_coupled, check_made_by
@@ -32,18 +34,18 @@ SMALL = ("position", "length", "ids", "logprob", "entropy", "max_prob")  # tenso
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledTraces:
-    """n responses with P positions in all, R rollouts, rounds of at most k_max, M = P + R·(k_max − 1) tokens.
+    """n responses with P positions in all, R rollouts, rounds of at most k_max, M = P·depths + R·(k_max − 1) tokens.
 
-    Token i < P is Y at position i; the others belong to the rollouts, one rollout after the other. All tensors are on
-    the CPU.
+    depths: 1 for a draft model. Token i·depths + d is Y at position i, at depth d + 1 of a round; those after P·depths
+    belong to the rollouts, one rollout after the other. All tensors are on the CPU.
 
     lengths, starts: (n,) number of tokens of each response, and its first position.
     path: (P, k_max) the token that a round from this position drafts at each depth; M where there is none.
     drafts: (P,) the most tokens that a round from here can draft: up to the response's budget or an end token.
     leading: (P,) how many of them are accepted before the first rejection.
-    ids, logprob, entropy, max_prob: (M,) of each token. rejected: (R,) the position that each rollout follows.
+    ids, logprob, entropy, max_prob: (M,) of each token. rejected: (R,) the token that each rollout follows.
     rollout_lengths: (R,) number of tokens of each rollout.
-    shards: files of hidden states, with the number of positions and of rollouts used from each.
+    shards: files of hidden states, with the number of positions' tokens and of rollouts used from each.
     """
 
     config: TraceConfig
@@ -67,13 +69,31 @@ class CoupledTraces:
         return len(self.drafts)
 
     @property
+    def depths(self) -> int:
+        return self.config.depths or 1
+
+    @property
+    def of_responses(self) -> int:
+        """Number of tokens before those of the rollouts."""
+        return self.positions * self.depths
+
+    @property
+    def following(self) -> int:
+        """From an accepted token to the next one of its round."""
+        return 1 if self.depths == 1 else self.depths + 1
+
+    def tokens_of(self, starts: Tensor, depth: Tensor) -> Tensor:
+        """The tokens at a depth, 0 the first, of rounds from these positions, as long as all before are accepted."""
+        return starts * self.depths + depth * self.following
+
+    @property
     def domains(self) -> list[str]:
         """The domain of each response."""
         return list(self.traces["domain"])
 
     def hidden(self) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-        """Yields (positions, rollouts, fed, hidden) of each shard. fed: (positions, hidden) the state that each
-        position's token was drawn from. hidden: (rollouts, k_max − 1, hidden) the same for each rollout's tokens."""
+        """Yields (tokens, rollouts, fed, hidden) of each shard. fed: (tokens, hidden) the state that each token of its
+        positions was drawn from. hidden: (rollouts, k_max − 1, hidden) the same for each rollout's tokens."""
         position = rollout = 0
         for path, positions, rollouts in self.shards:
             tensors = read_tensors(path, ("fed_hidden", "hidden"))
@@ -94,7 +114,8 @@ def load_coupled(
     k_max: int = LONGEST,
     max_prompts: int | None = None,
 ) -> CoupledTraces:
-    """Read traces and their rollouts; missing rollouts are made. max_prompts: use only the first so many.
+    """Read traces and their rollouts; missing rollouts are made. k_max: the longest round; of traces with depths it is
+    their number. max_prompts: use only the first so many.
 
     Raises InputError when the traces are damaged, made with another draft, made of scored text (`collect --responses`),
     or have no response.
@@ -106,7 +127,11 @@ def load_coupled(
     check_coupled(config, folder)
     check_context(folder, traces, context_tokens(draft))
     count = min(max_prompts or len(traces), len(traces))
-    paths = roll_out(draft, folder, config, traces, k_max=k_max, shards=-(-count // config.shard_size))
+    shards = -(-count // config.shard_size)
+    if config.depths is None:
+        paths = roll_out(draft, folder, config, traces, k_max=k_max, shards=shards)
+    else:
+        paths, k_max = collected_rollouts(folder, config, shards), config.depths
     return couple(config, traces.select(range(count)), paths, k_max)
 
 
@@ -120,7 +145,7 @@ def couple(config: TraceConfig, traces: Any, paths: list[Path], k_max: int) -> C
     flat |= {name: np.concatenate(records[f"draft_{name}"]) for name in ("logprob", "entropy", "max_prob")}
     rollouts, shards = _read_shards(paths, config, lengths, k_max)
     off = {name: rollouts[name].reshape(-1) for name in ("ids", "logprob", "entropy", "max_prob")}
-    path, drafts, leading = _paths(flat["accepted"], starts, lengths, rollouts, config.max_new_tokens, k_max)
+    path, drafts, leading = _paths(flat["accepted"], starts, lengths, rollouts, config, k_max)
     return CoupledTraces(
         config=config,
         traces=traces,
@@ -147,7 +172,7 @@ def _read_shards(
     parts, shards, first = [], [], 0
     for number, path in enumerate(paths):
         mine = lengths[number * config.shard_size : (number + 1) * config.shard_size]
-        positions = int(mine.sum())
+        positions = int(mine.sum()) * (config.depths or 1)
         part = read_tensors(path, SMALL)
         used = int((part["position"] < positions).sum())  # they are in order
         part = {name: tensor[:used] for name, tensor in part.items()}
@@ -165,28 +190,48 @@ def _paths(
     starts: np.ndarray,
     lengths: np.ndarray,
     rollouts: dict[str, Tensor],
-    max_new_tokens: int,
+    config: TraceConfig,
     k_max: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(path, drafts, leading) as CoupledTraces has them."""
+    """(path, drafts, leading) as CoupledTraces has them. accepted: (P·depths,)"""
+    depths = config.depths or 1
+    count = len(accepted) // depths
+    here, depth = np.arange(count), np.arange(k_max)
+    # The last position that a round can draft is the response's last. But the last token of the budget is the target's.
+    last = np.repeat(starts + np.minimum(lengths, config.max_new_tokens - 1) - 1, lengths)
+    leading, rejects = _leading(accepted, last) if depths == 1 else _leading_by_depth(accepted, last, depths)
+    following = 1 if depths == 1 else depths + 1
+    # The token after the accepted ones, which is rejected where the round has one.
+    inside = np.minimum(here * depths + leading * following, len(accepted) - 1)
+    rollout = np.zeros(len(accepted), dtype=np.int64)  # of each rejected token
+    position, length = rollouts["position"].numpy(), rollouts["length"].numpy()
+    rollout[position] = np.arange(len(position))
+    beyond = np.zeros(len(accepted), dtype=np.int64)
+    beyond[position] = length + 1  # the rejected token itself, and its rollout
+    drafts = np.minimum(leading + np.where(rejects, beyond[inside], 0), k_max)
+
+    off = depth - leading[:, None] - 1  # place in the rollout
+    path = np.where(
+        off < 0,
+        here[:, None] * depths + depth * following,
+        len(accepted) + rollout[inside][:, None] * (k_max - 1) + off,
+    )
+    tokens = len(accepted) + len(position) * (k_max - 1)
+    return np.where(depth < drafts[:, None], path, tokens), drafts, leading
+
+
+def _leading(accepted: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(P,) how many tokens of a round are accepted before the first rejection, and whether there is one."""
     count = len(accepted)
     here = np.arange(count)
-    # The last position that a round can draft is the response's last. But the last token of the budget is the target's.
-    last = np.repeat(starts + np.minimum(lengths, max_new_tokens - 1) - 1, lengths)
     rejected = np.where(accepted, count, here)
     stop = np.minimum.accumulate(rejected[::-1])[::-1]  # the next rejected position, maybe of a later response
     rejects = stop <= last
-    leading = np.where(rejects, stop, last + 1) - here
-    rollout = np.zeros(count, dtype=np.int64)  # of each rejected position
-    position, length = rollouts["position"].numpy(), rollouts["length"].numpy()
-    rollout[position] = np.arange(len(position))
-    beyond = np.zeros(count, dtype=np.int64)
-    beyond[position] = length + 1  # the rejected token itself, and its rollout
-    inside = np.minimum(stop, count - 1)
-    drafts = np.minimum(leading + np.where(rejects, beyond[inside], 0), k_max)
+    return np.where(rejects, stop, last + 1) - here, rejects
 
-    depth = np.arange(k_max)
-    off = depth - leading[:, None] - 1  # place in the rollout
-    path = np.where(off < 0, here[:, None] + depth, count + rollout[inside][:, None] * (k_max - 1) + off)
-    tokens = count + len(position) * (k_max - 1)
-    return np.where(depth < drafts[:, None], path, tokens), drafts, leading
+
+def _leading_by_depth(accepted: np.ndarray, last: np.ndarray, depths: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same of rounds of at most `depths` tokens."""
+    by_depth = torch.from_numpy(accepted).view(-1, depths)
+    leading = leading_accepted(by_depth, torch.from_numpy(last)).numpy()
+    return leading, leading < np.minimum(last - np.arange(len(leading)) + 1, depths)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from accept_head.checksum import save_tensors
 from accept_head.console import Progress
+from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
@@ -41,17 +42,11 @@ def roll_out(
     """
     check_served(draft)
     place = folder / FOLDER_NAME
-    wanted = {
-        "traces": config.fingerprint(),
-        "draft_fingerprint": config.draft_fingerprint,
-        "dtype": str(draft.dtype).removeprefix("torch."),
-        "k_max": k_max,
-        "version": ROLLOUT_VERSION,
-    }
+    wanted = _config(config, str(draft.dtype).removeprefix("torch."), k_max)
     there = read_json(place / CONFIG_NAME) if (place / CONFIG_NAME).is_file() else {}
     longest: int = there.get("k_max", 0)
     usable = type(longest) is int and longest >= k_max and {**there, "k_max": k_max} == wanted
-    paths = [place / f"shard-{shard:05d}.safetensors" for shard in range(shards)]
+    paths = [rollout_path(folder, shard) for shard in range(shards)]
     missing = [shard for shard, path in enumerate(paths) if not usable or not path.is_file()]
     if missing:
         writable_folder(place, "--traces")
@@ -66,6 +61,36 @@ def roll_out(
         with atomic_path(paths[shard]) as temporary:
             save_tensors(roll_out_records(draft, records, config, longest), temporary)
     return paths
+
+
+def begin_rollouts(folder: Path, config: TraceConfig) -> None:
+    """Record what the rollouts are of that are collected together with traces (`TraceConfig.depths`)."""
+    assert config.depths is not None
+    place = writable_folder(folder / FOLDER_NAME)
+    write_json(place / CONFIG_NAME, _config(config, config.dtype or "", config.depths))
+
+
+def collected_rollouts(folder: Path, config: TraceConfig, shards: int) -> list[Path]:
+    """The rollouts that were collected with the first `shards` trace shards. Raises InputError naming a missing one."""
+    paths = [rollout_path(folder, shard) for shard in range(shards)]
+    for path in paths:
+        if not path.is_file():
+            raise InputError(f"{path}: is missing; its traces were collected with it, so collect them again")
+    return paths
+
+
+def rollout_path(folder: Path, shard: int) -> Path:
+    return folder / FOLDER_NAME / f"shard-{shard:05d}.safetensors"
+
+
+def _config(config: TraceConfig, dtype: str, k_max: int) -> dict[str, Any]:
+    return {
+        "traces": config.fingerprint(),
+        "draft_fingerprint": config.draft_fingerprint,
+        "dtype": dtype,
+        "k_max": k_max,
+        "version": ROLLOUT_VERSION,
+    }
 
 
 @torch.no_grad()
@@ -162,7 +187,9 @@ def _continue(
         active = active & (slot < budget) & ~torch.isin(token_ids, ends)
         output = model.forward(token_ids[:, None], places + slot, longest + slot)
         hidden[:, slot] = output.hidden[:, 0]
-        token_ids, signals[:, slot] = _draw(output.logits[:, 0, : config.vocab_size], random[:, slot], config.sampling)
+        token_ids, signals[:, slot] = draw_with_signals(
+            output.logits[:, 0, : config.vocab_size], random[:, slot], config.sampling
+        )
         ids[:, slot] = token_ids
         length += active
     logprob, entropy, max_prob = signals.unbind(-1)
@@ -171,7 +198,7 @@ def _continue(
     return {name: table.cpu() for name, table in tables.items()}
 
 
-def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def draw_with_signals(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Draw as the decode loop does → ids (rows,) and draft signals (rows, 3). logits: (rows, vocab)."""
     if sampling.greedy:
         ids = likeliest(logits)

@@ -23,7 +23,7 @@ def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = 
         step = draft_step(traces, slice(None), torch.device("cpu"))
         return policy.score(step).float()
     device, numbers = _device_of(policy), (2,) if policy.predicts_next else ()
-    on = torch.zeros(traces.positions, *numbers)
+    on = torch.zeros(traces.of_responses, *numbers)
     off = torch.zeros(len(traces.rejected), traces.k_max - 1, *numbers)
     for positions, rollouts, fed, hidden in traces.hidden():
         fed, hidden = fed.to(device), hidden.to(device)
@@ -55,7 +55,7 @@ def _score_rollouts(
         if Signal.DRAWN_HIDDEN in policy.reads and slot == steps - 1:
             out[alive, slot] = 1.0  # last token of the longest round: nothing depends on it
             return
-        tokens = traces.positions + numbers[alive] * steps + slot
+        tokens = traces.of_responses + numbers[alive] * steps + slot
         rows = alive.to(hidden.device)
         drawn = hidden[rows, slot + 1] if slot + 1 < steps else None
         score = policy.score(draft_step(traces, tokens, hidden.device, hidden[rows, slot], drawn)).float().cpu()
@@ -65,8 +65,8 @@ def _score_rollouts(
 
 def _on_path(traces: CoupledTraces, positions: slice, fed: Tensor, hidden: Tensor, rejected: Tensor) -> DraftStep:
     """The tokens of a shard's positions, as one draft step. The state at an accepted token is the state that the next
-    position's token is drawn from. At a response's end the state is arbitrary, as nothing reads it."""
-    drawn = fed.roll(-1, 0)
+    token of the round is drawn from. At a response's end the state is arbitrary, as nothing reads it."""
+    drawn = fed.roll(-traces.following, 0)
     drawn[rejected] = hidden[:, 0]
     return draft_step(traces, positions, fed.device, fed, drawn)
 

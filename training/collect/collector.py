@@ -15,13 +15,17 @@ import lightning as L
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import DataLoader
 
+from accept_head.checksum import save_tensors
 from accept_head.console import Progress
 from accept_head.errors import InputError
-from accept_head.files import writable_folder
+from accept_head.files import atomic_path, writable_folder
+from accept_head.inference.replay.depths import joined
+from accept_head.inference.replay.rollouts import begin_rollouts, rollout_path
 from accept_head.prompts import Prompt
 from accept_head.trace.config import CONFIG_NAME, TraceConfig
 from accept_head.trace.shards import check_shard, missing_shards, write_shard
-from accept_head.training.collect.source import Source
+from accept_head.training.collect.depths import ROLLOUTS
+from accept_head.training.collect.source import Columns, Source
 from accept_head.training.launch import ending_on_sigterm
 from accept_head.training.respond.request import check_said_by_target
 
@@ -77,6 +81,8 @@ def prepare_folder(folder: Path, config: TraceConfig) -> Path:
         raise InputError(f"--out {folder}: holds parquet files but no {CONFIG_NAME}; choose another folder")
     else:
         config.save(folder)
+        if config.depths is not None:
+            begin_rollouts(folder, config)
     return folder
 
 
@@ -135,7 +141,7 @@ class Collector(L.LightningModule):
         self.progress.close()
 
 
-def record_of(prompt: Prompt, columns: dict[str, list], config: TraceConfig) -> dict[str, Any]:
+def record_of(prompt: Prompt, columns: Columns, config: TraceConfig) -> dict[str, Any]:
     return {
         "index": prompt.index,
         "id": prompt.id,
@@ -156,4 +162,8 @@ class TraceWriter(BasePredictionWriter):
     def write_on_batch_end(
         self, trainer: Any, module: Any, prediction: Any, batch_indices: Any, batch: int, *_: Any
     ) -> None:
+        rollouts = [record.pop(ROLLOUTS) for record in prediction if ROLLOUTS in record]
+        if rollouts:  # first, as a shard counts as finished when its traces are there
+            with atomic_path(rollout_path(self.folder, batch)) as temporary:
+                save_tensors(joined(rollouts), temporary)
         write_shard(self.folder, batch, prediction)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from accept_head.inference.decode.generate import check_models
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
-from accept_head.inference.decode.rows import Request
+from accept_head.inference.decode.rows import Finished, Request
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
@@ -25,6 +26,7 @@ from accept_head.inference.policies.registry import make_policy
 from accept_head.pair import Pair, input_device
 from accept_head.prompts import Prompt
 from accept_head.trace.config import TraceConfig
+from accept_head.training.collect.depths import DepthScoring
 from accept_head.training.collect.score import score_positions
 from accept_head.training.halving import REMEDY, half, ran_out_of_memory
 from accept_head.training.plan.estimate import WIDTH
@@ -67,9 +69,9 @@ class Scoring:
         self._score(rows.tokens, due, lengths)
         self.free += [each.slot for row, each in known.items() if not live[row]]
 
-    def columns(self, index: int) -> dict[str, list]:
+    def columns(self, done: Finished) -> dict[str, Any]:
         """The columns of a finished response."""
-        parts = self.responses.pop(index).columns
+        parts = self.responses.pop(done.request.index).columns
         return {name: torch.cat(values).flatten().tolist() for name, values in parts.items()}
 
     def _response(self, request: Request | None) -> Response:
@@ -150,7 +152,7 @@ class Decoding:
         self.batch = min(config.batch_size, config.shard_size, len(prompts))
         self.decoder: Decoder | None = None
 
-    def records(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, dict[str, list]]]:
+    def records(self, shard: int, prompts: Sequence[Prompt]) -> Iterator[tuple[Prompt, dict[str, Any]]]:
         """Each prompt with the columns of its response, as they finish. Finished rows are given to waiting prompts, but
         not to those of the next shard: then the batch, and the rounding, would depend on where a run was interrupted.
 
@@ -167,11 +169,15 @@ class Decoding:
             if left:
                 self._shrink()
 
-    def _run(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, dict[str, list]]]:
+    def _run(self, prompts: Sequence[Prompt]) -> Iterator[tuple[int, dict[str, Any]]]:
         pair, config = self.pair, self.config
         if self.decoder is None:
             self.decoder = self._new_decoder()
-        scoring = Scoring(self.decoder, config, pair.vocab_size, self.width)
+        scoring: Scoring | DepthScoring
+        if config.depths is None:
+            scoring = Scoring(self.decoder, config, pair.vocab_size, self.width)
+        else:
+            scoring = DepthScoring(pair, config)
         for done in self.decoder.run(
             [Request(prompt.index, prompt.ids, config.max_new_tokens, key=prompt.index) for prompt in prompts],
             policy=self.policy,
@@ -181,7 +187,7 @@ class Decoding:
             verifier="match",
             watch=scoring,
         ):
-            yield done.request.index, scoring.columns(done.request.index)
+            yield done.request.index, scoring.columns(done)
 
     def _new_decoder(self) -> Decoder:
         target, draft = self.pair.target, self.pair.draft

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accept_head.alternatives import DRAWS
-from accept_head.checkpoint import checkpoint_fingerprint
+from accept_head.checkpoint import checkpoint_fingerprint, reads_target
 from accept_head.errors import InputError
 from accept_head.pair import Pair, context_tokens, end_ids, hub_revision, vocabulary_fingerprint
 from accept_head.prompts import Prompt, prompts_fingerprint
 from accept_head.sampling import Sampling
-from accept_head.trace.config import CONFIG_NAME, MOST_ALTERNATIVES, TraceConfig
+from accept_head.trace.config import CONFIG_NAME, MOST_ALTERNATIVES, MOST_DEPTHS, TraceConfig
 from accept_head.training.respond.backends import Backend
 from accept_head.training.respond.stored import StoredResponses
+
+DEPTHS = 8  # of an EAGLE-3 drafter's traces
 
 
 def check_positive(**numbers: int | None) -> None:
@@ -36,6 +38,27 @@ def checked_alternatives(alternatives: int | None, out: Path, sampling: Sampling
     if alternatives and sampling.greedy:
         raise InputError(f"alternatives is {alternatives}, but at temperature 0 the draft can draw one token only")
     return alternatives
+
+
+def checked_depths(
+    depths: int | None, draft: str, backend: Backend, responses: str | None, *, dry_run: bool
+) -> int | None:
+    """The number of depths for an EAGLE-3 drafter, None for a draft model. Raises InputError for what such a drafter
+    cannot be used with."""
+    if not reads_target(draft):
+        if depths is not None:
+            raise InputError(f"depths is {depths}, but --draft {draft} is no EAGLE-3 drafter; leave it out")
+        return None
+    if depths is not None and not 2 <= depths <= MOST_DEPTHS:
+        raise InputError(f"depths is {depths}, expected 2 to {MOST_DEPTHS}")
+    for option, given in (
+        ("--backend", backend != "loop"),
+        ("--responses", responses is not None),
+        ("--dry_run", dry_run),
+    ):
+        if given:
+            raise InputError(f"{option} does not work with an EAGLE-3 drafter yet (--draft {draft})")
+    return depths or DEPTHS
 
 
 def check_source(prompts: str | None, responses: str | None, backend: Backend, *, dry_run: bool) -> None:
@@ -67,6 +90,7 @@ def trace_config(
     batch_size: int,
     shard_size: int,
     alternatives: int,
+    depths: int | None,
     backend: Backend,
     source: str | None,
     stored: StoredResponses | None,
@@ -99,4 +123,5 @@ def trace_config(
         dataset=source if source is not None and not Path(source).exists() else None,
         backend=None if stored else backend,
         alternatives=alternatives or None,
+        depths=depths,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from accept_head.pair import Pair
 from accept_head.prompts import Prompt
@@ -11,7 +11,7 @@ from accept_head.trace.config import TraceConfig
 from accept_head.training.collect.score import score, scoring_halving
 from accept_head.training.respond.responder import Responder
 
-Columns = dict[str, list]  # of one response, see trace/columns.py
+Columns = dict[str, Any]  # of one response, see trace/columns.py; ROLLOUTS of depths.py
 
 
 class Source(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accept_head.checkpoint import check_model, checkpoint_fingerprint
+from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.pair import load_pair
 from accept_head.prompts import load_prompts
@@ -17,6 +17,7 @@ from accept_head.training.collect.settings import (
     check_positive,
     check_source,
     checked_alternatives,
+    checked_depths,
     room_for_prompts,
     trace_config,
 )
@@ -44,6 +45,7 @@ def collect(
     batch_size: int = 32,
     shard_size: int | None = None,
     alternatives: int | None = None,
+    depths: int | None = None,
     seed: int = 0,
     dtype: str = "auto",
     device_map: str | None = None,
@@ -69,7 +71,7 @@ def collect(
 
     Args:
         target: Target model, a folder or Hub name.
-        draft: Draft model, a folder or Hub name; it must share the target's tokenizer.
+        draft: Draft model, or an EAGLE-3 drafter; a folder or Hub name. It must share the target's tokenizer.
         out: Folder for the traces.
         prompts: JSONL file, or a name or folder for `datasets.load_dataset`.
         responses: Instead of `prompts`, a folder of traces of the same pair: its prompts and responses, which may have
@@ -89,6 +91,8 @@ def collect(
         alternatives: Further draws of the draft at each position, with the chance that each would be accepted: a head
             learns from them what it would else need more text for. 4 when left out, or as many as the unfinished
             traces in `out` have; none greedily.
+        depths: Of an EAGLE-3 drafter, whose distribution depends on where a round began: the longest round that can be
+            replayed, in tokens; 8 when left out. The drafter runs so often over each response.
         seed: Seed of responses and coupling.
         dtype: auto, float32, bfloat16 or float16.
         device_map: `auto` spreads the target over all devices of this process.
@@ -122,7 +126,8 @@ def collect(
         "retries": retries,
     }
     check_positive(max_new_tokens=max_new_tokens, batch_size=batch_size, shard_size=shard_size)
-    alternatives = checked_alternatives(alternatives, Path(out), sampling)
+    depths = checked_depths(depths, draft, backend, responses, dry_run=dry_run)
+    alternatives = 0 if depths else checked_alternatives(alternatives, Path(out), sampling)
     check_source(prompts, responses, backend, dry_run=dry_run)
     check_backend(backend, engine, dry_run=dry_run)
     if dry_run:
@@ -136,7 +141,6 @@ def collect(
         return
     if model_shapes is not None:
         raise InputError("--model_shapes is given, but only --dry_run true reads it")
-    check_model(draft, "--draft")
     options = trainer_options()
     set_cpu_threads(share_of_cores(options["devices"]))
     pair = load_pair(
@@ -171,6 +175,7 @@ def collect(
         batch_size=batch_size,
         shard_size=shard_size,
         alternatives=alternatives,
+        depths=depths,
         backend=backend,
         source=prompts,
         stored=stored,

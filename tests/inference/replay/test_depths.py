@@ -1,0 +1,200 @@
+"""Traces of an EAGLE-3 drafter, whose tokens depend on where a round began: their tables; replay against decoding."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from accept_head import Sampling, load_pair
+from accept_head.checkpoint import checkpoint_fingerprint
+from accept_head.eagle3.saved import save_eagle3
+from accept_head.errors import InputError
+from accept_head.inference import generate
+from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policies.threshold import ThresholdPolicy
+from accept_head.inference.replay import depths as module
+from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.coupled import load_coupled
+from accept_head.inference.replay.thresholds import Setting, replay_thresholds
+from accept_head.inference.replay.walk import replay_fixed
+from accept_head.prompts import load_prompts
+from accept_head.training.collect.verb import collect
+from tests.examples import make_eagle3
+from tests.inference.support.held_out import Z_LIMIT, z_scores
+
+DEPTHS, TOKENS = 5, 24
+# Untrained models agree often where both are unsure.
+SAMPLED, GREEDY = Sampling(temperature=8.0, top_k=0), Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def folder(random_llama, byte_tokenizer, random_pair_folder, tmp_path_factory):
+    """A target with its drafter."""
+    folder, target = tmp_path_factory.mktemp("eagle3"), random_llama(1, layers=4)
+    target.save_pretrained(folder / "target")
+    byte_tokenizer().save_pretrained(folder / "target")
+    save_eagle3(make_eagle3(target, draft_vocabulary=200), folder / "drafter")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(folder):
+    return load_pair(folder / "target", folder / "drafter", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts(pair, random_pair_folder):
+    path = str(random_pair_folder / "prompts" / "train.jsonl")
+    return [list(prompt.ids) for prompt in load_prompts(path, pair.tokenizer)]
+
+
+@pytest.fixture(scope="module")
+def collected(folder, random_pair_folder):
+    made = {}
+
+    def make(sampling, depths=DEPTHS, out=None):
+        if sampling not in made or out:
+            out = out or folder / f"traces-{sampling.temperature:g}"
+            collect(
+                str(folder / "target"), str(folder / "drafter"), str(out), depths=depths, max_new_tokens=TOKENS,
+                prompts=str(random_pair_folder / "prompts" / "train.jsonl"), shard_size=8, batch_size=4, seed=5,
+                **sampling.to_dict(),
+            )  # fmt: skip
+            made[sampling] = out
+        return made[sampling]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def traces(collected, folder, pair):
+    def load(sampling):
+        return load_coupled(collected(sampling), pair.draft, checkpoint_fingerprint(folder / "drafter"))
+
+    return load
+
+
+@torch.no_grad()
+def last_state(pair, known, fed):
+    """The state after a round that began with the tokens `known` and was fed these of its own, without a cache."""
+    drafter, states = pair.draft, None
+    streams = pair.target(torch.tensor([known]), output_hidden_states=True).hidden_states
+    states = drafter.project(torch.cat([streams[number][0, :-1] for number in drafter.layers_read], dim=-1))
+    ids = torch.tensor([*known[1:], *fed])
+    for slots in range(len(known) - 1, len(ids) + 1):
+        output = drafter(ids[None, :slots], states[None], torch.arange(slots)[None])
+        states = torch.cat([states, output.own[0, -1:]])
+    return output.hidden[0, -1]
+
+
+def check_states(pair, traces, prompts):
+    """Each token's state is that of a round from its start."""
+    fed = torch.cat([part for _, _, part, _ in traces.hidden()])
+    for row in range(0, len(prompts), 3):
+        response = traces.traces["response_ids"][row]
+        for start in range(0, len(response), 5):
+            for depth in range(min(DEPTHS, len(response) - start)):
+                here = traces.tokens_of(traces.starts[row] + start, torch.tensor(depth))
+                known, own = [*prompts[row], *response[:start]], response[start : start + depth]
+                assert torch.allclose(fed[here], last_state(pair, known, own), atol=1e-4), (row, start, depth)
+
+
+def test_the_state_of_each_depth_is_that_of_a_round_from_its_start(pair, traces, prompts):
+    check_states(pair, traces(SAMPLED), prompts)
+
+
+COUNTED = [
+    "fixed:3",
+    f"fixed:{DEPTHS}",
+    f"confidence:0.1,k_max={DEPTHS}",
+    f"max-prob:0.2,k_max={DEPTHS}",
+    "adaedl:0.3,k_max=5",
+]
+
+
+def replayed(traces, spec, draft):
+    policy = make_policy(spec, draft)
+    if spec.startswith("fixed"):
+        return replay_fixed(traces, [policy.max_draft_tokens])[0].counts
+    if isinstance(policy, ThresholdPolicy):
+        setting = Setting(threshold=policy.threshold, k_min=policy.k_min, k_max=policy.max_draft_tokens)
+        fast = replay_thresholds(traces, policy, [setting], "rule")[0].counts
+        assert np.array_equal(fast, replay(traces, policy, "asked", batch=1).counts)
+        return fast
+    return replay(traces, policy, spec, batch=1).counts
+
+
+def counted(pair, prompts, spec, sampling, seed=0):
+    stats = generate(
+        pair.target, pair.draft, prompts, policy=spec, sampling=sampling, max_new_tokens=TOKENS, batch_size=1, seed=seed
+    ).stats
+    return np.array([[s.generated, s.discarded, s.rounds, s.draft_forwards] for s in stats], dtype=float)
+
+
+@pytest.mark.parametrize("spec", COUNTED)
+def test_greedy_counts_are_those_of_the_loop(pair, traces, prompts, spec):
+    assert np.array_equal(replayed(traces(GREEDY), spec, pair.draft), counted(pair, prompts, spec, GREEDY))
+
+
+@pytest.mark.parametrize("spec", COUNTED)
+def test_sampled_rates_are_those_of_the_loop(pair, traces, prompts, spec):
+    """|z| > 3.89 fails, a false alarm in 10,000."""
+    decoded = np.concatenate([counted(pair, prompts, spec, SAMPLED, seed) for seed in range(4)])
+    assert max(map(abs, z_scores(replayed(traces(SAMPLED), spec, pair.draft), decoded))) < Z_LIMIT
+
+
+def test_a_round_that_takes_its_tokens_from_another_depth_shows(pair, traces, prompts, monkeypatch):
+    """The same comparison with rounds that stay at depth 1, as those of a draft model do."""
+    made = traces(SAMPLED)
+    monkeypatch.setattr(type(made), "following", property(lambda self: self.depths))
+    with pytest.raises(AssertionError):
+        check_states(pair, made, prompts)
+
+
+def test_rollouts_are_drawn_from_the_rounds_own_states(pair, traces, prompts):
+    made = traces(SAMPLED)
+    hidden = torch.cat([part for *_, part in made.hidden()])
+    checked = [0] * DEPTHS
+    for number, token in enumerate(made.rejected.tolist()):
+        position, depth = divmod(token, DEPTHS)
+        if int(made.rollout_lengths[number]) == 0 or checked[depth] == 10:
+            continue
+        row = int((made.starts <= position).sum()) - 1
+        start, response = position - depth - int(made.starts[row]), made.traces["response_ids"][row]
+        own = [*response[start : start + depth], int(made.ids[token])]
+        expected = last_state(pair, [*prompts[row], *response[:start]], own)
+        assert torch.allclose(expected, hidden[number, 0], atol=1e-4), (row, start, depth)
+        checked[depth] += 1
+    assert min(checked[: DEPTHS - 1]) >= 5, checked
+
+
+# --- what is refused, and what is kept -------------------------------------------------------------------------------
+
+
+def test_a_finished_folder_is_left_as_it_is(collected):
+    out = collected(SAMPLED)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    collected(SAMPLED, out=out)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert len(list(out.glob("rollouts/*.safetensors"))) == 3
+
+
+def test_a_missing_rollout_file_is_named(collected, folder, pair, tmp_path):
+    copy = shutil.copytree(collected(SAMPLED), tmp_path / "traces")
+    (copy / "rollouts" / "shard-00001.safetensors").unlink()
+    with pytest.raises(InputError, match=r"shard-00001.safetensors: is missing"):
+        load_coupled(copy, pair.draft, checkpoint_fingerprint(folder / "drafter"))
+
+
+def test_traces_of_other_depths_are_not_continued(collected):
+    with pytest.raises(InputError, match="another depths"):
+        collected(SAMPLED, depths=4, out=collected(SAMPLED))
+
+
+def test_leading_accepted_goes_down_the_depths():
+    accepted = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    assert module.leading_accepted(accepted, torch.full((4,), 3)).tolist() == [3, 2, 0, 1]
+    assert module.leading_accepted(accepted, torch.full((4,), 1)).tolist() == [2, 1, 0, 0]

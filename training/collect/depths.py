@@ -1,0 +1,78 @@
+"""Traces of a drafter that reads the target's states: each position scored for rounds from every earlier one.
+
+A finished response is read once by the target, for its states and its distributions, and `depths` times by the drafter,
+which is a single layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accept_head.eagle3.network import Eagle3Drafter
+from accept_head.errors import InputError
+from accept_head.inference.decode.round import Round
+from accept_head.inference.decode.rows import Finished
+from accept_head.inference.engine.call import states_of
+from accept_head.inference.replay.depths import roll_out_rounds, states_by_depth
+from accept_head.pair import Pair
+from accept_head.trace.columns import DRAFT_COLUMNS
+from accept_head.trace.config import TraceConfig
+from accept_head.training.collect.score import score_positions
+
+ROLLOUTS = "rollouts"  # among a record's columns; written to a file of their own
+
+
+class DepthScoring:
+    """As Scoring: what `watch`es a run, and gives the columns of a finished response."""
+
+    def __init__(self, pair: Pair, config: TraceConfig):
+        assert isinstance(pair.draft, Eagle3Drafter) and config.depths is not None
+        self.target, self.drafter, self.config, self.vocab_size = pair.target, pair.draft, config, pair.vocab_size
+        self.depths = config.depths
+        self.reader = states_of(pair.target, pair.draft.layers_read)
+
+    def __call__(self, round: Round) -> None:
+        """Nothing to do before a response is finished."""
+
+    @torch.no_grad()
+    def columns(self, done: Finished) -> dict[str, Any]:
+        index, prompt, count = done.request.index, len(done.request.prompt), len(done.token_ids)
+        if prompt < 2:
+            raise InputError(f"prompt {index} has one token, but an EAGLE-3 drafter begins with the second")
+        text = torch.tensor([*done.request.prompt, *done.token_ids], device=self.target.device)
+        logits, states = self._read(text, count)
+        hidden, own = states_by_depth(self.drafter, text, states, prompt, self.depths)
+        steps = torch.arange(count, device=text.device)
+        counters = torch.stack([torch.full_like(steps, index), steps], dim=-1)
+        by_depth = [
+            score_positions(
+                logits,
+                self.drafter.spread(self.drafter.lm_head(hidden[:, depth]))[:, : self.vocab_size],
+                text[prompt:],
+                counters,
+                self.config.sampling,
+                seed=self.config.seed,
+            )
+            for depth in range(self.depths)
+        ]
+        of_draft = {name: torch.stack([each[name] for each in by_depth], dim=-1) for name in DRAFT_COLUMNS}
+        rollouts = roll_out_rounds(
+            self.drafter, text, states, own, of_draft["accepted"].to(text.device),
+            of_draft["draft_ids"].to(text.device), self.config, index,
+        )  # fmt: skip
+        of_draft["divergence"] = torch.full_like(of_draft["divergence"], torch.nan)  # infinite: it lacks tokens
+        columns = {name: values.flatten().tolist() for name, values in (by_depth[0] | of_draft).items()}
+        return columns | {ROLLOUTS: rollouts | {"fed_hidden": hidden.flatten(0, 1).cpu()}}
+
+    def _read(self, text: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The target's logits of the last `count` tokens, (count, vocab), and the projected states of all but the
+        last."""
+        self.reader.wanted = True
+        logits = self.target(text[None, :-1], use_cache=False, logits_to_keep=count).logits[0]
+        self.reader.wanted = False
+        states = self.drafter.project(self.reader.last[0])
+        del self.reader.last
+        return logits[:, : self.vocab_size], states
