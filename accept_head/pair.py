@@ -196,6 +196,15 @@ def input_embeddings(model: PreTrainedModel) -> Tensor:
     return model.get_input_embeddings().weight.detach()  # type: ignore[operator]
 
 
+def load_draft(name: str | Path, option: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
+    """A draft model, or an EAGLE-3 drafter without its target, for replay. Raises InputError as `load_model` does."""
+    if not reads_target(name):
+        return load_model(name, option, dtype=dtype, trust_remote_code=trust_remote_code)
+    from accept_head.eagle3.saved import load_eagle3
+
+    return load_eagle3(checkpoint_folder(name), None)
+
+
 def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Every id that ends a response: the generation config's, else the tokenizer's, else none."""
     ends = target.generation_config.eos_token_id if target.generation_config is not None else None

@@ -18,21 +18,26 @@ from accept_head.files import atomic_path, read_json, write_json
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 
 
-def load_eagle3(folder: Path, target: PreTrainedModel, *, dtype: torch.dtype | None = None) -> Eagle3Drafter:
-    """Load a drafter for its target, whose input embeddings it shares if it has none of its own.
+def load_eagle3(folder: Path, target: PreTrainedModel | None, *, dtype: torch.dtype | None = None) -> Eagle3Drafter:
+    """Load a drafter for its target, whose input embeddings it shares if it has none of its own. target: None = for
+    replay alone, which only needs to know of its embeddings, and only of its own.
 
     Raises InputError naming the file and the field or tensor that is missing, unknown or of another shape.
     """
     config = read_config(folder, target)
     drafter: Any = Eagle3Drafter(config)
-    drafter.to(dtype or target.dtype)
+    drafter.to(dtype or (torch.float32 if target is None else target.dtype))
     drafter.name_or_path = str(folder)
     expected = {name.removeprefix("model."): tensor for name, tensor in drafter.state_dict().items()}
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= {name.replace("layers.0.", "midlayer."): tensor for name, tensor in load_file(path).items()}
-    embeddings: Any = target.get_input_embeddings()
-    found.setdefault("embed_tokens.weight", embeddings.weight.detach())
+    if target is not None:
+        embeddings: Any = target.get_input_embeddings()
+        found.setdefault("embed_tokens.weight", embeddings.weight.detach())
+    elif "embed_tokens.weight" not in found:
+        drafter.model.embed_tokens = None
+        del expected["embed_tokens.weight"]
     if config.draft_vocab_size == config.vocab_size:  # then the checkpoint may lack the two maps
         found.setdefault("d2t", torch.zeros_like(drafter.d2t))
         found.setdefault("t2d", torch.ones_like(drafter.t2d))
@@ -50,11 +55,11 @@ def load_eagle3(folder: Path, target: PreTrainedModel, *, dtype: torch.dtype | N
     if ids.amin() < 0 or ids.amax() >= config.vocab_size or (ids.diff() <= 0).any():
         raise InputError(f"{folder}: tensor 'd2t' does not map to ascending ids below {config.vocab_size}")
     drafter.set_vocabulary(ids)
-    loaded: Eagle3Drafter = drafter.to(target.device).eval().requires_grad_(False)
+    loaded: Eagle3Drafter = drafter.to("cpu" if target is None else target.device).eval().requires_grad_(False)
     return loaded
 
 
-def read_config(folder: Path, target: PreTrainedModel) -> LlamaConfig:
+def read_config(folder: Path, target: PreTrainedModel | None) -> LlamaConfig:
     """The config.json of EAGLE's authors, SpecForge and vLLM, or of speculators → a LlamaConfig with all fields that
     are read here. Raises InputError naming a field that does not suit."""
     path = folder / "config.json"
@@ -67,21 +72,23 @@ def read_config(folder: Path, target: PreTrainedModel) -> LlamaConfig:
     for name, expected in (("model_type", "llama"), ("num_hidden_layers", 1)):
         if values.get(name, expected) != expected:
             raise InputError(f"{path}: field {name!r} is {values[name]!r}, expected {expected!r}")
-    text = target.config.get_text_config(decoder=True)
-    layers, vocabulary = text.num_hidden_layers, target.get_output_embeddings().weight.shape[0]
     eagle = values.get("eagle_config") or {}
     read = values.pop("eagle_aux_hidden_state_layer_ids", None) or eagle.get("eagle_aux_hidden_state_layer_ids")
-    read = read or [2, layers // 2, layers - 3]  # vLLM's default
-    if list(read) != sorted({*read} & {*range(layers)}):
-        raise InputError(
-            f"{path}: field 'eagle_aux_hidden_state_layer_ids' is {read}, expected ascending numbers, 0 to {layers - 1}"
-        )
-    values["eagle_config"] = {**eagle, "eagle_aux_hidden_state_layer_ids": read}
     values["draft_vocab_size"] = values.get("draft_vocab_size") or values.get("vocab_size")
-    for name, expected in (("vocab_size", vocabulary), ("target_hidden_size", text.hidden_size)):
-        if (values.get(name) or expected) != expected:
-            raise InputError(f"{path}: field {name!r} is {values[name]}, but the target's is {expected}")
-        values[name] = expected
+    if target is not None:
+        text = target.config.get_text_config(decoder=True)
+        layers, vocabulary = text.num_hidden_layers, target.get_output_embeddings().weight.shape[0]
+        read = read or [2, layers // 2, layers - 3]  # vLLM's default
+        if list(read) != sorted({*read} & {*range(layers)}):
+            raise InputError(
+                f"{path}: field 'eagle_aux_hidden_state_layer_ids' is {read}, expected ascending numbers, 0 to "
+                f"{layers - 1}"
+            )
+        for name, expected in (("vocab_size", vocabulary), ("target_hidden_size", text.hidden_size)):
+            if (values.get(name) or expected) != expected:
+                raise InputError(f"{path}: field {name!r} is {values[name]}, but the target's is {expected}")
+            values[name] = expected
+    values["eagle_config"] = {**eagle, "eagle_aux_hidden_state_layer_ids": read or [0, 0, 0]}
     config = LlamaConfig(**values)
     config._attn_implementation = "sdpa"
     return config

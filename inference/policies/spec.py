@@ -36,7 +36,9 @@ class DraftShape(NamedTuple):
             return draft
         model = draft.draft if isinstance(draft, Pair) else draft
         dtype = str(model.dtype).removeprefix("torch.")
-        return cls(hidden_size(model), model.device, input_embeddings(model), Checkpoint.of(model), dtype)
+        known = model.get_input_embeddings() is not None  # an EAGLE-3 drafter may have those of its target alone
+        embeddings = input_embeddings(model) if known else None
+        return cls(hidden_size(model), model.device, embeddings, Checkpoint.of(model), dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

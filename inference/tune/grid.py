@@ -15,6 +15,7 @@ from accept_head.inference.tune.rules import RULES, checked_rules
 Search = Literal["grid", "cost"]
 PROBABILITIES = ThresholdPolicy.grid
 K_MIN, K_MAX = (1, 2), (4, 8, 20)
+MOST = 64  # tokens of a round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,10 @@ def checked_grid(
     objective: Objective,
     *,
     has_heads: bool,
+    longest: int = MOST,
 ) -> Grid:
-    """The grid that the options of the command line ask for. None: the default of `tune`.
+    """The grid that the options of the command line ask for. None: the default of `tune`. longest: round that the
+    traces can replay.
 
     Raises InputError for values out of range, and for a k_min that nothing would read.
     """
@@ -63,7 +66,7 @@ def checked_grid(
         search = "cost" if k_min is None and objective == "mean" else "grid"
     grid = Grid(
         k_min=_checked("k_min", k_min, K_MIN, 1),
-        k_max=_checked("k_max", k_max, K_MAX, 1),
+        k_max=_checked("k_max", k_max, sorted({min(each, longest) for each in K_MAX}), 1, longest),
         lags=_checked("lag", lag, (0, 1), 0, 1),
         rules=checked_rules(rules),
         search=search,
@@ -80,7 +83,9 @@ def checked_grid(
     return grid
 
 
-def _checked(name: str, given: Sequence[int] | None, default: Sequence[int], low: int, high: int = 64) -> Sequence[int]:
+def _checked(
+    name: str, given: Sequence[int] | None, default: Sequence[int], low: int, high: int = MOST
+) -> Sequence[int]:
     values = tuple(default if given is None else given)
     if not values or not all(low <= value <= high for value in values):
         raise InputError(f"{name} is {list(values)}, expected numbers from {low} to {high}")

@@ -22,7 +22,7 @@ from accept_head.inference.tune.heads import load_heads
 from accept_head.inference.tune.objectives import Objective
 from accept_head.inference.tune.search import search_all
 from accept_head.inference.tune.table import remarks, tuned_table
-from accept_head.pair import load_model
+from accept_head.pair import load_draft
 from accept_head.trace.shards import finished_config
 
 
@@ -80,16 +80,20 @@ def tune(
     """
     path = writable_file(Path(out))
     priced = read_costs(costs, t_draft, t_target, target_times)
-    grid = checked_grid(k_min, k_max, lag, rules, search, objective, has_heads=bool(head))
+    config = finished_config(Path(traces))
+    most = {"longest": config.depths} if config.depths else {}
+    grid = checked_grid(k_min, k_max, lag, rules, search, objective, has_heads=bool(head), **most)
+    if config.depths and target is not None:
+        raise InputError(f"--target {target}: there is no informed bound for the traces of an EAGLE-3 drafter yet")
     if max_prompts is not None and max_prompts < 1:
         raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
-    model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_draft(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model)
     if lag is not None and all(each.config.reads == "before" for each in heads.values()):
         raise InputError(f"lag is {lag}, which only a --head that reads the state at a drawn token has: there is none")
     for name in heads:
-        check_unseen(name, head_folder(name), Path(traces), finished_config(Path(traces)))
+        check_unseen(name, head_folder(name), Path(traces), config)
     load_target = target_loader(Path(traces), target, dtype, trust_remote_code)
     files = decoding_files(heads)
     longest = max(LONGEST, *grid.k_max)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from accept_head import Sampling, load_pair
 from accept_head.checkpoint import checkpoint_fingerprint
+from accept_head.cli import main
 from accept_head.eagle3.saved import save_eagle3
 from accept_head.errors import InputError
 from accept_head.inference import generate
@@ -24,6 +26,7 @@ from accept_head.prompts import load_prompts
 from accept_head.training.collect.verb import collect
 from tests.examples import make_eagle3
 from tests.inference.support.held_out import Z_LIMIT, z_scores
+from tests.inference.support.toy import random_head
 
 DEPTHS, TOKENS = 5, 24
 # Untrained models agree often where both are unsure.
@@ -75,6 +78,13 @@ def traces(collected, folder, pair):
         return load_coupled(collected(sampling), pair.draft, checkpoint_fingerprint(folder / "drafter"))
 
     return load
+
+
+@pytest.fixture
+def random_head_folder(tmp_path):
+    """A head that reads the drafter's state and its signals."""
+    random_head(32, signals=True, reads="before", std=0.1).save_pretrained(tmp_path / "head")
+    return tmp_path / "head"
 
 
 @torch.no_grad()
@@ -169,6 +179,25 @@ def test_rollouts_are_drawn_from_the_rounds_own_states(pair, traces, prompts):
         assert torch.allclose(expected, hidden[number, 0], atol=1e-4), (row, start, depth)
         checked[depth] += 1
     assert min(checked[: DEPTHS - 1]) >= 5, checked
+
+
+def tuned(folder, traces, out, *words):
+    paths = ("--traces", traces, "--draft", folder / "drafter", "--out", out)
+    return main([*map(str, ("tune", *paths, "--t_draft", 0.05, "--t_target", 1, *words))])
+
+
+def test_tune_compares_rules_on_such_traces(collected, folder, tmp_path, random_head_folder):
+    out = tmp_path / "tuned.json"
+    assert tuned(folder, collected(SAMPLED), out, "--head", random_head_folder, "--rules", "max-prob", "adaedl") == 0
+    rows = {row["name"].partition(":")[0]: row for row in json.loads(out.read_text())["policies"]}
+    assert {"none", "fixed", "head", "max-prob", "adaedl", "oracle"} == set(rows)
+    assert rows["fixed"]["params"]["k"] == DEPTHS and rows["max-prob"]["params"]["k_max"] in (4, 5)
+
+
+def test_tune_says_what_such_traces_cannot_give(collected, folder, tmp_path, capsys):
+    for words, named in ((("--k_max", 20), "k_max"), (("--target", folder / "target"), "informed bound")):
+        assert tuned(folder, collected(SAMPLED), tmp_path / "tuned.json", *words) == 2
+        assert named in capsys.readouterr().err
 
 
 # --- what is refused, and what is kept -------------------------------------------------------------------------------
