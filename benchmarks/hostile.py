@@ -462,6 +462,7 @@ def warmed_main(box: Sandbox) -> Callable[[Sequence[str]], int]:
     is the same as before is parsed once: they are not what is spoiled."""
     import jsonargparse
 
+    import accept_head.checkpoint as checkpoint
     import accept_head.inference.decode.file as decode_file
     import accept_head.inference.verbs.generate as generate_file
     import accept_head.pair as pair
@@ -469,8 +470,8 @@ def warmed_main(box: Sandbox) -> Callable[[Sequence[str]], int]:
     import accept_head.training.specdecpp as specdecpp
     from accept_head.cli import main
 
-    for name in ("load_pair", "load_model", "load_tokenizer", "checkpoint_fingerprint"):
-        once = remembered(getattr(pair, name))
+    for made in (pair.load_pair, pair.load_model, pair.load_tokenizer, checkpoint.checkpoint_fingerprint):
+        name, once = made.__name__, remembered(made)
         for module in (decode_file, generate_file, run, specdecpp):
             if hasattr(module, name):
                 setattr(module, name, once)

@@ -34,6 +34,7 @@ class Settings:
     batch_size: int = 3
     shard_size: int = 64
     alternatives: int | None = None
+    depths: int | None = None
     end_token_ids: tuple[int, ...] = ()
 
 

@@ -309,6 +309,7 @@ class _Settings:
     batch_size = 24
     seed = 0
     alternatives = None
+    depths = None
 
 
 def test_a_target_with_more_outputs_than_the_draft_answers_in_the_shared_vocabulary(random_llama, byte_tokenizer):

@@ -11,7 +11,7 @@ from accept_head.inference.adapters.vllm import settings
 from accept_head.inference.adapters.vllm.settings import Settings, check, check_hooks, is_supported, is_the_tested
 
 
-def config(accept_head=None, *, spec=(), parallel=(), **scheduler):
+def config(accept_head=None, *, spec=(), parallel=(), v2=False, **scheduler):
     """A VllmConfig as far as the adapter looks at it."""
     speculative = {
         "method": "draft_model",
@@ -27,6 +27,7 @@ def config(accept_head=None, *, spec=(), parallel=(), **scheduler):
         speculative_config=SimpleNamespace(**speculative) if speculative["method"] else None,
         parallel_config=SimpleNamespace(**{"data_parallel_size": 1, "pipeline_parallel_size": 1, **dict(parallel)}),
         scheduler_config=SimpleNamespace(**{"async_scheduling": False, **scheduler}),
+        use_v2_model_runner=v2,
     )
 
 
@@ -42,6 +43,7 @@ def test_nothing_is_looked_at_until_it_is_asked_for():
     assert check(config(spec={"method": "eagle"}, parallel={"data_parallel_size": 8}, async_scheduling=True)) is None
     assert check(SimpleNamespace(additional_config=None)) is None
     assert check(config(ASKED)) == Settings(policy="head:PATH")
+    assert check(config(ASKED, spec={"method": "eagle3"})) == Settings(policy="head:PATH")
     assert check(config({**ASKED, "log_every": 0})) == Settings(policy="head:PATH", log_every=0.0)
 
 
@@ -65,7 +67,8 @@ def test_what_is_asked_must_make_sense(accept_head, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"spec": {"method": "eagle3"}}, "speculative_config.method is 'eagle3'"),
+        ({"spec": {"method": "eagle"}}, "speculative_config.method is 'eagle'"),
+        ({"spec": {"method": "eagle3"}, "v2": True}, "'eagle3', which is not supported with the V2.*VLLM_USE_V2"),
         ({"spec": {"method": None}}, "speculative_config.method is None"),
         ({"spec": {"rejection_sample_method": "block"}}, "rejection_sample_method is 'block'"),
         ({"spec": {"parallel_drafting": True}}, "parallel_drafting is True"),
