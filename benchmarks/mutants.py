@@ -587,8 +587,8 @@ CORE = (
     Mutant(
         "replay, asking: the divergence is of the next position",
         "inference/replay/asking.py",
-        "slots = (here[:, None] + torch.arange(int(submitted.max())))",
-        "slots = (here[:, None] + torch.arange(int(submitted.max())) + 1)",
+        "slots = self.traces.tokens_of(here[:, None], torch.arange(int(submitted.max())))",
+        "slots = self.traces.tokens_of(here[:, None] + 1, torch.arange(int(submitted.max())))",
         (REPLAY + "a_policy_is_told_what_the_decode_loop_would_tell_it",),
     ),
     Mutant(
