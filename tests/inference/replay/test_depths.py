@@ -181,6 +181,22 @@ def test_rollouts_are_drawn_from_the_rounds_own_states(pair, traces, prompts):
     assert min(checked[: DEPTHS - 1]) >= 5, checked
 
 
+def test_greedy_counts_of_a_trained_drafter_are_those_of_the_loop(embedded_pair_folder, tmp_path):
+    """Rounds of accepted tokens, of several depths."""
+    prompts = embedded_pair_folder / "prompts" / "test.jsonl"
+    models = embedded_pair_folder / "target", embedded_pair_folder / "eagle3"
+    collect(
+        *map(str, models), str(tmp_path / "traces"), str(prompts), depths=6, max_new_tokens=TOKENS, temperature=0.0,
+        max_prompts=20, batch_size=20,
+    )  # fmt: skip
+    pair = load_pair(*models, device="cpu")
+    traces = load_coupled(tmp_path / "traces", pair.draft, checkpoint_fingerprint(models[1]))
+    ids = [list(prompt.ids) for prompt in load_prompts(str(prompts), pair.tokenizer, max_prompts=20)]
+    assert (traces.leading >= 3).sum() > 10
+    for spec in ("fixed:4", "confidence:0.2,k_max=6", "adaedl:0.3,k_max=6"):
+        assert np.array_equal(replayed(traces, spec, pair.draft), counted(pair, ids, spec, GREEDY)), spec
+
+
 def tuned(folder, traces, out, *words):
     paths = ("--traces", traces, "--draft", folder / "drafter", "--out", out)
     return main([*map(str, ("tune", *paths, "--t_draft", 0.05, "--t_target", 1, *words))])
