@@ -202,7 +202,8 @@ def load_draft(name: str | Path, option: str, *, dtype: str = "auto", trust_remo
         return load_model(name, option, dtype=dtype, trust_remote_code=trust_remote_code)
     from accept_head.eagle3.saved import load_eagle3
 
-    return load_eagle3(checkpoint_folder(name), None)
+    resolved = _resolve_dtype(dtype, torch.device("cpu"))
+    return load_eagle3(checkpoint_folder(name), None, dtype=resolved if isinstance(resolved, torch.dtype) else None)
 
 
 def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:

@@ -67,8 +67,7 @@ class Eagle3Body(nn.Module):
 
 
 class Eagle3Drafter(PreTrainedModel):
-    """The drafter as a transformers model. `save_pretrained` and `load_eagle3` use the layout that vLLM, SpecForge and
-    EAGLE's authors share."""
+    """The drafter as a transformers model. saved.py reads and writes its files."""
 
     config_class = LlamaConfig
     base_model_prefix = "model"

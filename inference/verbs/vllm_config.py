@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 
+from accept_head.checkpoint import check_model
 from accept_head.inference.adapters.vllm.chosen import chosen_spec
 from accept_head.inference.adapters.vllm.config import command_line, serving, write_yaml, yaml_path
 from accept_head.inference.adapters.vllm.models import read_models
@@ -48,6 +49,7 @@ def vllm_config(
         trust_remote_code: Run code that comes with a model.
     """
     path = yaml_path(out) if out is not None else None
+    check_model(draft, "--draft")
     models = read_models(target, draft, trust_remote_code)
     options, notes = serving(
         target,

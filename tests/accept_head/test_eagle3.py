@@ -145,12 +145,13 @@ def test_generate_decodes_with_it(pair, random_pair_folder, tmp_path):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("verb", ["fit", "report"])
+@pytest.mark.parametrize("verb", ["fit", "report", "vllm-config"])
 def test_verbs_that_cannot_use_it_say_so(pair, random_pair_folder, tmp_path, capsys, verb):
     prompts = ("--prompts", random_pair_folder / "prompts" / "train.jsonl")
     words = {
         "fit": ("--target", pair[0], *prompts),
+        "vllm-config": ("--target", pair[0], "--policy", "fixed:3"),
         "report": ("--traces", tmp_path, "--t_draft", 1, "--t_target", 5),
     }[verb]
-    assert main([*map(str, (verb, "--draft", pair[1], "--out", tmp_path / "out", *words))]) == 2
+    assert main([*map(str, (verb, "--draft", pair[1], "--out", tmp_path / "out.yaml", *words))]) == 2
     assert "is an EAGLE-3 drafter" in capsys.readouterr().err

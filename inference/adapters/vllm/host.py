@@ -168,7 +168,7 @@ class PolicyHost:
             with self.stopwatch.timing():
                 self.progress = drafting.peek(seen, self.progress)
         self.progress = drafting.drew(self.progress)
-        if self.end_ids is not None:
+        if self.end_ids is not None and drafting.stops_early:  # else the host need not wait for the device
             ended = (token_ids.cpu()[:, None] == self.end_ids).any(-1)
             self.progress = self.progress._replace(active=self.progress.active & ~ended)
         if drafting.asks:
