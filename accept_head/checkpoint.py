@@ -40,9 +40,9 @@ def reads_target(name: str | Path) -> bool:
 
 
 def check_model(name: str | Path, option: str) -> None:
-    """Raises InputError for an EAGLE-3 drafter, which some commands cannot use."""
+    """Raises InputError for an EAGLE-3 drafter, which stands for no model of its own."""
     if reads_target(name):
-        raise InputError(f"{option} {name}: is an EAGLE-3 drafter, which this command cannot use yet; expected a model")
+        raise InputError(f"{option} {name}: is an EAGLE-3 drafter, expected a model")
 
 
 def checkpoint_fingerprint(name: str | Path) -> str:

@@ -196,14 +196,23 @@ def input_embeddings(model: PreTrainedModel) -> Tensor:
     return model.get_input_embeddings().weight.detach()  # type: ignore[operator]
 
 
-def load_draft(name: str | Path, option: str, *, dtype: str = "auto", trust_remote_code: bool = False) -> Any:
-    """A draft model, or an EAGLE-3 drafter without its target, for replay. Raises InputError as `load_model` does."""
+def load_draft(
+    name: str | Path,
+    option: str,
+    *,
+    dtype: str = "auto",
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """A draft model, or an EAGLE-3 drafter without its target, for what its traces tell. Raises InputError
+    as `load_model` does."""
     if not reads_target(name):
-        return load_model(name, option, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_model(name, option, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     from accept_head.eagle3.saved import load_eagle3
 
     resolved = _resolve_dtype(dtype, torch.device("cpu"))
-    return load_eagle3(checkpoint_folder(name), None, dtype=resolved if isinstance(resolved, torch.dtype) else None)
+    drafter = load_eagle3(checkpoint_folder(name), None, dtype=resolved if isinstance(resolved, torch.dtype) else None)
+    return drafter.to(device or "cpu")
 
 
 def end_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:

@@ -156,18 +156,22 @@ def within(traces: CoupledTraces, domain: str | None) -> np.ndarray:
 
 def head_settings(traces: CoupledTraces, head: AcceptanceHead, **options: Any) -> list[Replayed]:
     """As the authors read it, one token late, where it needs the state at the drawn token."""
-    settings = [Setting(threshold=t, k_min=low, k_max=high) for low, high in BOUNDS for t in HEAD_GRID]
+    settings = [Setting(threshold=t, k_min=low, k_max=high) for low, high in bounds(traces) for t in HEAD_GRID]
     return replay_thresholds(traces, HeadPolicy(head, 0.5, **options), settings, "head")
 
 
 def rule_settings(traces: CoupledTraces, name: str) -> list[Replayed]:
     if name in LEARNERS:  # none of these looks at the costs
         costs = ForwardCosts(t_draft=0.1, t_target=1.0)
-        return [ask(traces, name, value, costs, most) for value in LEARNERS[name].values for most in (8, K_MAX)]
+        longest = sorted({8, min(K_MAX, traces.k_max)})
+        return [ask(traces, name, value, costs, most) for value in LEARNERS[name].values for most in longest]
     rule = RULES[name]
-    return replay_thresholds(
-        traces, rule(), [Setting(threshold=t, k_min=low, k_max=high) for low, high in BOUNDS for t in rule.grid], name
-    )
+    settings = [Setting(threshold=t, k_min=low, k_max=high) for low, high in bounds(traces) for t in rule.grid]
+    return replay_thresholds(traces, rule(), settings, name)
+
+
+def bounds(traces: CoupledTraces) -> list[tuple[int, int]]:
+    return [(low, high) for low, high in BOUNDS if high <= traces.k_max]
 
 
 class Known(NamedTuple):
@@ -180,7 +184,7 @@ class Known(NamedTuple):
 
 def known_of(traces: CoupledTraces, tables: InformedTables | None) -> Known:
     informed = None if tables is None else partial(replay_informed, traces, tables)
-    return Known(replay_fixed(traces, range(K_MAX + 1)), replay_oracle(traces), informed)
+    return Known(replay_fixed(traces, range(min(K_MAX, traces.k_max) + 1)), replay_oracle(traces), informed)
 
 
 def judged(

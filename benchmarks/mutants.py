@@ -116,6 +116,27 @@ POLICIES = (
         ("inference/replay/test_depths.py::test_rollouts_are_drawn_from_the_rounds_own_states",),
     ),
     Mutant(
+        "heads for EAGLE-3: a label counts as if all tokens before it were accepted",
+        "training/learn/depth_states.py",
+        "chance[:-1, depth - 1] * overlap[:-1, depth - 1]",
+        "chance[:-1, depth - 1]",
+        ("training/test_depth_states.py::test_places_are_those_of_rounds_from_every_position",),
+    ),
+    Mutant(
+        "heads for EAGLE-3: the states are those of the trace before",
+        "training/learn/depth_states.py",
+        "first, last = self.starts[shard][place : place + 2]",
+        "first, last = self.starts[shard][max(place - 1, 0) : max(place - 1, 0) + 2]",
+        ("training/test_depth_states.py::test_a_trace_has_the_states_that_were_collected_with_it",),
+    ),
+    Mutant(
+        "report: a token of an EAGLE-3 round is judged as the first of one",
+        "inference/report/rounds.py",
+        'record["acceptance"][token - first * traces.depths]',
+        'record["acceptance"][(step + depth) * traces.depths]',
+        ("inference/replay/test_depths.py::test_viewed_rounds_and_calibration_take_each_token_at_its_depth",),
+    ),
+    Mutant(
         "vLLM: the token after a draft is not counted as the request's",
         "inference/adapters/vllm/host.py",
         "end.length - now - 1))",

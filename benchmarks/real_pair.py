@@ -133,16 +133,8 @@ def write_prompts() -> None:
     """TRACES/prompts/SPLIT.jsonl, chat messages with a domain; drawn by seed, always the same."""
     if all(prompts_file(split).is_file() for split in SPLITS):
         return
-    overlap = {(each["file"], each["line"]) for each in read("OVERLAP.jsonl")}
-    sources: dict[str, tuple[str, Callable[[Record], str]]] = {
-        "code": ("code_mbpp/mbpp.jsonl", lambda r: f"{r['text']}\nIt must pass: {r['test_list'][0]}"),
-        "maths": ("math_gsm8k/train.jsonl.gz", lambda r: r["question"]),
-        "chat": ("instr_dolly/dolly_3k.jsonl.gz", lambda r: f"{r['instruction']}\n{r['input']}".strip()),
-        "tools": ("instr_toolcall/glaive_toolcall_en_demo.jsonl", _tool_call),
-    }
     splits: dict[str, list[Record]] = {"train": [], "dev": []}
-    for domain, (file, text) in sources.items():
-        texts = [text(record) for line, record in enumerate(read(file)) if (file, line) not in overlap]
+    for domain, texts in texts_by_domain().items():
         chosen = drawn(texts, TRAIN[domain] + DEV)
         splits["dev"] += [message(domain, each) for each in chosen[:DEV]]
         splits["train"] += [message(domain, each) for each in chosen[DEV:]]
@@ -162,6 +154,21 @@ def write_prompts() -> None:
     for split, records in splits.items():
         records.sort(key=lambda record: len(record["prompt"][0]["content"]))  # those of a batch are padded alike
         prompts_file(split).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def texts_by_domain() -> dict[str, list[str]]:
+    """All texts of the train prompts' kind, without those that are test prompts elsewhere."""
+    overlap = {(each["file"], each["line"]) for each in read("OVERLAP.jsonl")}
+    sources: dict[str, tuple[str, Callable[[Record], str]]] = {
+        "code": ("code_mbpp/mbpp.jsonl", lambda r: f"{r['text']}\nIt must pass: {r['test_list'][0]}"),
+        "maths": ("math_gsm8k/train.jsonl.gz", lambda r: r["question"]),
+        "chat": ("instr_dolly/dolly_3k.jsonl.gz", lambda r: f"{r['instruction']}\n{r['input']}".strip()),
+        "tools": ("instr_toolcall/glaive_toolcall_en_demo.jsonl", _tool_call),
+    }
+    return {
+        domain: [text(record) for line, record in enumerate(read(file)) if (file, line) not in overlap]
+        for domain, (file, text) in sources.items()
+    }
 
 
 def drawn(texts: Sequence[str], count: int) -> list[str]:

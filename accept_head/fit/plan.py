@@ -10,14 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from accept_head.alternatives import DRAWS
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.files import readable_size
-from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.cache import CachedModel, Group
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.profile.device import finish
-from accept_head.pair import Pair
+from accept_head.pair import Pair, hidden_size
+from accept_head.sampling import Sampling
+from accept_head.training.collect.settings import DEPTHS
 from accept_head.training.plan.estimate import ALTERNATIVE_BYTES, POSITION_BYTES, PROMPT_BYTES
 
 TRAIN, FEWEST_TRAIN = 300, 20  # prompts; a base takes some dozen, a residual some hundred
@@ -121,9 +126,15 @@ def shown(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def check_disk(folder: Path, plan: Plan, prompt_tokens: float, new_tokens: int, alternatives: int) -> None:
-    """Raises InputError when traces of this size do not fit on the folder's disk."""
-    position = POSITION_BYTES + alternatives * ALTERNATIVE_BYTES
+def position_bytes(pair: Pair, sampling: Sampling) -> int:
+    """Bytes of a trace at each position."""
+    if isinstance(pair.draft, Eagle3Drafter):  # and of its states, those of rollouts included
+        return DEPTHS * (POSITION_BYTES + 2 * hidden_size(pair.draft) * pair.draft.dtype.itemsize)
+    return POSITION_BYTES + (0 if sampling.greedy else DRAWS) * ALTERNATIVE_BYTES
+
+
+def check_disk(folder: Path, plan: Plan, prompt_tokens: float, new_tokens: int, position: int) -> None:
+    """Raises InputError when traces of this size do not fit on the folder's disk. position: bytes of each position."""
     needed = sum(plan.sizes.values()) * (new_tokens * position + prompt_tokens * PROMPT_BYTES)
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -153,15 +164,23 @@ class _Probe:
         self.length = min(PREFILL, tokens - 1)
         self.cached = {rows: CachedModel(model, rows, tokens, attention="auto") for rows in {1, batch}}
         self.ids = torch.ones(batch, self.length + 1, dtype=torch.long, device=model.device)
+        self.states: Tensor | None = None
+        if isinstance(model, Eagle3Drafter):
+            shape = batch, self.length, hidden_size(model)
+            self.states = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def prefill(self) -> float:
         """Seconds of a token."""
-        return self._least(lambda: self.cached[1].fill(self.ids[:1], [0], [0], [self.length])) / self.length
+        group = Group(torch.tensor([[0, 0, self.length]], device=self.device), self.length, 0)
+        states = None if self.states is None else self.states[:1]
+        return self._least(lambda: self.cached[1].fill_group(self.ids[:1], group, states=states)) / self.length
 
     def step(self, rows: int) -> float:
         """Seconds of one token for each of so many rows."""
         starts = torch.full((rows,), self.length, device=self.device)
-        return self._least(lambda: self.cached[rows].forward(self.ids[:rows, :1], starts, self.length))
+        states = None if self.states is None else self.states[:rows, :1]
+        ids = self.ids[:rows, :1]
+        return self._least(lambda: self.cached[rows].forward(ids, starts, self.length, states=states))
 
     def _least(self, call: Callable[[], object]) -> float:
         times = []

@@ -16,14 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
-from accept_head.alternatives import DRAWS
-from accept_head.checkpoint import check_model, checkpoint_fingerprint
+from accept_head.checkpoint import checkpoint_fingerprint, reads_target
 from accept_head.console import make_console
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import locked, read_json, writable_folder, write_json
 from accept_head.fit.decoding import chosen_specs, counts_by_kind, decoded, replayed_rows, shown_name
-from accept_head.fit.plan import BATCH, Plan, check_disk, measured_speed, planned, seconds_of, shown
+from accept_head.fit.plan import BATCH, Plan, check_disk, measured_speed, planned, position_bytes, seconds_of, shown
 from accept_head.fit.prompts import SPLITS, read_all, write_splits
 from accept_head.fit.verdict import Verdict, costs_of_runs, judge
 from accept_head.inference.profile.device import conditions, device_name
@@ -67,7 +66,7 @@ def fit(
 
     Args:
         target: Target model: a folder or a name on the Hub.
-        draft: Draft model, with the target's tokenizer.
+        draft: Draft model, with the target's tokenizer; or an EAGLE-3 drafter.
         out: Folder for everything that is made.
         prompts: JSONL file or data set, like those that will be served; a shipped mix of five domains when left out.
         field: Field of a prompt record with the text, or with a list of chat messages.
@@ -83,7 +82,6 @@ def fit(
     start, folder, sampling = time.monotonic(), Path(out), Sampling(temperature=temperature, top_k=top_k)
     seconds = seconds_of(budget) if budget is not None else None
     check_positive(max_new_tokens=max_new_tokens, max_prompts=max_prompts)
-    check_model(draft, "--draft")
     console = make_console(unseen_width=118)
     models: dict[str, Any] = {"target": target, "draft": draft, "trust_remote_code": trust_remote_code, "dtype": dtype}
     asked = {
@@ -156,7 +154,7 @@ def prepare(
         budget=budget,
         processes=processes,
     )
-    check_disk(folder, plan, average, new_tokens, DRAWS if asked["sampling"]["temperature"] else 0)
+    check_disk(folder, plan, average, new_tokens, position_bytes(pair, Sampling(**asked["sampling"])))
     if left_out:
         console.print(f"{left_out} prompts are longer than the models' context leaves room for, and left out.")
     describe(console, pair, speed.draft / speed.alone, plan, new_tokens)
@@ -165,6 +163,8 @@ def prepare(
 
 
 def warn_of_templates(console: Console, models: dict[str, Any], pair: Pair) -> None:
+    if reads_target(models["draft"]):  # it has no tokenizer of its own
+        return
     theirs = load_tokenizer(models["draft"], "--draft", models["trust_remote_code"]).chat_template
     if theirs is not None and theirs != pair.tokenizer.chat_template:
         console.print("The two models have different chat templates: the target's is used for both.", style="yellow")
@@ -208,7 +208,7 @@ def made(folder: Path, models: dict[str, Any], sampling: Sampling, max_new_token
             dev_traces=str(folder / "traces" / "dev"),
             draft=models["draft"],
             out=str(folder / "head"),
-            cache=True,
+            cache=not reads_target(models["draft"]),  # the states of an EAGLE-3 drafter are collected
             seed=seed,
             trust_remote_code=models["trust_remote_code"],
         )
@@ -290,6 +290,9 @@ def next_commands(verdict: Verdict, folder: Path, models: dict[str, Any], sampli
     commands += [("publish", head, "USER/NAME")] if verdict.use == "head" else []
     return [
         *(f"  {shlex.join(map(str, ('accept-head', *words)))}" for words in commands),
+        "  from accept_head import load_pair",
         "  from accept_head.inference.adapters.transformers import generate as speculative",
-        f"  model.generate(**inputs, custom_generate=speculative, draft=draft_model, policy={policy!r})",
+        f"  pair = load_pair({models['target']!r}, {models['draft']!r}, dtype={models['dtype']!r})",
+        '  inputs = pair.tokenizer("Once upon a time", return_tensors="pt").to(pair.target.device)',
+        f"  pair.target.generate(**inputs, custom_generate=speculative, draft=pair.draft, policy={policy!r})",
     ]

@@ -27,7 +27,7 @@ def rounds_of(traces: CoupledTraces, policy: HeadPolicy) -> Rounds:
     drafted = depth < traces.drafts[starts, None]
     at_risk = drafted & (depth <= traces.leading[starts, None])
     truth = torch.from_numpy(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
-    places = (starts[:, None] + depth).clamp(max=traces.positions - 1)
+    places = traces.tokens_of(starts[:, None], depth).clamp(max=traces.of_responses - 1)
     return Rounds(
         predicted=torch.cat([scores, scores.new_zeros(1)])[tokens].double().numpy(),
         acceptance=torch.where(at_risk, truth[places].double(), 0.0).numpy(),

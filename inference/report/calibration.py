@@ -24,12 +24,12 @@ def calibrate_depths(traces: CoupledTraces, head: str, predicted: Tensor) -> lis
     """
     starts = round_starts(traces, traces.drafts)
     reached = torch.minimum(traces.drafts, traces.leading + 1)[starts]
-    positions = torch.cat([torch.arange(int(s), int(s + n)) for s, n in zip(starts, reached, strict=True)])
     depths = torch.cat([torch.arange(1, int(n) + 1) for n in reached])
+    tokens = traces.tokens_of(starts.repeat_interleave(reached), depths - 1)
     truth = torch.from_numpy(np.concatenate(traces.traces.with_format("numpy")["acceptance"][:]))
     curves = []
     for low, high in DEPTHS:
-        mine = positions[(depths >= low) & (depths <= (high or traces.k_max))]
+        mine = tokens[(depths >= low) & (depths <= (high or traces.k_max))]
         if len(mine):
             label = f"{low}" if low == high else f"{low}-{high}" if high else f"{low}+"
             curves.append(_curve(head, label, predicted[mine].double(), truth[mine].double()))
@@ -51,5 +51,5 @@ def _curve(head: str, depth: str, predicted: Tensor, observed: Tensor) -> Calibr
         predicted=means[0],
         observed=means[1],
         counts=counts[filled].tolist(),
-        ece=expected_calibration_error(predicted, observed, BINS),
+        ece=expected_calibration_error(predicted, observed, torch.full_like(predicted, 1 / len(predicted)), BINS),
     )

@@ -76,7 +76,7 @@ def _round(
                 predicted=chance,
                 survival=None if chance is None else survival,
                 # The traces have no target distribution after a rejection.
-                acceptance=record["acceptance"][step + depth] if depth <= accepted else None,
+                acceptance=record["acceptance"][token - first * traces.depths] if depth <= accepted else None,
                 draft_probability=float(traces.logprob[token].exp()),
                 entropy=float(traces.entropy[token]),
                 status="accepted" if depth < accepted else "rejected" if depth == accepted else "discarded",

@@ -21,7 +21,7 @@ from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import Replayed
 from accept_head.inference.tune.files import DECODING_NAME
-from accept_head.inference.tune.grid import Grid
+from accept_head.inference.tune.grid import K_MAX, Grid
 from accept_head.inference.tune.rules import RULES
 from accept_head.inference.tune.search import search_all
 
@@ -50,7 +50,7 @@ def rules_of(
     chosen: Mapping[str, Choice],
 ) -> dict[str, Rule]:
     """Every rule at its setting in `chosen`, else at the best setting on these traces. Keys are short names."""
-    grid = Grid()
+    grid = Grid(k_max=sorted({min(most, traces.k_max) for most in K_MAX}))
     missing = [name for name in (*heads, *SHOWN) if "threshold" not in chosen.get(name, {})]
     found = (
         search_all(traces, {name: heads[name] for name in heads if name in missing}, costs, grid) if missing else None

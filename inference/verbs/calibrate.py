@@ -14,11 +14,11 @@ from accept_head.console import make_console
 from accept_head.errors import InputError
 from accept_head.files import writable_file
 from accept_head.head.origin import check_unseen
-from accept_head.head.saved import load_head
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.calibration import calibrated, rounds_of, survival_quality
 from accept_head.inference.replay.coupled import LONGEST, load_coupled
-from accept_head.pair import hidden_size, input_embeddings, load_model
+from accept_head.inference.tune.heads import load_heads
+from accept_head.pair import load_draft
 from accept_head.trace.shards import finished_config
 
 
@@ -49,9 +49,9 @@ def calibrate(
     if not Path(head).is_dir():
         raise InputError(f"--head {head}: expected a local folder, where {CALIBRATION_NAME} is written")
     writable_file(Path(head) / CALIBRATION_NAME, "--head")
-    model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
+    model = load_draft(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
-    loaded = load_head(head, hidden_size=hidden_size(model), device=model.device, embeddings=input_embeddings(model))
+    (loaded,) = load_heads([head], model).values()
     check_unseen(head, Path(head), Path(traces), finished_config(Path(traces)))
     coupled = load_coupled(Path(traces), model, fingerprint, k_max=LONGEST, max_prompts=max_prompts)
     rounds = rounds_of(coupled, HeadPolicy(loaded, 0.5))

@@ -20,7 +20,8 @@ from accept_head.inference.report.build import build_report
 from accept_head.inference.report.page import write_report
 from accept_head.inference.report.rules import read_choices
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import load_model, load_tokenizer
+from accept_head.pair import load_draft, load_tokenizer
+from accept_head.trace.shards import finished_config
 
 
 def report(
@@ -55,7 +56,8 @@ def report(
         target_times: What if the target were so many times as slow?
         responses: Responses whose rounds are shown one by one, from all domains in turn.
         verdict: summary.json by `accept-head fit`, on whose verdict the page begins.
-        target: The target that the traces were made with, to show the informed bound, as for `tune`.
+        target: The target that the traces were made with, to show the informed bound, as for `tune`; with an EAGLE-3
+            drafter, for its tokenizer alone, if it is not where it was.
         max_prompts: Use the first so many traces.
         seed: Seed of the bootstrap.
         dtype: float32, bfloat16, float16, or auto; of the models.
@@ -69,8 +71,12 @@ def report(
         raise InputError(f"responses is {responses}, expected a number, 0 or more")
     given = costs is not None or t_draft is not None or t_target is not None
     priced = read_costs(costs if given else tuned, t_draft, t_target, target_times)
-    model = load_model(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
+    model = load_draft(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
+    config = finished_config(Path(traces))
+    if config.depths:  # an EAGLE-3 drafter has no tokenizer of its own
+        tokenizer, target = load_tokenizer(target or config.target, "--target", trust_remote_code), None
+    else:
+        tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)
     heads = load_heads(head or [], model)
     load_target = target_loader(Path(traces), target, dtype, trust_remote_code)

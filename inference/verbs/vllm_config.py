@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 
-from accept_head.checkpoint import check_model
 from accept_head.inference.adapters.vllm.chosen import chosen_spec
 from accept_head.inference.adapters.vllm.config import command_line, serving, write_yaml, yaml_path
 from accept_head.inference.adapters.vllm.models import read_models
@@ -33,7 +32,7 @@ def vllm_config(
 
     Args:
         target: Target model: a folder or a name on the Hub.
-        draft: Draft model, with the target's vocabulary.
+        draft: Draft model, with the target's vocabulary; or an EAGLE-3 drafter.
         head: Head folder. Threshold and bounds stay in its decoding.json, which is read when vLLM starts: one in vLLM's
             own options would make it compile both models again whenever it changes.
         policy: Another policy, or a head with a threshold; `accept-head --list-policies` prints what there is.
@@ -49,7 +48,6 @@ def vllm_config(
         trust_remote_code: Run code that comes with a model.
     """
     path = yaml_path(out) if out is not None else None
-    check_model(draft, "--draft")
     models = read_models(target, draft, trust_remote_code)
     options, notes = serving(
         target,

@@ -12,6 +12,7 @@ from accept_head import load_pair
 from accept_head.cli import main
 from accept_head.eagle3.saved import load_eagle3, save_eagle3
 from accept_head.errors import InputError
+from accept_head.fit.plan import measured_speed
 from tests.examples import make_eagle3
 
 
@@ -145,13 +146,13 @@ def test_generate_decodes_with_it(pair, random_pair_folder, tmp_path):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("verb", ["fit", "report", "vllm-config"])
-def test_verbs_that_cannot_use_it_say_so(pair, random_pair_folder, tmp_path, capsys, verb):
-    prompts = ("--prompts", random_pair_folder / "prompts" / "train.jsonl")
-    words = {
-        "fit": ("--target", pair[0], *prompts),
-        "vllm-config": ("--target", pair[0], "--policy", "fixed:3"),
-        "report": ("--traces", tmp_path, "--t_draft", 1, "--t_target", 5),
-    }[verb]
-    assert main([*map(str, (verb, "--draft", pair[1], "--out", tmp_path / "out.yaml", *words))]) == 2
-    assert "is an EAGLE-3 drafter" in capsys.readouterr().err
+def test_a_drafter_is_no_target(pair, tmp_path, capsys):
+    words = ("--target", pair[1], "--draft", pair[1], "--policy", "fixed:3", "--out", tmp_path / "out.yaml")
+    assert main([*map(str, ("vllm-config", *words))]) == 2
+    assert "is an EAGLE-3 drafter, expected a model" in capsys.readouterr().err
+
+
+def test_a_fit_times_its_forwards(pair):
+    """Without a target's states at hand."""
+    speed = measured_speed(load_pair(*pair, device="cpu"), tokens=32)
+    assert min(vars(speed).values()) > 0

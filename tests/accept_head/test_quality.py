@@ -40,24 +40,30 @@ def tensors(*arrays):
     return [torch.tensor(array, dtype=torch.float64) for array in arrays]
 
 
+def equal_shares(count):
+    return np.full(count, 1 / count)
+
+
 @pytest.mark.parametrize("bins", [1, 4, 15])
 def test_calibration_error_is_the_weighted_gap_of_equal_width_bins(bins):
     predicted, labels = sample()
-    found = expected_calibration_error(*tensors(predicted, labels), bins)
+    found = expected_calibration_error(*tensors(predicted, labels, equal_shares(len(labels))), bins)
     assert found == pytest.approx(numpy_ece(predicted, labels, bins), rel=1e-9)
 
 
 def test_auroc_counts_ties_one_half():
     predicted, labels = sample()
     coarse = predicted.round(1)
-    assert auroc(*tensors(coarse, labels)) == pytest.approx(auroc_of_expanded_labels(coarse, labels), rel=1e-12)
+    assert auroc(*tensors(coarse, labels, equal_shares(len(labels)))) == pytest.approx(
+        auroc_of_expanded_labels(coarse, labels), rel=1e-12
+    )
     # pairs (positive, negative): (0.5, 0.5) tie, (0.5, 0.2) right, (0.8, ·) right twice → (½ + 1 + 1 + 1) / 4
-    assert auroc(*tensors([0.5, 0.8, 0.5, 0.2], [1, 1, 0, 0])) == pytest.approx(0.875)
+    assert auroc(*tensors([0.5, 0.8, 0.5, 0.2], [1, 1, 0, 0], equal_shares(4))) == pytest.approx(0.875)
 
 
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_auroc_is_one_half_when_one_class_has_no_weight(label):
-    assert auroc(*tensors([0.1, 0.5, 0.9], [label] * 3)) == 0.5
+    assert auroc(*tensors([0.1, 0.5, 0.9], [label] * 3, equal_shares(3))) == 0.5
 
 
 def test_quality_collects_every_metric():
@@ -81,6 +87,18 @@ def test_quality_collects_every_metric():
     )
 
 
+def test_a_weight_is_so_many_positions():
+    predicted, labels = sample(50)
+    times = np.arange(50) % 4
+    logits, labels = torch.tensor(logit(predicted)), torch.tensor(labels)
+    found, expected = (
+        quality(logits, labels, torch.tensor(times)),
+        quality(*(values.repeat_interleave(torch.tensor(times)) for values in (logits, labels))),
+    )
+    assert found.to_dict() == pytest.approx(expected.to_dict(), rel=1e-9)
+    assert found.binary_kl != pytest.approx(quality(logits, labels).binary_kl, rel=1e-3)
+
+
 @pytest.mark.parametrize("label", [0.0, 1.0])
 def test_labels_of_one_kind_only_give_finite_numbers(label):
     found = quality(torch.tensor([-2.0, 0.0, 3.0]), torch.full((3,), label))
@@ -98,6 +116,8 @@ def test_float32_logits_are_judged_in_float64():
 def test_no_positions_is_an_input_error():
     with pytest.raises(InputError, match="no positions"):
         quality(torch.empty(0), torch.empty(0))
+    with pytest.raises(InputError, match="no positions"):
+        quality(torch.zeros(2), torch.ones(2), torch.zeros(2))
 
 
 # --- binary KL

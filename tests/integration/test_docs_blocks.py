@@ -1,8 +1,9 @@
 """The documentation's code blocks: every block is listed here, its names exist, and it runs or has a reason not to.
 
 The quick tests check each block against the code (tests/doc_blocks.py). The slow ones run a page's blocks in order. In
-their folder, TARGET, DRAFT, T and D are the embedded pair, prompts.jsonl has a few of its prompts, and the Hub is
-tests/hub_server.py. The commands are those of the page. A wrapper before the real program adds small sizes.
+their folder, TARGET, DRAFT, T and D are the embedded pair, DRAFTER is its EAGLE-3 drafter, prompts.jsonl has a few of
+its prompts, and the Hub is tests/hub_server.py. The commands are those of the page. A wrapper before the real program
+adds small sizes.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "docs/log.md": {},
     "docs/replay.md": {},
     "docs/vllm.md": {'pip install ".[vllm]"': VLLM, "accept-head vllm-config": VLLM},
+    "docs/eagle3.md": {"accept-head collect": Run(), "accept-head vllm-config": Run()},
 }
 
 # Programs that no block runs here; the quick tests hold their words against the repository.
@@ -356,7 +358,8 @@ def programs(tmp_path):
 def prepare(folder: Path, page: str, pair: Path) -> Path:
     """What the blocks of a page find there."""
     folder.mkdir()
-    for name, role in (("TARGET", "target"), ("T", "target"), ("DRAFT", "draft"), ("D", "draft")):
+    models = {"TARGET": "target", "T": "target", "DRAFT": "draft", "D": "draft", "DRAFTER": "eagle3"}
+    for name, role in models.items():
         (folder / name).symlink_to(pair / role)
     for name in ("checkpoints", "configs"):
         (folder / name).symlink_to(REPOSITORY / name)

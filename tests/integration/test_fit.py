@@ -138,6 +138,14 @@ def test_two_processes_make_the_same_traces(demo, run_launched, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_eagle3_drafter(embedded_pair_folder, tmp_path, capsys):
+    models = ("--target", embedded_pair_folder / "target", "--draft", embedded_pair_folder / "eagle3")
+    assert main([*map(str, ("fit", *models, "--out", tmp_path, *SIZES))]) == 0
+    verdict = json.loads((tmp_path / "summary.json").read_text())["verdict"]
+    assert verdict["use"] in KINDS and (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.slow
 def test_killed_at_random_moments_it_ends_the_same(
     demo, console_script, cli_environment, embedded_pair_folder, tmp_path
 ):

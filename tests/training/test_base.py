@@ -13,7 +13,7 @@ from accept_head.signals import SIGNALS
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS, trace_features
 from accept_head.training.learn import base as module
 from accept_head.training.learn.base import Labelled, divergence, fit_base, qualities, train_quality
-from accept_head.training.learn.data import PackedTraces
+from accept_head.training.learn.data import labelled_places
 
 COUNT = 4000
 TRUTH = torch.tensor([0.4, -0.3, 0.0, 0.0, 0.5, 0.3, -0.4, 0.0, 0.2], dtype=torch.float64)
@@ -117,8 +117,8 @@ def test_labels_are_those_of_the_traces(make_traces, alternatives):
             record |= {"alternative_ids": [12] * count, "alternative_logprob": [-1.0] * count}
             record |= {"alternative_acceptance": [0.25] * count}
     names = trace_features(alternatives=bool(alternatives))
-    traces = PackedTraces(Dataset.from_list(records, features=names), "prefix", r=0, seed=0, alternatives=alternatives)
-    found = Labelled.of((traces[0, row] for row in range(len(traces))), [0])
+    traces = Dataset.from_list(records, features=names)
+    found = Labelled.of(labelled_places(traces, "prefix", [0], alternatives=alternatives), [0])
     positions = sum(len(record["draft_ids"]) for record in records)
     accepted = sum(sum(record["acceptance"]) for record in records)
     assert float(found.accept.sum()) == pytest.approx(accepted + 0.25 * alternatives * positions, rel=1e-5)

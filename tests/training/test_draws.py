@@ -71,8 +71,8 @@ def test_each_token_drawn_from_a_state_stands_once_with_the_sum_of_its_labels(ma
 def test_a_place_that_only_another_label_counts_at_has_no_alternatives(make_traces):
     records = make_traces(LENGTHS, alternatives=3)
     batch, _ = state_batch(records, 3)
-    batch.mask[:2, LABELS.index("token")] = False
-    batch.mask[:2, LABELS.index("after")] = torch.tensor([True, False])
+    batch.weights[:2, LABELS.index("token")] = 0.0
+    batch.weights[:2, LABELS.index("after")] = torch.tensor([1.0, 0.0])
     found = draws(batch, AXES)
     assert (found.place == 0).sum() == 1, "its token is kept for what is said of the next one"
     assert (found.place == 1).sum() == 0, "nothing is known of it"

@@ -117,12 +117,12 @@ def test_features_are_those_of_one_ordinary_forward_a_position(splits, draft, tm
             torch.testing.assert_close(found.hidden, states, rtol=1e-4, atol=1e-5)
             assert found.counts.tolist() == [len(asked)] and found.indices.tolist() == [trace["index"]]
             if kind != "next":
-                assert found.mask[-count:, 0].all() and found.drawn_ids[-count:].tolist() == trace["draft_ids"]
+                assert found.weights[-count:, 0].all() and found.drawn_ids[-count:].tolist() == trace["draft_ids"]
                 assert found.labels[-count:, 0].tolist() == trace["acceptance"]
                 signals = torch.tensor([trace[name] for name in SIGNALS]).T
                 assert torch.equal(found.signals[-count:], signals)
             if kind in ("next", "both"):
-                assert found.mask[:count, 1].all() and found.labels[:count, 1].tolist() == trace["overlap"]
+                assert found.weights[:count, 1].all() and found.labels[:count, 1].tolist() == trace["overlap"]
 
 
 Fitted = namedtuple("Fitted", "weights dev forwards trainer")

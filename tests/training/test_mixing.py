@@ -64,12 +64,12 @@ def test_mixed_labels_count_only_where_the_fed_token_is_the_one_they_speak_of(tr
                 after_label[len(prompt) + i] = trace["overlap"][i + 1].item()
         assert packed.input_ids.tolist() == prompt + fed
         assert packed.position_ids.tolist() == list(range(len(packed.input_ids)))
-        assert packed.mask[:, 0].tolist() == token_mask
-        assert packed.mask[:, 1].tolist() == next_mask
-        assert packed.mask[:, 2].tolist() == after_mask
-        where_after = packed.mask[:, 2]
+        assert (packed.weights[:, 0] > 0).tolist() == token_mask
+        assert (packed.weights[:, 1] > 0).tolist() == next_mask
+        assert (packed.weights[:, 2] > 0).tolist() == after_mask
+        where_after = packed.weights[:, 2] > 0
         assert packed.labels[where_after, 2].tolist() == [v for v, m in zip(after_label, after_mask, strict=True) if m]
-        where_token, where_next, _ = packed.mask.unbind(-1)
+        where_token, where_next, _ = (packed.weights > 0).unbind(-1)
         assert packed.labels[where_token, 0].tolist() == [v for v, m in zip(token_label, token_mask, strict=True) if m]
         assert packed.labels[where_next, 1].tolist() == [v for v, m in zip(next_label, next_mask, strict=True) if m]
 
@@ -85,7 +85,7 @@ def test_the_drawn_token_stands_where_its_label_and_its_signals_do(traces, pack)
     for row, trace in enumerate(traces):
         names = ("draft_ids", "acceptance", *SIGNALS)
         known = list(zip(*(trace[name].tolist() for name in names), strict=True))
-        counts = batch.mask[row, :, 0]
+        counts = batch.weights[row, :, 0] > 0
         read = batch.labels[row, counts, 0].tolist(), *batch.signals[row, counts].T.tolist()
         assert list(zip(batch.drawn_ids[row, counts].tolist(), *read, strict=True)) == known
 
@@ -175,7 +175,7 @@ def test_packed_state_at_every_target_token_equals_that_of_an_ordinary_forward(r
     hidden = hidden_states(model, batch, batch.allowed, batch.position_ids)
     for row, trace in enumerate(traces):
         prompt, response = trace["prompt_ids"].tolist(), trace["response_ids"].tolist()
-        where = batch.mask[row, :, 1].nonzero().flatten().tolist()
+        where = (batch.weights[row, :, 1] > 0).nonzero().flatten().tolist()
         assert where == list(range(len(prompt) - 1, len(prompt) + len(response) - 1))
         assert torch.equal(batch.labels[row, where, 1], trace["overlap"])
         expected = torch.stack([separate_hidden_state(model, prompt + response[:i]) for i in range(len(response))])
@@ -188,7 +188,7 @@ def test_exact_labels_stand_at_the_proposals_and_nowhere_else(traces):
     for row, trace in enumerate(traces):
         start, count = len(trace["prompt_ids"]), len(trace["response_ids"])
         where = list(range(start + count, start + 2 * count))
-        assert batch.mask[row, :, 0].nonzero().flatten().tolist() == where
+        assert (batch.weights[row, :, 0] > 0).nonzero().flatten().tolist() == where
         assert torch.equal(batch.labels[row, where, 0], trace["acceptance"])
         assert torch.equal(batch.input_ids[row, where], trace["draft_ids"])
 
@@ -207,7 +207,10 @@ def after_by_hand(trace):
 
 def after_of(packed, start):
     """The same as a pack says it: label i stands at start + i."""
-    return {place - start: packed.labels[place, 2].item() for place in packed.mask[:, 2].nonzero().flatten().tolist()}
+    return {
+        place - start: packed.labels[place, 2].item()
+        for place in (packed.weights[:, 2] > 0).nonzero().flatten().tolist()
+    }
 
 
 @pytest.mark.parametrize("packing", ["exact", "prefix"])
@@ -220,7 +223,7 @@ def test_what_comes_after_a_drawn_token_counts_where_that_is_accepted(many_trace
         )
         expected = after_by_hand(trace)
         assert after_of(packed, start) == expected and len(expected) > 5
-        assert packed.mask[packed.mask[:, 2], 0].all()
+        assert (packed.weights > 0)[packed.weights[:, 2] > 0, 0].all()
 
 
 def test_in_scored_text_a_token_that_the_target_would_never_say_is_not_accepted(many_traces):
@@ -241,9 +244,9 @@ def test_prefix_packed_state_is_the_one_each_proposal_was_drawn_from(random_llam
     hidden = hidden_states(model, batch, batch.allowed, batch.position_ids)
     for row, trace in enumerate(traces):
         prompt, response = trace["prompt_ids"].tolist(), trace["response_ids"].tolist()
-        where = batch.mask[row, :, 0].nonzero().flatten().tolist()
+        where = (batch.weights[row, :, 0] > 0).nonzero().flatten().tolist()
         assert where == list(range(len(prompt) - 1, len(prompt) + len(response) - 1))
-        assert torch.equal(batch.mask[row, :, 0], batch.mask[row, :, 1])
+        assert torch.equal(batch.weights[row, :, 0] > 0, batch.weights[row, :, 1] > 0)
         assert torch.equal(batch.labels[row, where, 0], trace["acceptance"])
         assert torch.equal(batch.labels[row, where, 1], trace["overlap"])
         expected = torch.stack([separate_hidden_state(model, prompt + response[:i]) for i in range(len(response))])

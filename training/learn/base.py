@@ -17,7 +17,7 @@ from accept_head.base import base_functions, places_of
 from accept_head.head.network import AcceptanceHead
 from accept_head.head_config import HeadConfig, Predicts
 from accept_head.quality import Quality, binary_kl, quality
-from accept_head.training.learn.batches import Packed, collate
+from accept_head.training.learn.batches import StateBatch
 from accept_head.training.learn.draws import draws
 
 RIDGES = (1e-2, 1.0, 1e2)  # added to the Fisher information of each weight, which is about a tenth of a label's
@@ -36,14 +36,10 @@ class Labelled(NamedTuple):
     reject: Tensor
 
     @classmethod
-    def of(cls, packed: Iterable[Packed], axes: Sequence[int]) -> Labelled:
-        """The labels LABELS[axes] of packed traces, including those of alternatives."""
-        parts = []
-        for item in packed:
-            batch = collate([item])
-            found = draws(batch.at(torch.zeros(*batch.input_ids.shape, 0), axes), axes)
-            parts.append((found.signals, found.accept, found.reject))
-        return cls(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    def of(cls, traces: Iterable[StateBatch], axes: Sequence[int]) -> Labelled:
+        """The labels LABELS[axes] of traces, including those of alternatives. Their states are not read."""
+        found = [draws(trace, axes) for trace in traces]
+        return cls(*(torch.cat([getattr(each, name) for each in found]) for name in cls._fields))
 
 
 def fit_base(
@@ -103,9 +99,10 @@ def train_quality(head: AcceptanceHead, labelled: Labelled) -> dict[str, dict[st
 @torch.no_grad()
 def qualities(head: AcceptanceHead, labelled: Labelled) -> dict[str, Quality]:
     """The quality of each prediction of a base. labelled: without alternatives, so that each row is one token."""
-    logits, counts = head.base_logits(labelled.signals), labelled.accept + labelled.reject > 0
+    logits, counts = head.base_logits(labelled.signals), labelled.accept + labelled.reject
+    labels = labelled.accept / counts.clamp(min=1e-12)
     return {
-        prediction: quality(logits[counts[:, axis], axis], labelled.accept[counts[:, axis], axis])
+        prediction: quality(logits[:, axis], labels[:, axis], counts[:, axis])
         for axis, prediction in enumerate(head.config.predictions)
     }
 

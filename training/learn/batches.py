@@ -23,13 +23,14 @@ class Places:
 
     It selects the places that count while a GPU runs the draft, without waiting for it.
 
-    labels, mask: (…, 3), last axis token, next, after; see LABELS. signals: (…, 3), draft signals where the token label
-    counts. drawn_ids: (…), the drawn token there. alternative_ids: (…, m), the alternatives there. alternatives:
-    (…, m, 2), log q and a of these.
+    labels: (…, 3), last axis token, next, after; see LABELS. weights: (…, 3) float32, how much each label counts: 0 or
+    1; for a drafter that reads the target's states, the chance that a round reaches the place. signals: (…, 3), draft
+    signals where the token label counts. drawn_ids: (…), the drawn token there. alternative_ids: (…, m), the
+    alternatives there. alternatives: (…, m, 2), log q and a of these.
     """
 
     labels: Tensor
-    mask: Tensor
+    weights: Tensor
     signals: Tensor
     drawn_ids: Tensor
     alternative_ids: Tensor
@@ -72,7 +73,7 @@ class DraftBatch(Places):
 
     def at(self, hidden: Tensor, axes: Sequence[int]) -> StateBatch:
         """The places where one of LABELS[axes] counts. hidden: (batch, seq, hidden_size), from this forward."""
-        used = self.mask[..., axes].any(-1)
+        used = (self.weights[..., axes] > 0).any(-1)
         places = sent(used.flatten().nonzero()[:, 0], hidden.device)
         return StateBatch(
             **{name: getattr(self, name)[used] for name in PLACE_FIELDS},

@@ -18,7 +18,8 @@ from accept_head.quality import Quality
 from accept_head.signals import SIGNALS
 from accept_head.training.learn.base import Labelled, fit_base, qualities, train_quality
 from accept_head.training.learn.batches import label_axes
-from accept_head.training.learn.data import PackedTraces
+from accept_head.training.learn.data import labelled_places
+from accept_head.training.learn.depth_states import DepthStates
 from accept_head.training.learn.mixing import Packing
 from accept_head.training.learn.recipe import Recipe
 from accept_head.training.learn.splits import Splits
@@ -59,17 +60,17 @@ class Candidate:
     label: str = ""
 
 
-def fit_bases(recipes: dict[str, Recipe], splits: Splits, channels: int) -> dict[str, Outcome]:
-    """The base of each head, by the head's name. Heads with the same loss weights share one base."""
+def fit_bases(
+    recipes: dict[str, Recipe], splits: Splits, channels: int, states: DepthStates | None
+) -> dict[str, Outcome]:
+    """The base of each head, by the head's name. Heads with the same loss weights share one base. states: of traces
+    with depths."""
     common = next(iter(recipes.values()))
     packing: Packing = "prefix" if common.packing == "prefix" else "exact"
     axes = label_axes(common.predicts, sees_drawn=True)
     train, dev = (
-        Labelled.of((packed[0, row] for row in range(len(packed))), axes)
-        for packed in (
-            PackedTraces(splits.train, packing, r=0, seed=0, alternatives=int(common.alternatives)),
-            PackedTraces(splits.dev, packing, r=0, seed=0),
-        )
+        Labelled.of(labelled_places(traces, packing, axes, alternatives=alternatives, states=states), axes)
+        for traces, alternatives in ((splits.train, int(common.alternatives)), (splits.dev, 0))
     )
 
     @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning as L
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from accept_head.errors import InputError
 from accept_head.randomness import TraceStream, uniforms
 from accept_head.training.learn.batches import DraftBatch, Packed, StateBatch, collate
+from accept_head.training.learn.depth_states import DepthStates
 from accept_head.training.learn.feature_cache import FeatureCache
 from accept_head.training.learn.mixing import Packing, pack_fixed, pack_mixed
 from accept_head.training.learn.trace_tensors import TraceTensors
@@ -41,9 +42,9 @@ class PackedTraces(Dataset):
 
 
 class CachedTraces(Dataset):
-    """Traces with the draft's states, from the cache. Items as in PackedTraces, the same in every epoch."""
+    """Traces with the draft's states, from files. Items as in PackedTraces, the same in every epoch."""
 
-    def __init__(self, traces: TraceDataset, cache: FeatureCache):
+    def __init__(self, traces: TraceDataset, cache: FeatureCache | DepthStates):
         columns = traces.with_format("numpy")
         self.places = np.stack([columns[name][:] for name in ("folder", "index")], axis=-1).tolist()
         self.cache = cache
@@ -55,6 +56,25 @@ class CachedTraces(Dataset):
         _, row = item
         folder, index = self.places[row]
         return self.cache.folders[folder].trace(index)
+
+
+def labelled_places(
+    traces: TraceDataset,
+    packing: Packing,
+    axes: Sequence[int],
+    *,
+    alternatives: int = 0,
+    states: DepthStates | None = None,
+) -> Iterator[StateBatch]:
+    """The places of one trace after the other where one of LABELS[axes] counts. Without `states`, they have none."""
+    if states is not None:
+        stored = CachedTraces(traces, states)
+        yield from (stored[0, row] for row in range(len(stored)))
+        return
+    packed = PackedTraces(traces, packing, r=0, seed=0, alternatives=alternatives)
+    for row in range(len(packed)):
+        batch = collate([packed[0, row]])
+        yield batch.at(torch.zeros(*batch.input_ids.shape, 0), axes)
 
 
 class StepSampler(Sampler[list[tuple[int, int]]]):
@@ -111,6 +131,7 @@ class TraceData(L.LightningDataModule):
 
     With a cache, the draft runs only in `setup`, on traces that the cache lacks, and batches are StateBatches. Without
     a cache but with several threads, one thread runs the draft a batch ahead, and training batches are StateBatches.
+    Traces with depths have their states beside them; these take the place of the cache.
     """
 
     def __init__(
@@ -126,7 +147,7 @@ class TraceData(L.LightningDataModule):
         seed: int,
         alternatives: int = 0,
         workers: int = 0,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | DepthStates | None = None,
         threads: Threads | None = None,
     ):
         super().__init__()

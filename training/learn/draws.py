@@ -24,7 +24,7 @@ class Draws:
 
     place: (n,) ascending, the place in the batch where each was drawn; None: one draw at each place. ids: (n,).
     signals: (n, 3). accept, reject: (n, labels asked for), the sums of a and of 1 − a over the times that the token was
-    drawn at its place. Both are 0 where the label does not count.
+    drawn at its place, each as often as it counts. Both are 0 where the label does not count.
     """
 
     place: Tensor | None
@@ -36,16 +36,16 @@ class Draws:
 
 def draws(batch: StateBatch, axes: Sequence[int]) -> Draws:
     """The draws for which one of LABELS[axes] is known. Alternatives have only the token label."""
-    labels, mask = batch.labels[:, axes], batch.mask[:, axes]
-    accept, reject = torch.where(mask, labels, 0.0), torch.where(mask, 1 - labels, 0.0)
+    labels, weights = batch.labels[:, axes], batch.weights[:, axes]
+    accept, reject = weights * labels, weights * (1 - labels)
     if not batch.alternative_ids.shape[1]:
         return Draws(None, batch.drawn_ids, batch.signals, accept, reject)
     logprob, of_alternatives = batch.alternatives.unbind(-1)
     is_token = torch.tensor([axis == TOKEN for axis in axes])
-    counts = (mask & is_token).unsqueeze(1)  # (places, 1, labels)
+    counts = (weights * is_token).unsqueeze(1)  # (places, 1, labels)
     of_alternatives = of_alternatives.unsqueeze(-1)
-    accept = torch.cat([accept.unsqueeze(1), torch.where(counts, of_alternatives, 0.0)], 1)
-    reject = torch.cat([reject.unsqueeze(1), torch.where(counts, 1 - of_alternatives, 0.0)], 1)
+    accept = torch.cat([accept.unsqueeze(1), counts * of_alternatives], 1)
+    reject = torch.cat([reject.unsqueeze(1), counts * (1 - of_alternatives)], 1)
 
     ids = torch.cat([batch.drawn_ids.unsqueeze(-1), batch.alternative_ids], -1)  # (places, draws)
     into = (ids.unsqueeze(-1) == ids.unsqueeze(-2)).int().argmax(-1)  # the first draw of the same token

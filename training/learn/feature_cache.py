@@ -41,9 +41,9 @@ from accept_head.training.learn.mixing import Packing, pack_fixed
 from accept_head.training.learn.splits import Part
 from accept_head.training.learn.trace_tensors import READ_COLUMNS, TraceTensors
 
-CACHE_VERSION = 2  # changes with the packings or the file format
+CACHE_VERSION = 3  # changes with the packings or the file format
 FOLDER_NAME, CONFIG_NAME = "features", "feature_config.json"
-LABEL_BYTES = 4 * len(LABELS) + len(LABELS) + 4 * len(SIGNALS) + 8  # a position's labels, mask, signals and drawn id
+LABEL_BYTES = 8 * len(LABELS) + 4 * len(SIGNALS) + 8  # a position's labels, weights, signals and drawn id
 ALTERNATIVE_BYTES = 8 + 2 * 4  # id, and log q and a
 
 

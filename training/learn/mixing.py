@@ -29,7 +29,7 @@ def pack_mixed(trace: dict[str, Any], uniform: Tensor, r: float) -> Packed:
     prompt, response, draft = trace["prompt_ids"], trace["response_ids"], trace["draft_ids"]
     mixed = mix_tokens(response, draft, uniform, r)
     packed = _packed(trace, torch.cat([prompt, mixed]), len(prompt))
-    packed.mask[len(prompt) :] &= torch.stack([mixed == draft, mixed == response, mixed == draft], dim=-1)
+    packed.weights[len(prompt) :] *= torch.stack([mixed == draft, mixed == response, mixed == draft], dim=-1)
     return packed
 
 
@@ -73,7 +73,7 @@ def _packed(trace: dict[str, Any], ids: Tensor, start: int, alternatives: int = 
     followed = slice(start, start + count - 1)  # the last position has no next one
     packed = Packed(
         labels=torch.zeros(length, len(LABELS)),
-        mask=torch.zeros(length, len(LABELS), dtype=torch.bool),
+        weights=torch.zeros(length, len(LABELS)),
         signals=torch.zeros(length, len(SIGNALS)),
         drawn_ids=torch.zeros(length, dtype=torch.long),
         alternative_ids=torch.zeros(length, alternatives, dtype=torch.long),
@@ -83,10 +83,10 @@ def _packed(trace: dict[str, Any], ids: Tensor, start: int, alternatives: int = 
         allowed=torch.ones(length, length, dtype=torch.bool).tril(),
         index=int(trace["index"]),
     )
-    packed.labels[drawn, 0], packed.mask[drawn, 0] = trace["acceptance"], True
-    packed.labels[said, 1], packed.mask[said, 1] = trace["overlap"], True
+    packed.labels[drawn, 0], packed.weights[drawn, 0] = trace["acceptance"], 1
+    packed.labels[said, 1], packed.weights[said, 1] = trace["overlap"], 1
     packed.labels[followed, 2] = trace["overlap"][1:]
-    packed.mask[followed, 2] = (trace["accepted"] & (trace["acceptance"] > 0))[:-1]
+    packed.weights[followed, 2] = (trace["accepted"] & (trace["acceptance"] > 0)).float()[:-1]
     packed.signals[drawn] = torch.stack([trace[name] for name in SIGNALS], dim=-1)
     packed.drawn_ids[drawn] = trace["draft_ids"]
     if alternatives:

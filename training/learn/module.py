@@ -77,7 +77,7 @@ class HeadTraining(L.LightningModule):
         # Sums of KL and count over the last epoch so far and over all ranks: (heads, 2 × predictions).
         sums = torch.zeros(len(self.candidates), 2 * len(self.predictions), dtype=torch.float64)
         self.register_buffer("train_sums", sums)
-        self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, mask
+        self.dev_outputs: list[tuple[Tensor, Tensor, Tensor]] = []  # logits of every head, labels, weights
         self.dev_quality: list[dict[str, Quality]] = [{} for _ in self.candidates]
         self.judged_step = -1  # optimizer step at which dev_quality was measured
         self.best = BestWeights(self.candidates)
@@ -186,7 +186,7 @@ class HeadTraining(L.LightningModule):
         device = batch.hidden.device
         read = batch.hidden, sent(batch.signals, device), sent(batch.drawn_ids, device)
         logits = torch.stack([candidate.head(*read).float() for candidate in self.candidates])
-        self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes], batch.mask[:, self.axes]))
+        self.dev_outputs.append((logits.cpu(), batch.labels[:, self.axes], batch.weights[:, self.axes]))
 
     def on_validation_epoch_end(self) -> None:
         self._judge()
@@ -198,11 +198,11 @@ class HeadTraining(L.LightningModule):
         """Measure all candidates on the dev batches since the last call."""
         outputs, self.dev_outputs = _gather_all(self.dev_outputs), []
         logits = torch.cat([logits for logits, _, _ in outputs], dim=1)
-        labels, mask = (torch.cat([output[part] for output in outputs]) for part in (1, 2))
+        labels, weights = (torch.cat([output[part] for output in outputs]) for part in (1, 2))
         for index in range(len(self.candidates)):
             for axis, prediction in enumerate(self.predictions):
-                counted = mask[:, axis]
-                self.dev_quality[index][prediction] = quality(logits[index, counted, axis], labels[counted, axis])
+                found = quality(logits[index, :, axis], labels[:, axis], weights[:, axis])
+                self.dev_quality[index][prediction] = found
             if self.keep == "best":
                 self.best.judge(index, self.dev_quality[index])
         self.judged_step = self.global_step

@@ -14,12 +14,14 @@ from lightning.pytorch.utilities import rank_zero_only
 from transformers import PreTrainedModel
 
 from accept_head.checkpoint import checkpoint_fingerprint
-from accept_head.pair import context_tokens, hidden_size, input_embeddings, load_model
+from accept_head.errors import InputError
+from accept_head.pair import context_tokens, hidden_size, input_embeddings, load_draft
 from accept_head.trace.config import check_scored
 from accept_head.trace.values import check_context
 from accept_head.training.launch import local_device, set_cpu_threads, trainer_options, use_cpu_only
 from accept_head.training.learn.candidates import Outcome, fit_bases, make_candidates
 from accept_head.training.learn.data import StepSampler, TraceData
+from accept_head.training.learn.depth_states import DepthStates
 from accept_head.training.learn.feature_cache import FeatureCache
 from accept_head.training.learn.module import LOG_EVERY, HeadTraining
 from accept_head.training.learn.output import check_out, prepare_run, print_quality, save_heads
@@ -64,7 +66,7 @@ def run_training(settings: TrainSettings) -> None:
     set_cpu_threads(1)  # for each product; several threads use the other cores (threads.py)
     options = trainer_options(settings.precision)
     dtype = "bfloat16" if settings.precision == "bf16" else "auto"
-    draft = load_model(
+    draft = load_draft(
         settings.draft,
         "--draft",
         dtype=dtype,
@@ -90,7 +92,8 @@ def run_training(settings: TrainSettings) -> None:
     )
     recipes = variants(recipe, settings.depth, settings.w_rej)
     sweep = list(recipes) != [""]
-    bases = fit_bases(recipes, splits, hidden_size(draft)) if recipe.base and recipe.signals else {}
+    states = DepthStates(splits.parts) if splits.configs[0].depths else None
+    bases = fit_bases(recipes, splits, hidden_size(draft), states) if recipe.base and recipe.signals else {}
     if not recipe.residual:
         check_out(settings.out, sweep=sweep)
         _save(settings, list(bases.values()), recipes, splits, 0)
@@ -107,6 +110,7 @@ def run_training(settings: TrainSettings) -> None:
         w_acc=recipe.w_acc,
         threads=data.threads,
     )
+    data.cache = states
     if settings.cache:
         data.cache = FeatureCache(
             splits.parts,
@@ -141,6 +145,8 @@ def _checked_splits(settings: TrainSettings, draft: PreTrainedModel) -> Splits:
         draft_fingerprint=checkpoint_fingerprint(settings.draft),
         seed=settings.seed,
     )
+    if splits.configs[0].depths:
+        _check_of_depths(settings)
     if settings.chosen.predicts != "token":
         for config, folder in zip(splits.configs, splits.folders, strict=True):
             check_scored(config, folder)
@@ -149,10 +155,26 @@ def _checked_splits(settings: TrainSettings, draft: PreTrainedModel) -> Splits:
     return splits
 
 
+def _check_of_depths(settings: TrainSettings) -> None:
+    """Raises InputError for settings that traces with depths cannot serve."""
+    of_drafter = f"{settings.traces[0]} is of a drafter that reads the target's states"
+    if settings.chosen.packing != "prefix":
+        raise InputError(
+            f"packing is {settings.chosen.packing!r}, but {of_drafter}, and holds the states before its tokens: leave "
+            "it out, and take --recipe default or signals"
+        )
+    if settings.cache:
+        raise InputError(f"--cache: {of_drafter}, and already has its states beside it; leave --cache out")
+
+
 def _for_run(settings: TrainSettings, draft: PreTrainedModel, splits: Splits, processes: int) -> Recipe:
     """The chosen recipe after fixing all values that depend on the draft, the traces and the number of processes."""
     recipe = settings.chosen
-    if not settings.embedding_is_given and input_embeddings(draft).shape[-1] != hidden_size(draft):
+    if draft.get_input_embeddings() is None:
+        if settings.embedding_is_given and recipe.embedding:
+            raise InputError(f"embedding is true, but --draft {settings.draft} has no embeddings of its own")
+        recipe = recipe.override(embedding=False)
+    elif not settings.embedding_is_given and input_embeddings(draft).shape[-1] != hidden_size(draft):
         recipe = recipe.override(embedding=False)  # for example OPT-350m, whose embeddings are narrower
     if recipe.alternatives == "all" and recipe.knows_alternatives:
         _say_unused_alternatives(splits)

@@ -59,7 +59,7 @@ def serving(
     served = Sampling(temperature=_trained_temperature(trained, 1.0) if temperature is None else temperature)
     table = _table(batch_map, policy)
     most = most_tokens(policy, table, num_speculative_tokens, models.context)
-    options = _vllm_options(target, draft, most, served, table, tensor_parallel_size)
+    options = _vllm_options(target, draft, models.method, most, served, table, tensor_parallel_size)
     notes: list[str] = []
     if policy is not None and not isinstance(policy, FixedPolicy | BatchMapPolicy):
         # Run the adapter's own checks before anything is started.
@@ -76,6 +76,7 @@ def serving(
 def _vllm_options(
     target: str,
     draft: str,
+    method: str,
     most: int,
     served: Sampling,
     table: list[Range] | None,
@@ -83,7 +84,7 @@ def _vllm_options(
 ) -> Options:
     """The options that are the same with and without the plugin."""
     speculation: Options = {
-        "method": "draft_model",
+        "method": method,
         "model": place_of(draft),
         "num_speculative_tokens": most,
         "draft_sample_method": "greedy" if served.greedy else "probabilistic",

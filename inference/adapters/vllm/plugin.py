@@ -31,7 +31,8 @@ def register() -> None:
         after_import(
             {
                 "vllm.v1.worker.gpu_model_runner": _swap_proposers,
-                "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator": _swap_speculator,
+                "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator": _swap_speculators,
+                "vllm.v1.worker.gpu.spec_decode.eagle.speculator": _swap_speculators,
                 "vllm.v1.worker.gpu.spec_decode.utils": _swap_handler,
             }
         )
@@ -44,10 +45,12 @@ def _swap_proposers(module: ModuleType) -> None:
     module.EagleProposer = AcceptHeadEagleProposer  # type: ignore[attr-defined]
 
 
-def _swap_speculator(module: ModuleType) -> None:
-    from accept_head.inference.adapters.vllm.v2 import AcceptHeadSpeculator
+def _swap_speculators(module: ModuleType) -> None:
+    from accept_head.inference.adapters.vllm.v2 import with_policy
 
-    module.StandaloneARSpeculator = AcceptHeadSpeculator  # type: ignore[attr-defined]
+    for name in ("StandaloneARSpeculator", "EagleSpeculator"):
+        if hasattr(module, name):
+            setattr(module, name, with_policy(getattr(module, name)))
 
 
 def _swap_handler(module: ModuleType) -> None:

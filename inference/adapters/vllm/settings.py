@@ -61,11 +61,6 @@ def check(vllm_config: Any) -> Settings | None:
     method = spec.method if spec is not None else None
     if method not in ("draft_model", "eagle3"):
         raise InputError(f"{KEY}: speculative_config.method is {method!r}, expected 'draft_model' or 'eagle3'")
-    if method == "eagle3" and vllm_config.use_v2_model_runner:
-        raise InputError(
-            f"{KEY}: speculative_config.method is 'eagle3', which is not supported with the V2 model runner yet; set "
-            "VLLM_USE_V2_MODEL_RUNNER=0"
-        )
     refused = {
         "data_parallel_size": (parallel.data_parallel_size, 1),  # draft steps are synchronised across its ranks
         "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
@@ -114,10 +109,11 @@ def check_version() -> None:
 
 
 def check_hooks(cls: type, names: tuple[str, ...]) -> None:
-    """Raises InputError naming a method that this vLLM's class lacks."""
+    """Raises InputError naming a method that vLLM's class lacks. cls: this class, or one of ours that extends it."""
+    theirs = next((each for each in cls.__mro__ if each.__module__.partition(".")[0] == "vllm"), cls)
     for name in names:
-        if not callable(getattr(cls, name, None)):
+        if not callable(getattr(theirs, name, None)):
             raise InputError(
-                f"{KEY}: vLLM {installed_version()} has no {cls.__name__}.{name}, which this adapter hooks into; it "
+                f"{KEY}: vLLM {installed_version()} has no {theirs.__name__}.{name}, which this adapter hooks into; it "
                 f"was tested with {TESTED}"
             )

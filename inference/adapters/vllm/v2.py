@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config.compilation import CUDAGraphMode
 
 # Allows a sync where vLLM's debug mode reports them.
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
-from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
 from accept_head.inference.adapters.vllm.build import (
@@ -29,15 +30,15 @@ from accept_head.inference.adapters.vllm.settings import check_hooks
 HOOKS = ("propose", "sample_draft", "compute_draft_logits", "load_model", "_maybe_predict_acceptance")
 
 
-class AcceptHeadSpeculator(StandaloneARSpeculator):
-    """vLLM's speculator, with our policy if accept_head is set. vLLM's loop is not copied: see AcceptHeadProposer."""
+class PolicyRounds(DraftModelSpeculator):
+    """What both speculators of vLLM do, with our policy if accept_head is set. vLLM's loop is not copied: see v1.py."""
 
     def __init__(self, vllm_config: Any, device: torch.device):
         super().__init__(vllm_config, device)
         self.host: PolicyHost | None = None
         policy = build_policy(vllm_config, device)
         if policy is not None:
-            check_hooks(StandaloneARSpeculator, HOOKS)
+            check_hooks(type(self), HOOKS)
             check_handler()
             if self.enable_adaptive_verification:
                 head_of(policy)
@@ -50,6 +51,10 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
             self.acceptance_estimator = HeadAcceptanceEstimator(
                 head_of(policy), self.max_num_reqs, self.num_speculative_steps, self.device
             )
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Rounds that may end after any token cannot be captured."""
+        super().init_cudagraph_manager(cudagraph_mode if self.host is None else CUDAGraphMode.NONE)
 
     def propose(self, input_batch: Any, *inputs: Any, **options: Any) -> Tensor:
         """Draft → (batch, steps) ids, as in vLLM. The lengths of the drafts are stored on the batch for `ragged`."""
@@ -102,3 +107,8 @@ class AcceptHeadSpeculator(StandaloneARSpeculator):
             )
         else:
             super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+
+
+def with_policy(speculator: type[DraftModelSpeculator]) -> type[DraftModelSpeculator]:
+    """vLLM's speculator with our rounds. It is made here, as importing vLLM's own class is what calls for it."""
+    return type(f"AcceptHead{speculator.__name__}", (PolicyRounds, speculator), {})

@@ -16,10 +16,10 @@ from accept_head.fit.verb import RECORD, check_same, warn_of_templates
 
 def test_a_disk_that_is_too_small_is_named_before_anything_is_written(tmp_path, monkeypatch):
     plan = Plan(train=300, dev=60, test=60, seconds={})
-    check_disk(tmp_path, plan, 100, 96, alternatives=4)
+    check_disk(tmp_path, plan, 100, 96, position=90)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
     with pytest.raises(InputError, match=r"the traces need about .*, but .* are free"):
-        check_disk(tmp_path, plan, 100, 96, alternatives=4)
+        check_disk(tmp_path, plan, 100, 96, position=90)
 
 
 @pytest.mark.parametrize("of_draft", ["the same", "another", None])

@@ -22,6 +22,8 @@ from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
 from accept_head.inference.replay.walk import replay_fixed
+from accept_head.inference.report.calibration import calibrate_depths
+from accept_head.inference.report.rounds import view_responses
 from accept_head.prompts import load_prompts
 from accept_head.training.collect.verb import collect
 from tests.examples import make_eagle3
@@ -214,6 +216,30 @@ def test_tune_says_what_such_traces_cannot_give(collected, folder, tmp_path, cap
     for words, named in ((("--k_max", 20), "k_max"), (("--target", folder / "target"), "informed bound")):
         assert tuned(folder, collected(SAMPLED), tmp_path / "tuned.json", *words) == 2
         assert named in capsys.readouterr().err
+
+
+def test_a_report_shows_such_traces(collected, folder, tmp_path, random_head_folder):
+    out = tmp_path / "report.html"
+    paths = ("--traces", collected(SAMPLED), "--draft", folder / "drafter", "--head", random_head_folder, "--out", out)
+    assert main([*map(str, ("report", *paths, "--t_draft", 0.05, "--t_target", 1, "--responses", 2))]) == 0
+    assert f"fixed:{DEPTHS}" in out.read_text() and f"fixed:{DEPTHS + 1}" not in out.read_text()
+
+
+def test_viewed_rounds_and_calibration_take_each_token_at_its_depth(traces, pair):
+    made = traces(SAMPLED)
+    responses = view_responses(made, range(4), "fixed", made.drafts, pair.tokenizer)
+    for number, viewed in enumerate(responses):
+        record, position = made.traces[number], 0
+        for shown in viewed.rounds:
+            accepted = sum(token.status == "accepted" for token in shown.drafted)
+            for depth, token in enumerate(shown.drafted[: accepted + 1]):
+                here = (position + depth) * DEPTHS + depth
+                assert token.acceptance == record["acceptance"][here]
+                assert token.draft_probability == pytest.approx(np.exp(record["draft_logprob"][here]), rel=1e-5)
+            position += accepted + 1
+    labels = np.concatenate(made.traces.with_format("numpy")["acceptance"][:])
+    told = torch.from_numpy(labels).double()
+    assert all(curve.ece < 1e-6 for curve in calibrate_depths(made, "head", torch.cat([told, told])))
 
 
 # --- what is refused, and what is kept -------------------------------------------------------------------------------

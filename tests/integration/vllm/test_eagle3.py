@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from accept_head import load_pair
+from accept_head import Pair, load_pair
+from tests.inference.support.toy import random_head
 from tests.integration.vllm.engines import at_most, our_rounds, use, worker_of
+from tests.integration.vllm.test_sampled import FALSE_ALARM, ROWS, SAMPLES, sample, two_sample_p
+from tests.integration.vllm.zstat import p_value, z_statistics
 
 K_MAX, TOKENS = 6, 24
 POLICIES = ("fixed:3", "confidence:0.1,k_max=6", "cumulative-confidence:0.1,k_max=6", "online-logistic:0.1,k_max=6")
@@ -25,16 +28,21 @@ def drafter(embedded_pair_folder: Path) -> Path:
 def speculative(make_llm: Any, drafter: Path) -> Any:
     speculation = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": K_MAX}
     return make_llm(
-        speculation,
-        max_num_seqs=16,
+        {**speculation, "draft_sample_method": "probabilistic"},
+        max_num_seqs=ROWS,
         additional_config={"accept_head": {"policy": "fixed:1"}},
         per_request_spec_decode_metrics="detailed",
     )
 
 
 @pytest.fixture(scope="module")
-def alone(make_llm: Any, generate: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
-    tokens: list[list[int]] = generate(make_llm(max_num_seqs=16), prompts[:100], temperature=0.0, max_tokens=TOKENS)
+def plain(make_llm: Any) -> Any:
+    return make_llm(max_num_seqs=ROWS)
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Any, generate: Any, prompts: Sequence[list[int]]) -> list[list[int]]:
+    tokens: list[list[int]] = generate(plain, prompts[:100], temperature=0.0, max_tokens=TOKENS)
     return tokens
 
 
@@ -55,13 +63,42 @@ def test_greedy_output_is_that_of_the_target_alone(
     assert generate(speculative, prompts[:count], temperature=0.0, max_tokens=TOKENS) == alone[:count]
 
 
-@pytest.mark.parametrize("policy", POLICIES[:3])
+def test_long_samples_follow_the_target(
+    speculative: Any, prompts: Sequence[list[int]], generate: Any, embedded_pair: Pair, head: str
+) -> None:
+    """The embedded draft model only gives the statistics a q."""
+    use(speculative, head)
+    at_most(speculative, 16)
+    outputs = generate(speculative, prompts[::3], temperature=1.0, max_tokens=48, seed=7)
+    statistics = z_statistics(embedded_pair.target, embedded_pair.draft, prompts[::3], outputs)
+    assert p_value(statistics) > FALSE_ALARM, statistics
+
+
+@pytest.mark.slow
+def test_twenty_thousand_samples_are_those_of_vllm_without_speculation(
+    speculative: Any, plain: Any, prompts: Sequence[list[int]], generate: Any
+) -> None:
+    host = use(speculative, "max-prob:0.3,k_max=4")
+    drawn = sample(speculative, prompts, generate, seed=2)
+    assert host.metrics.read()["accepted"] > 0.1 * SAMPLES
+    assert two_sample_p(sample(plain, prompts, generate, seed=1), drawn) > FALSE_ALARM
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> str:
+    """One that reads the drafter's state and signals. It need not be good."""
+    random_head(256, signals=True, reads="before", std=0.1).save_pretrained(tmp_path / "head")
+    return f"head:{tmp_path / 'head'}:0.5,k_max=6"
+
+
+@pytest.mark.parametrize("policy", [*POLICIES[:3], "head"])
 def test_rounds_are_those_of_our_own_loop(
-    speculative: Any, embedded_pair_folder: Path, drafter: Path, prompts: Sequence[list[int]], policy: str
+    speculative: Any, embedded_pair_folder: Path, drafter: Path, prompts: Sequence[list[int]], policy: str, head: str
 ) -> None:
     """How many tokens were drafted and accepted, in every round. End tokens are ignored, so that texts are long."""
     from vllm import SamplingParams
 
+    policy = head if policy == "head" else policy
     use(speculative, policy)
     at_most(speculative, 4)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts[::12]]
@@ -77,3 +114,5 @@ def test_rounds_are_those_of_our_own_loop(
     ours = our_rounds(pair, begun, policy, new_tokens=TOKENS - 1)
     assert theirs == [[each for each in mine if each[0]] for mine in ours]
     assert sum(accepted for each in theirs for _, accepted in each) > 40
+    lengths = {drafted for each in theirs for drafted, _ in each}
+    assert policy.startswith("fixed") or len(lengths) > 2, "the policy always drafts the same: the test has no power"

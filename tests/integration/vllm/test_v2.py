@@ -14,20 +14,27 @@ import numpy as np
 import pytest
 import torch
 
-from accept_head import Pair
+from accept_head import Pair, load_pair
+from tests.inference.support.toy import random_head
 from tests.integration.vllm.engines import our_rounds, toy_head, use
 from tests.integration.vllm.interpreter import engine, generate, in_interpreter
 from tests.integration.vllm.zstat import p_value, z_statistics
 
 NEW_TOKENS, K_MAX = 20, 5
+DRAFTS = {"draft_model": "draft", "eagle3": "eagle3"}  # by vLLM's name for the method
 POLICIES = ("fixed:0", "fixed:3", "max-prob:0.5", "adaedl:0.4", "head:{trained}:0.5", "head:{drawn}:0.5")
 
 
 def decode_by_policies(
-    pair: str, policies: Sequence[str], prompts: Sequence[Sequence[int]], temperature: float, rows: int
+    pair: str,
+    policies: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    rows: int,
+    method: str = "draft_model",
 ) -> list[dict[str, Any]]:
     """In the interpreter's process: one engine, each policy in turn."""
-    draft = {"method": "draft_model", "model": f"{pair}/draft", "num_speculative_tokens": K_MAX}
+    draft = {"method": method, "model": f"{pair}/{DRAFTS[method]}", "num_speculative_tokens": K_MAX}
     llm = engine(
         model=f"{pair}/target",
         max_num_seqs=rows,
@@ -70,23 +77,47 @@ def test_greedy_outputs_and_rounds(
         temperature=0.0,
         rows=4,
     )
-    expected = [greedy(embedded_pair.target, prompt) for prompt in short_prompts]
     for policy, result in zip(policies, results, strict=True):
-        assert result["outputs"] == expected, policy
-        if policy == "fixed:0":
-            assert result["counts"]["drafted"] == 0
-            continue
-        begun = [[*prompt, output[0]] for prompt, output in zip(short_prompts, result["outputs"], strict=True)]
-        ours = our_rounds(embedded_pair, begun, policy, new_tokens=NEW_TOKENS)
-        for mine, drafted, accepted in zip(ours, result["drafted"], result["accepted"], strict=True):
-            length = 0
-            for number, theirs in enumerate(zip(drafted, accepted, strict=True)):
-                if length + 2 * (K_MAX + 1) > NEW_TOKENS:
-                    break
-                assert mine[number] == theirs, policy
-                length += theirs[1] + 1
+        check_rounds(embedded_pair, short_prompts, policy, result)
     lengths = {length for rounds in results[4]["drafted"] for length in rounds}
     assert len(lengths) > 1  # ragged
+
+
+def check_rounds(pair: Pair, prompts: Any, policy: str, result: dict[str, Any]) -> None:
+    """Greedily, the text is that of transformers, and the rounds are those of our own loop."""
+    assert result["outputs"] == [greedy(pair.target, prompt) for prompt in prompts], policy
+    if policy == "fixed:0":
+        assert result["counts"]["drafted"] == 0
+        return
+    begun = [[*prompt, output[0]] for prompt, output in zip(prompts, result["outputs"], strict=True)]
+    ours = our_rounds(pair, begun, policy, new_tokens=NEW_TOKENS)
+    for mine, drafted, accepted in zip(ours, result["drafted"], result["accepted"], strict=True):
+        length = 0
+        for number, theirs in enumerate(zip(drafted, accepted, strict=True)):
+            if length + 2 * (K_MAX + 1) > NEW_TOKENS:
+                break
+            assert mine[number] == theirs, policy
+            length += theirs[1] + 1
+
+
+def test_an_eagle3_drafter(embedded_pair_folder: Path, short_prompts: Any, tmp_path: Path) -> None:
+    """Its rounds end early, too, and its states are those of our own loop: a head reads them."""
+    random_head(256, signals=True, reads="before", std=0.1).save_pretrained(tmp_path / "head")
+    policies = ["fixed:3", f"max-prob:0.2,k_max={K_MAX}", f"head:{tmp_path / 'head'}:0.5,k_max={K_MAX}"]
+    results = in_interpreter(
+        decode_by_policies,
+        pair=str(embedded_pair_folder),
+        policies=policies,
+        prompts=short_prompts,
+        temperature=0.0,
+        rows=4,
+        method="eagle3",
+    )
+    pair = load_pair(embedded_pair_folder / "target", embedded_pair_folder / "eagle3", device="cpu")
+    for policy, result in zip(policies, results, strict=True):
+        check_rounds(pair, short_prompts, policy, result)
+    for result in results[1:]:
+        assert len({length for rounds in result["drafted"] for length in rounds}) > 1
 
 
 def greedy(model: Any, prompt: list[int]) -> list[int]:

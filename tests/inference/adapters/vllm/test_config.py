@@ -120,6 +120,13 @@ def test_a_tuned_head(run, here):
     assert f"# vllm serve --config {here / 'vllm.yaml'}" in comments
 
 
+def test_an_eagle3_drafter_has_a_method_of_its_own(run, embedded_pair_folder):
+    target, drafter = embedded_pair_folder / "target", embedded_pair_folder / "eagle3"
+    options, _, _ = run("--target", target, "--draft", drafter, "--policy", "max-prob:0.4,k_max=5")
+    speculation = options["speculative-config"]
+    assert (speculation["method"], speculation["model"]) == ("eagle3", str(drafter))
+
+
 def test_a_head_that_reads_the_drafts_embeddings(run, here):
     """Of which there are none here, only their shape."""
     make_head(here / "embedding", reads="before", embedding_std=0.1, decoding={"threshold": 0.5, "k_max": 4})

@@ -11,7 +11,7 @@ from accept_head.inference.adapters.vllm import settings
 from accept_head.inference.adapters.vllm.settings import Settings, check, check_hooks, is_supported, is_the_tested
 
 
-def config(accept_head=None, *, spec=(), parallel=(), v2=False, **scheduler):
+def config(accept_head=None, *, spec=(), parallel=(), **scheduler):
     """A VllmConfig as far as the adapter looks at it."""
     speculative = {
         "method": "draft_model",
@@ -27,7 +27,6 @@ def config(accept_head=None, *, spec=(), parallel=(), v2=False, **scheduler):
         speculative_config=SimpleNamespace(**speculative) if speculative["method"] else None,
         parallel_config=SimpleNamespace(**{"data_parallel_size": 1, "pipeline_parallel_size": 1, **dict(parallel)}),
         scheduler_config=SimpleNamespace(**{"async_scheduling": False, **scheduler}),
-        use_v2_model_runner=v2,
     )
 
 
@@ -68,7 +67,6 @@ def test_what_is_asked_must_make_sense(accept_head, words):
     ("change", "words"),
     [
         ({"spec": {"method": "eagle"}}, "speculative_config.method is 'eagle'"),
-        ({"spec": {"method": "eagle3"}, "v2": True}, "'eagle3', which is not supported with the V2.*VLLM_USE_V2"),
         ({"spec": {"method": None}}, "speculative_config.method is None"),
         ({"spec": {"rejection_sample_method": "block"}}, "rejection_sample_method is 'block'"),
         ({"spec": {"parallel_drafting": True}}, "parallel_drafting is True"),
@@ -113,3 +111,10 @@ def test_a_hook_that_is_gone_is_named():
     check_hooks(Proposer, ("propose",))
     with pytest.raises(InputError, match=r"vLLM 0.32.1 has no Proposer._sample_draft_tokens"):
         check_hooks(Proposer, ("propose", "_sample_draft_tokens"))
+
+
+def test_a_method_of_ours_does_not_hide_that_vllms_is_gone():
+    theirs = type("Proposer", (), {"__module__": "vllm.v1.spec_decode"})
+    ours = type("OurProposer", (theirs,), {"propose": lambda self: None})
+    with pytest.raises(InputError, match=r"has no Proposer.propose"):
+        check_hooks(ours, ("propose",))

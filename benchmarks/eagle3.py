@@ -1,0 +1,149 @@
+"""Question: what does a head gain on the drafter that is served most, an EAGLE-3 layer, and how good is ours?
+
+SmolLM2-135M-Instruct with the drafter of `checkpoints/recipe/make_eagle3.py`, at T = 1 without top-k and greedily. The
+drafter learns the target's own answers to `drafter` prompts. Heads learn from other prompts, on which it is as good as
+on those of users. These, the dev prompts and the two sets of test prompts are those of real_pair.py.
+
+If a verified token costs v target forwards, n drafted tokens cost n·(c + v): the ladder's cost of a draft is the sum.
+
+python benchmarks/eagle3.py prompts     # then the drafter, in hours: the command is printed
+python benchmarks/eagle3.py collect     # traces with depths
+python benchmarks/eagle3.py ladder
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ladder import head_settings, judged, known_of, rule_settings
+from real_pair import ALIKE, LONGEST, SPLITS, TRAIN_PARTS, message, prompts_file, texts_by_domain, write_prompts
+from record import REPOSITORY, RESULTS, write_result
+
+from accept_head import AcceptanceHead
+from accept_head.checkpoint import checkpoint_fingerprint
+from accept_head.command.libraries import quiet_libraries
+from accept_head.files import read_json
+from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.tune.heads import load_heads
+from accept_head.pair import load_draft
+from accept_head.trace.config import CONFIG_NAME, TraceConfig
+from accept_head.trace.shards import missing_shards
+from accept_head.training.collect.verb import collect
+from accept_head.training.learn.verb import train
+
+HOME = REPOSITORY / "runs" / "eagle3"
+TARGET = str(REPOSITORY / "runs" / "models" / "smollm2" / "target")
+DRAFTER = str(REPOSITORY / "checkpoints" / "smollm2" / "eagle3")
+RECIPE = f"""python checkpoints/recipe/make_eagle3.py --target {TARGET} --out {DRAFTER} --work {HOME / "work"} \\
+    --prompts {HOME / "prompts" / "drafter.jsonl"} --held_out {prompts_file("dev")} --dtype bfloat16 \\
+    --draft_vocab 8192 --layers 2 15 27 --temperatures 1 --new_tokens 128 --epochs 3"""
+DEPTHS = 8
+TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
+TRAIN = TRAIN_PARTS[:6]
+COSTS = (0.03, 0.05, 0.1, 0.15, 0.2)  # c + v
+RULES = ("cumulative-confidence", "max-prob", "online-logistic", "online-signals")
+HEADS = {"base": {"recipe": "signals"}, "default": {}}
+
+
+def main() -> None:
+    quiet_libraries()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("prompts", "collect", "ladder"))
+    parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
+    options = parser.parse_args()
+    if options.part == "prompts":
+        print(f"{write_drafter_prompts():,} prompts; now run\n{RECIPE}")
+        return
+    for temperature in options.temperatures:
+        if options.part == "collect":
+            for split in ("dev", "test", ALIKE, *TRAIN):
+                collected(split, temperature)
+            continue
+        path = RESULTS / "eagle3.json"
+        rows = read_json(path)["ladder"] if path.is_file() else []
+        rows = [row for row in rows if row["temperature"] != temperature]
+        rows += [{"temperature": temperature, **row} for row in ladder_of(temperature)]
+        write_result("eagle3", {"costs": COSTS, "ladder": rows}, command="python benchmarks/eagle3.py ladder")
+
+
+def write_drafter_prompts() -> int:
+    """All texts of the train prompts' kind that are not prompts of real_pair.py, in a random order; their number."""
+    write_prompts()
+    taken = {
+        json.loads(line)["prompt"][0]["content"]
+        for split in SPLITS
+        for line in prompts_file(split).read_text().splitlines()
+    }
+    records = [
+        message(domain, text)
+        for domain, texts in texts_by_domain().items()
+        for text in dict.fromkeys(texts)
+        if text not in taken and len(text) <= LONGEST
+    ]
+    random.Random(0).shuffle(records)
+    by_domain: dict[str, int] = {}
+    kept = []
+    for record in records:
+        count = by_domain[record["domain"]] = by_domain.get(record["domain"], 0) + 1
+        if count <= 2200:  # of maths there is three times as much
+            kept.append(record)
+    path = HOME / "prompts" / "drafter.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    return len(kept)
+
+
+def collected(split: str, temperature: float) -> Path:
+    """A folder of traces of this split, complete."""
+    folder = HOME / f"t{temperature:g}" / split
+    if not (folder / CONFIG_NAME).is_file() or missing_shards(folder, TraceConfig.load(folder)):
+        prompts, seed = str(prompts_file(split)), SPLITS.index(split)
+        collect(TARGET, DRAFTER, str(folder), prompts, temperature=temperature, seed=seed, depths=DEPTHS, **TEXT)
+    return folder
+
+
+def ladder_of(temperature: float) -> list[dict[str, Any]]:
+    """Each setting is chosen on dev prompts."""
+    heads = {name: trained(name, temperature) for name in HEADS}
+    dev = settings_of(coupled("dev", temperature), heads)
+    found = []
+    for split in ("test", ALIKE):
+        traces = coupled(split, temperature)
+        rows = judged(
+            dev, settings_of(traces, heads), temperature, (*RULES[:3], "base"), known=known_of(traces, None),
+            ratios=COSTS,
+        )  # fmt: skip
+        found += [{"tested_on": split, "test_tokens": traces.positions, **row} for row in rows]
+    return found
+
+
+def settings_of(traces: CoupledTraces, heads: dict[str, AcceptanceHead]) -> dict[str, Any]:
+    rules = {name: rule_settings(traces, name) for name in RULES}
+    return rules | {name: head_settings(traces, head) for name, head in heads.items()}
+
+
+def trained(name: str, temperature: float) -> AcceptanceHead:
+    out = HOME / f"t{temperature:g}" / "heads" / name
+    if not (out / "model.safetensors").is_file():
+        folders = [str(collected(part, temperature)) for part in TRAIN]
+        train(folders, DRAFTER, str(out), dev_traces=str(collected("dev", temperature)), **HEADS[name])
+    (head,) = load_heads([str(out)], drafter()).values()
+    return head
+
+
+@cache
+def drafter() -> Any:
+    return load_draft(DRAFTER, "--draft")
+
+
+def coupled(split: str, temperature: float) -> CoupledTraces:
+    return load_coupled(collected(split, temperature), drafter(), checkpoint_fingerprint(DRAFTER), k_max=DEPTHS)
+
+
+if __name__ == "__main__":
+    main()
