@@ -211,7 +211,8 @@ def load_draft(
     from accept_head.eagle3.saved import load_eagle3
 
     resolved = _resolve_dtype(dtype, torch.device("cpu"))
-    drafter = load_eagle3(checkpoint_folder(name), None, dtype=resolved if isinstance(resolved, torch.dtype) else None)
+    own = resolved if isinstance(resolved, torch.dtype) else None
+    drafter: Any = load_eagle3(checkpoint_folder(name), None, dtype=own)
     return drafter.to(device or "cpu")
 
 

@@ -58,8 +58,14 @@ class PolicyRounds(DraftModelSpeculator):
 
     def propose(self, input_batch: Any, *inputs: Any, **options: Any) -> Tensor:
         """Draft → (batch, steps) ids, as in vLLM. The lengths of the drafts are stored on the batch for `ragged`."""
-        if self.host is None or options.get("dummy_run"):
+        if self.host is None:
             return super().propose(input_batch, *inputs, **options)
+        if options.get("dummy_run"):  # vLLM times itself, with no requests
+            host, self.host = self.host, None
+            try:
+                return super().propose(input_batch, *inputs, **options)
+            finally:
+                self.host = host
         # inputs[:4]: attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states.
         num_sampled, num_rejected = inputs[4], inputs[5]
         rows = self.rows = input_batch.num_reqs

@@ -38,6 +38,7 @@ DEFAULTS = {
     "max_num_seqs": 4,
     "async_scheduling": False,
     "disable_log_stats": False,
+    "gpu_memory_utilization": 0.5,  # of the memory, on a CPU; other programs run beside the tests
     "seed": 0,
 }
 
