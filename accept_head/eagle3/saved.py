@@ -14,6 +14,7 @@ from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, write_json
 
+LAYERS = "eagle_aux_hidden_state_layer_ids"  # field of a config.json, or of its eagle_config
 # Options of other drafters of this family, which change what is computed.
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
 
@@ -73,22 +74,19 @@ def read_config(folder: Path, target: PreTrainedModel | None) -> LlamaConfig:
         if values.get(name, expected) != expected:
             raise InputError(f"{path}: field {name!r} is {values[name]!r}, expected {expected!r}")
     eagle = values.get("eagle_config") or {}
-    read = values.pop("eagle_aux_hidden_state_layer_ids", None) or eagle.get("eagle_aux_hidden_state_layer_ids")
+    read = values.pop(LAYERS, None) or eagle.get(LAYERS)
     values["draft_vocab_size"] = values.get("draft_vocab_size") or values.get("vocab_size")
     if target is not None:
         text = target.config.get_text_config(decoder=True)
         layers, vocabulary = text.num_hidden_layers, target.get_output_embeddings().weight.shape[0]
         read = read or [2, layers // 2, layers - 3]  # vLLM's default
         if list(read) != sorted({*read} & {*range(layers)}):
-            raise InputError(
-                f"{path}: field 'eagle_aux_hidden_state_layer_ids' is {read}, expected ascending numbers, 0 to "
-                f"{layers - 1}"
-            )
+            raise InputError(f"{path}: field {LAYERS!r} is {read}, expected ascending numbers, 0 to {layers - 1}")
         for name, expected in (("vocab_size", vocabulary), ("target_hidden_size", text.hidden_size)):
             if (values.get(name) or expected) != expected:
                 raise InputError(f"{path}: field {name!r} is {values[name]}, but the target's is {expected}")
             values[name] = expected
-    values["eagle_config"] = {**eagle, "eagle_aux_hidden_state_layer_ids": read or [0, 0, 0]}
+    values["eagle_config"] = {**eagle, LAYERS: read or [0, 0, 0]}
     config = LlamaConfig(**values)
     config._attn_implementation = "sdpa"
     return config
@@ -104,5 +102,9 @@ def save_eagle3(drafter: Eagle3Drafter, folder: Path, *, embeddings: bool = Fals
     with atomic_path(folder / "model.safetensors") as temporary:
         # save_file would make a file that only its owner may read.
         temporary.write_bytes(save(tensors, metadata={"format": "pt"}))
-    named = {"architectures": ["LlamaForCausalLMEagle3"], "tie_word_embeddings": False}
+    named = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "tie_word_embeddings": False,
+        LAYERS: list(drafter.layers_read),  # vLLM's V2 model runner does not read them in eagle_config
+    }
     write_json(folder / "config.json", drafter.config.to_diff_dict() | named)

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.alternatives import DRAWS
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.files import readable_size
-from accept_head.inference.engine.cache import CachedModel, Group
+from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.profile.device import finish
+from accept_head.inference.profile.forwards import blank_states, fill
 from accept_head.pair import Pair, hidden_size
 from accept_head.sampling import Sampling
 from accept_head.training.collect.settings import DEPTHS
@@ -164,22 +164,15 @@ class _Probe:
         self.length = min(PREFILL, tokens - 1)
         self.cached = {rows: CachedModel(model, rows, tokens, attention="auto") for rows in {1, batch}}
         self.ids = torch.ones(batch, self.length + 1, dtype=torch.long, device=model.device)
-        self.states: Tensor | None = None
-        if isinstance(model, Eagle3Drafter):
-            shape = batch, self.length, hidden_size(model)
-            self.states = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def prefill(self) -> float:
         """Seconds of a token."""
-        group = Group(torch.tensor([[0, 0, self.length]], device=self.device), self.length, 0)
-        states = None if self.states is None else self.states[:1]
-        return self._least(lambda: self.cached[1].fill_group(self.ids[:1], group, states=states)) / self.length
+        return self._least(lambda: fill(self.cached[1], self.ids[:1, : self.length])) / self.length
 
     def step(self, rows: int) -> float:
         """Seconds of one token for each of so many rows."""
         starts = torch.full((rows,), self.length, device=self.device)
-        states = None if self.states is None else self.states[:rows, :1]
-        ids = self.ids[:rows, :1]
+        ids, states = self.ids[:rows, :1], blank_states(self.cached[rows].model, rows, 1)
         return self._least(lambda: self.cached[rows].forward(ids, starts, self.length, states=states))
 
     def _least(self, call: Callable[[], object]) -> float:

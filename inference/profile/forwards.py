@@ -9,18 +9,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.cost import BatchForwardCost, ForwardCosts
-from accept_head.inference.engine.cache import CachedModel, Compile
+from accept_head.eagle3.network import Eagle3Drafter
+from accept_head.inference.engine.cache import CachedModel, Compile, Group
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.profile.device import finish
 from accept_head.inference.profile.prompts import usable_prompts
 from accept_head.inference.profile.regression import least_squares
-from accept_head.pair import Pair, context_tokens
+from accept_head.pair import Pair, context_tokens, hidden_size
 
 WARM_UP, REPEATS = 5, 40
 BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
@@ -45,7 +48,7 @@ def measure_forwards(
     for step in range(WARM_UP + REPEATS):
         prompt = torch.tensor([usable[step % len(usable)]], device=device)
         for model in (draft, target):
-            model.fill(prompt, [0], [0], [prompt.shape[1]])
+            fill(model, prompt)
         new = prompt[:, -1:].expand(1, width)
         timed = {
             "t_draft": _seconds(draft, new[:, :1], prompt.shape[1]),
@@ -67,7 +70,7 @@ def fit_batch_cost(model: PreTrainedModel, *, repeats: int = 5, compile: Compile
     for batch in BATCHES:
         cached = _as_decoding(model, batch, max(contexts) + max(WIDTHS), compile)
         ids = torch.ones(batch, max(contexts), dtype=torch.long, device=model.device)
-        cached.fill(ids, range(batch), [0] * batch, [max(contexts)] * batch)
+        fill(cached, ids)
         for context in contexts:
             for width in WIDTHS:
                 times = [_seconds(cached, ids[:, :1].expand(batch, width), context) for _ in range(repeats + 1)][1:]
@@ -83,12 +86,30 @@ def _as_decoding(model: PreTrainedModel, batch: int, max_length: int, compile: C
     return CachedModel(model, batch, max_length, attention="auto", compile=compile)
 
 
-def _seconds(model: CachedModel, new: torch.Tensor, start: int) -> float:
+def fill(model: CachedModel, ids: Tensor) -> None:
+    """Feed whole rows, (rows, tokens), to be timed after them."""
+    rows, width = ids.shape
+    if (states := blank_states(model.model, rows, width)) is None:
+        model.fill(ids, range(rows), [0] * rows, [width] * rows)
+    else:
+        spans = torch.tensor([(row, 0, width) for row in range(rows)], device=ids.device)
+        model.fill_group(ids, Group(spans, width, 0), states=states)
+
+
+def blank_states(model: PreTrainedModel, rows: int, width: int) -> Tensor | None:
+    """Zeros in place of the target's states, (rows, width, hidden), for a drafter that reads them: it takes as long."""
+    if not isinstance(model, Eagle3Drafter):
+        return None
+    return torch.zeros(rows, width, hidden_size(model), dtype=model.dtype, device=model.device)
+
+
+def _seconds(model: CachedModel, new: Tensor, start: int) -> float:
     starts = torch.full((len(new),), start, device=new.device)
+    forward = partial(model.forward, new, starts, start, states=blank_states(model.model, *new.shape), copy=False)
     if model.static:  # the first call captures or compiles
-        model.forward(new, starts, start, copy=False)
+        forward()
     finish(new.device)
     begin = time.perf_counter()
-    model.forward(new, starts, start, copy=False)
+    forward()
     finish(new.device)
     return time.perf_counter() - begin

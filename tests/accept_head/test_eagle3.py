@@ -74,9 +74,17 @@ def test_the_layout_of_speculators_is_read(saved, target):
 def test_layers_that_are_not_named_are_vllms_default(saved, random_llama):
     _, folder = saved
     values = json.loads((folder / "config.json").read_text())
-    del values["eagle_config"]
+    del values["eagle_config"], values["eagle_aux_hidden_state_layer_ids"]
     (folder / "config.json").write_text(json.dumps(values))
     assert load_eagle3(folder, random_llama(1, layers=8)).layers_read == (2, 4, 5)
+
+
+def test_layers_may_be_named_in_eagle_config_alone(saved, target):
+    _, folder = saved
+    values = json.loads((folder / "config.json").read_text())
+    assert values.pop("eagle_aux_hidden_state_layer_ids") == [1, 2, 3]
+    (folder / "config.json").write_text(json.dumps(values))
+    assert load_eagle3(folder, target).layers_read == (1, 2, 3)
 
 
 FIELDS = [
@@ -86,8 +94,8 @@ FIELDS = [
     ({"model_type": "qwen3"}, "model_type"),
     ({"vocab_size": 300}, "vocab_size"),
     ({"target_hidden_size": 64}, "target_hidden_size"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "eagle_aux_hidden_state_layer_ids"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 2]}}, "ascending"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "eagle_aux_hidden_state_layer_ids"),
+    ({"eagle_aux_hidden_state_layer_ids": [1, 3, 2]}, "ascending"),
 ]
 
 

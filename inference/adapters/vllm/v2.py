@@ -17,6 +17,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from accept_head.eagle3.saved import LAYERS
 from accept_head.inference.adapters.vllm.adaptive import HeadAcceptanceEstimator
 from accept_head.inference.adapters.vllm.build import (
     build_host,
@@ -40,6 +41,7 @@ class PolicyRounds(DraftModelSpeculator):
         if policy is not None:
             check_hooks(type(self), HOOKS)
             check_handler()
+            read_named_layers(self.draft_model_config.hf_config)
             if self.enable_adaptive_verification:
                 head_of(policy)
 
@@ -113,6 +115,14 @@ class PolicyRounds(DraftModelSpeculator):
             )
         else:
             super()._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+
+
+def read_named_layers(drafter: Any) -> None:
+    """Let vLLM read the layers of the target that an EAGLE-3 drafter's config names in eagle_config, as most do. By
+    itself only its V1 runner does; V2 would feed the drafter its default layers."""
+    named = (getattr(drafter, "eagle_config", None) or {}).get(LAYERS)
+    if named and not getattr(drafter, LAYERS, None):
+        setattr(drafter, LAYERS, named)
 
 
 def with_policy(speculator: type[DraftModelSpeculator]) -> type[DraftModelSpeculator]:

@@ -206,7 +206,8 @@ def test_the_batch_model_is_numpys_least_squares_of_medians(random_llama, monkey
         return seen[batch * start, batch * width, 1][-1]
 
     monkeypatch.setattr(forwards, "_seconds", seconds)
-    monkeypatch.setattr(forwards, "CachedModel", lambda *_, **__: SimpleNamespace(fill=lambda *_: None))
+    monkeypatch.setattr(forwards, "fill", lambda *_: None)
+    monkeypatch.setattr(forwards, "CachedModel", lambda *_, **__: None)
     monkeypatch.setattr(forwards, "BATCHES", (1, 3, 7))  # no product of which is another's
     fit = fit_batch_cost(random_llama(1, layers=1, context=512), repeats=9)
     assert len(seen) == 27 and {len(times) for times in seen.values()} == {10}
