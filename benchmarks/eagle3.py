@@ -21,7 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from ladder import head_settings, judged, known_of, rule_settings
-from real_pair import ALIKE, LONGEST, SPLITS, TRAIN_PARTS, message, prompts_file, texts_by_domain, write_prompts
+from real_pair import (
+    ALIKE,
+    LONGEST,
+    SPLITS,
+    TRAIN_PARTS,
+    is_collected,
+    message,
+    prompts_file,
+    texts_by_domain,
+    write_prompts,
+)
 from record import REPOSITORY, RESULTS, write_result
 
 from accept_head import AcceptanceHead
@@ -31,8 +41,6 @@ from accept_head.files import read_json
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.tune.heads import load_heads
 from accept_head.pair import load_draft
-from accept_head.trace.config import CONFIG_NAME, TraceConfig
-from accept_head.trace.shards import missing_shards
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.verb import train
 
@@ -101,7 +109,7 @@ def write_drafter_prompts() -> int:
 def collected(split: str, temperature: float) -> Path:
     """A folder of traces of this split, complete."""
     folder = HOME / f"t{temperature:g}" / split
-    if not (folder / CONFIG_NAME).is_file() or missing_shards(folder, TraceConfig.load(folder)):
+    if not is_collected(folder):
         prompts, seed = str(prompts_file(split)), SPLITS.index(split)
         collect(TARGET, DRAFTER, str(folder), prompts, temperature=temperature, seed=seed, depths=DEPTHS, **TEXT)
     return folder

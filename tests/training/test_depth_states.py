@@ -187,6 +187,7 @@ def test_what_such_traces_cannot_serve_is_refused(training, drafter, tmp_path, c
         (("--recipe", "specdecpp"), "packing is 'mixing'"),
         (("--packing", "exact"), "packing is 'exact'"),
         (("--cache", "true"), "leave --cache out"),
+        (("--dry_run", "true"), "--dry_run does not work with an EAGLE-3 drafter yet"),
         (("--embedding", "true"), "has no embeddings of its own"),
     ):
         assert train(training, drafter, tmp_path / "head", *words) == 2

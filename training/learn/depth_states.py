@@ -74,9 +74,10 @@ def places_by_depth(trace: dict[str, Tensor], depths: int) -> Places:
     """
     acceptance, overlap, accepted = (trace[name].view(-1, depths) for name in ("acceptance", "overlap", "accepted"))
     reached = chance_of_reaching(overlap)
-    followed = later_in_round(overlap)
-    labels = torch.stack([acceptance, overlap, followed.nan_to_num(0.0)], dim=-1)
-    goes_on = accepted & (acceptance > 0) & ~followed.isnan()
+    after, goes_on = torch.zeros_like(overlap), torch.zeros_like(accepted)
+    after[:-1, :-1] = overlap[1:, 1:]
+    goes_on[:-1, :-1] = (accepted & (acceptance > 0))[:-1, :-1]
+    labels = torch.stack([acceptance, overlap, after], dim=-1)
     weights = torch.stack([reached, reached, reached * goes_on], dim=-1)
     count = acceptance.numel()
     return Places(
@@ -99,10 +100,3 @@ def chance_of_reaching(overlap: Tensor) -> Tensor:
     for depth in range(1, overlap.shape[1]):
         chance[1:, depth] = chance[:-1, depth - 1] * overlap[:-1, depth - 1]
     return chance
-
-
-def later_in_round(values: Tensor) -> Tensor:
-    """(n, depths): the value of the same round's next depth, at the next position; NaN where there is none."""
-    following = torch.full_like(values, torch.nan)
-    following[:-1, :-1] = values[1:, 1:]
-    return following

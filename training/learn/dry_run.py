@@ -8,6 +8,8 @@ from pathlib import Path
 
 from accept_head.alternatives import DRAWS
 from accept_head.base import places_of
+from accept_head.checkpoint import reads_target
+from accept_head.errors import InputError
 from accept_head.files import readable_size
 from accept_head.head_config import HeadConfig
 from accept_head.signals import SIGNALS
@@ -32,6 +34,8 @@ def train_plan(
     trust_remote_code: bool,
 ) -> str:
     """What `train` would do and cost, as text. recipes: of the heads. common: the recipe that they share."""
+    if reads_target(draft):  # its states are in the traces, with several for each position
+        raise InputError(f"--dry_run does not work with an EAGLE-3 drafter yet (--draft {draft})")
     shape = ModelShape.of(draft, "--draft", model_shapes=model_shapes, trust_remote_code=trust_remote_code)
     traces, prompt_tokens, positions, there, traces_line = _traces(folders, stand_ins=model_shapes is not None)
     alternatives = int(common.for_alternatives(there).alternatives)

@@ -15,13 +15,15 @@ from accept_head.cli import main
 from accept_head.eagle3.saved import save_eagle3
 from accept_head.errors import InputError
 from accept_head.inference import generate
+from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import depths as module
 from accept_head.inference.replay.asking import replay
+from accept_head.inference.replay.calibration import rounds_of
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
-from accept_head.inference.replay.walk import replay_fixed
+from accept_head.inference.replay.walk import replay_fixed, round_starts
 from accept_head.inference.report.calibration import calibrate_depths
 from accept_head.inference.report.rounds import view_responses
 from accept_head.prompts import load_prompts
@@ -240,6 +242,16 @@ def test_viewed_rounds_and_calibration_take_each_token_at_its_depth(traces, pair
     labels = np.concatenate(made.traces.with_format("numpy")["acceptance"][:])
     told = torch.from_numpy(labels).double()
     assert all(curve.ece < 1e-6 for curve in calibrate_depths(made, "head", torch.cat([told, told])))
+
+
+def test_rounds_to_calibrate_on_take_each_token_at_its_depth(traces):
+    made = traces(SAMPLED)
+    rounds = rounds_of(made, HeadPolicy(random_head(32, signals=True, reads="before", std=0.1), 0.5))
+    labels = np.concatenate(made.traces.with_format("numpy")["acceptance"][:])
+    starts = round_starts(made, made.drafts).numpy()
+    row, depth = np.nonzero(rounds.at_risk)
+    assert depth.max() > 0
+    assert np.allclose(rounds.acceptance[row, depth], labels[(starts[row] + depth) * DEPTHS + depth])
 
 
 # --- what is refused, and what is kept -------------------------------------------------------------------------------
