@@ -39,8 +39,9 @@ from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
+from accept_head.inference.replay.truth import InformedTables, informed_tables
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import load_draft
+from accept_head.pair import load_draft, load_model
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.verb import train
 
@@ -49,7 +50,8 @@ TARGET = str(REPOSITORY / "runs" / "models" / "smollm2" / "target")
 DRAFTER = str(REPOSITORY / "checkpoints" / "smollm2" / "eagle3")
 RECIPE = f"""python checkpoints/recipe/make_eagle3.py --target {TARGET} --out {DRAFTER} --work {HOME / "work"} \\
     --prompts {HOME / "prompts" / "drafter.jsonl"} --held_out {prompts_file("dev")} --dtype bfloat16 \\
-    --draft_vocab 8192 --layers 2 15 27 --temperatures 1 --new_tokens 128 --epochs 3"""
+    --draft_vocab 8192 --layers 2 15 27 --temperatures 1 --new_tokens 128 --engine vllm --steps 4 --epochs 2 \\
+    --batch_tokens 2048 --lr 2e-3 --threads 2"""
 DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
@@ -123,7 +125,7 @@ def ladder_of(temperature: float) -> list[dict[str, Any]]:
     for split in ("test", ALIKE):
         traces = coupled(split, temperature)
         rows = judged(
-            dev, settings_of(traces, heads), temperature, (*RULES[:3], "base"), known=known_of(traces, None),
+            dev, settings_of(traces, heads), temperature, (*RULES[:3], "base"), known=known_of(traces, asked(traces)),
             ratios=COSTS,
         )  # fmt: skip
         found += [{"tested_on": split, "test_tokens": traces.positions, **row} for row in rows]
@@ -133,6 +135,10 @@ def ladder_of(temperature: float) -> list[dict[str, Any]]:
 def settings_of(traces: CoupledTraces, heads: dict[str, AcceptanceHead]) -> dict[str, Any]:
     rules = {name: rule_settings(traces, name) for name in RULES}
     return rules | {name: head_settings(traces, head) for name, head in heads.items()}
+
+
+def asked(traces: CoupledTraces) -> InformedTables | None:
+    return informed_tables(traces, drafter(), lambda: load_model(TARGET, "--target", dtype=TEXT["dtype"]))
 
 
 def trained(name: str, temperature: float) -> AcceptanceHead:

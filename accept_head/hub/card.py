@@ -51,6 +51,11 @@ class CardFacts:
     license: str | None = None
 
     @property
+    def eagle3(self) -> bool:
+        """Whether the drafter is an EAGLE-3 layer, not a model of its own."""
+        return self.traces is not None and self.traces.depths is not None
+
+    @property
     def dev(self) -> dict[str, Mapping[str, Any]]:
         """prediction → its quality on dev traces."""
         dev = (self.metrics or {}).get("dev")
@@ -124,7 +129,7 @@ def _title(facts: CardFacts) -> str:
     sources += ["last hidden state"] if config.residual else []
     return f"""# Acceptance prediction head
 
-Predicts, from the draft model's {" and ".join(sources)}, whether the target will accept a drafted token, so that speculative decoding stops drafting in time
+Predicts, from the {"EAGLE-3 drafter" if facts.eagle3 else "draft model"}'s {" and ".join(sources)}, whether the target will accept a drafted token, so that speculative decoding stops drafting in time
 ([SpecDec++](https://arxiv.org/abs/2405.19715)). It changes how fast text comes, never which: the output keeps exactly the target's distribution. For the
 library `accept-head`."""  # noqa: E501
 
@@ -145,7 +150,7 @@ def _pair(facts: CardFacts) -> str:
     models = [
         f"- {role}: `{name}`" + (f" at `{revision}`" if revision else "")
         for role, name, revision in (
-            ("draft", traces.draft, traces.draft_revision),
+            ("EAGLE-3 drafter" if facts.eagle3 else "draft", traces.draft, traces.draft_revision),
             ("target", traces.target, traces.target_revision),
         )
     ]
@@ -166,9 +171,9 @@ def _usage(facts: CardFacts) -> str:
     # Without a tuned threshold the example needs one.
     policy = f"head:{name}" if facts.decoding else f"head:{name}:0.5"
     speculation = {
-        "method": "draft_model",
+        "method": "eagle3" if facts.eagle3 else "draft_model",
         "model": draft,
-        "num_speculative_tokens": (facts.decoding or {}).get("k_max", 8),
+        "num_speculative_tokens": (facts.decoding or {}).get("k_max", (traces and traces.depths) or 8),
         "draft_sample_method": "greedy" if greedy else "probabilistic",
     }
     plugin = json.dumps({"accept_head": {"policy": policy}})
@@ -177,11 +182,11 @@ def _usage(facts: CardFacts) -> str:
         f"""
 
 ```python
-from transformers import AutoModelForCausalLM
+from accept_head import load_pair
 
-target = AutoModelForCausalLM.from_pretrained({target!r})
-draft = AutoModelForCausalLM.from_pretrained({draft!r})
-target.generate(**inputs, custom_generate={name!r}, trust_remote_code=True, draft=draft)  # any batch size
+pair = load_pair({target!r}, {draft!r})
+inputs = pair.tokenizer("Once upon a time", return_tensors="pt").to(pair.target.device)
+pair.target.generate(**inputs, custom_generate={name!r}, trust_remote_code=True, draft=pair.draft)  # any batch size
 ```"""
         if facts.repo
         else ""

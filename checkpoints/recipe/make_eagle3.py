@@ -5,8 +5,8 @@
         --draft_vocab 1024 --intermediate 256 --layers 1 5 8
 
 The drafter learns the target's distribution at each position of an answer, unrolled over several steps as it will draft
-(accept_head/eagle3/unroll.py). Answers are kept in --work, response by response, and so are training checkpoints: an
-interrupted run goes on.
+(accept_head/eagle3/unroll.py). Answers and training checkpoints are kept in --work: an interrupted run goes on. Where
+vLLM is installed, `--engine vllm` answers several times as fast as our loop.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers import LlamaConfig, PreTrainedModel, get_cosine_schedule_with_
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.eagle3.saved import save_eagle3
 from accept_head.eagle3.unroll import unroll
+from accept_head.files import atomic_path
 from accept_head.inference.engine.call import states_of
 from accept_head.inference.verbs.generate import generate_file
 from accept_head.pair import load_model, load_tokenizer
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--batch_tokens", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--engine", choices=("loop", "vllm"), default="loop", help="that answers")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     work = options.work or options.out / "work"
@@ -81,14 +83,32 @@ def main() -> None:
 def answers(options: argparse.Namespace, prompts: str, path: Path, temperature: float, seed: int) -> list[Answer]:
     """The target's own answers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.with_suffix(".stats.json").is_file():
+    asked = [list(prompt.ids) for prompt in load_prompts(prompts, load_tokenizer(options.target, "--target"))]
+    if options.engine == "vllm":
+        if not path.is_file():
+            with atomic_path(path) as unfinished:
+                unfinished.write_text(answered_by_vllm(options, asked, temperature, seed))
+    elif not path.with_suffix(".stats.json").is_file():
         generate_file(
             options.target, options.target, prompts, str(path), policy="none", batch_size=32, top_k=0, seed=seed,
             max_new_tokens=options.new_tokens, temperature=temperature, dtype=options.dtype, stream=False,
         )  # fmt: skip
-    asked = load_prompts(prompts, load_tokenizer(options.target, "--target"))
     answered = [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
-    return [(list(prompt.ids), ids) for prompt, ids in zip(asked, answered, strict=True)]
+    return list(zip(asked, answered, strict=True))
+
+
+def answered_by_vllm(options: argparse.Namespace, asked: list[list[int]], temperature: float, seed: int) -> str:
+    """One JSON object a prompt."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        options.target, dtype=options.dtype, max_model_len=max(map(len, asked)) + options.new_tokens, max_num_seqs=64,
+        seed=seed, gpu_memory_utilization=0.5, generation_config="vllm",
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=temperature, max_tokens=options.new_tokens, detokenize=False)
+    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in asked], sampling)
+    llm.llm_engine.engine_core.shutdown()  # its memory is needed for training
+    return "".join(json.dumps({"token_ids": list(output.outputs[0].token_ids)}) + "\n" for output in outputs)
 
 
 def most_frequent(texts: list[Answer], count: int, vocabulary: int) -> Tensor:
@@ -154,21 +174,21 @@ class Distilled(L.LightningModule):
 
     def losses(self, ids: Tensor, of_answer: Tensor) -> list[Tensor]:
         """One a step: the mean over the positions of answers."""
+        target, counts = self.target[0], torch.nn.functional.pad(of_answer[:, 2:], (0, 1))
         self.states.wanted = True
         with torch.no_grad():
-            logits = self.target[0](ids).logits
+            last = target.get_decoder()(ids).last_hidden_state
+            # Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1.
+            p = target.get_output_embeddings()(last[:, 1:][counts]).float().softmax(-1)[:, self.drafter.t2d]
         self.states.wanted = False
-        states, kept = self.drafter.project(self.states.last.float()[:, :-1]), self.drafter.t2d
+        states = self.drafter.project(self.states.last.float()[:, :-1])
         del self.states.last
-        # Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1.
-        p = logits[:, 1:].float().softmax(-1)[..., kept]
-        counts = torch.nn.functional.pad(of_answer[:, 2:], (0, 1))
         found = []
         for number, step in enumerate(unroll(self.drafter, ids[:, 1:], states, self.steps)):
             begun = counts.clone()
             begun[:, :number] = False
             log_q = self.drafter.lm_head(step.hidden[begun]).log_softmax(-1)
-            found.append(-(p[begun] * log_q).sum(-1).mean())
+            found.append(-(p[begun[counts]] * log_q).sum(-1).mean())
         return found
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:

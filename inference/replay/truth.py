@@ -1,7 +1,8 @@
 """The true acceptance and overlap of every token that a round could draft, for the informed bound.
 
 The traces have them for the responses. For the tokens of the rollouts they come from one teacher-forced pass of both
-models over the rollouts. The result is stored beside the rollouts.
+models over the rollouts; an EAGLE-3 drafter's states there are stored, so that its language-model head is enough. The
+result is stored beside the rollouts.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from accept_head.acceptance import acceptance_probability, overlap
 from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.checksum import read_tensors, save_tensors
 from accept_head.console import Progress
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
 from accept_head.inference.engine.cache import CachedModel
@@ -85,7 +87,10 @@ def informed_tables(
                 old.unlink()
             write_json(place / CONFIG_NAME, wanted)
         for shard in Progress(missing, unit="shard", desc="informed bound"):
-            tables = ask_records(*models, _records(traces, shard), rollouts[shard], traces.config)
+            asked = rollouts[shard]
+            if isinstance(draft, Eagle3Drafter):
+                asked = asked | read_tensors(traces.shards[shard][0], ("hidden",))
+            tables = ask_records(*models, _records(traces, shard), asked, traces.config)
             with atomic_path(paths[shard]) as temporary:
                 save_tensors({**tables, "ids": rollouts[shard]["ids"]}, temporary)
     return _joined(traces, paths)
@@ -137,7 +142,7 @@ def _joined(traces: CoupledTraces, paths: list[Path]) -> InformedTables:
             parts.append(read_tensors(path, (name,))[name][:used, : traces.k_max - 1].reshape(-1))
         whole[name] = torch.cat(parts)
     inside = torch.arange(traces.k_max - 1) < traces.rollout_lengths[:, None]
-    known = torch.cat([torch.ones(traces.positions, dtype=torch.bool), inside.reshape(-1)])
+    known = torch.cat([torch.ones(traces.of_responses, dtype=torch.bool), inside.reshape(-1)])
     return InformedTables(**{name: torch.where(known, values, 0.0) for name, values in whole.items()})
 
 
@@ -151,32 +156,34 @@ def ask_records(
 ) -> dict[str, Tensor]:
     """a and β of the rollouts' tokens, {"acceptance", "overlap"}: (R, k_max − 1) each, on the CPU. Values beyond a
     rollout's length are arbitrary; those of rollouts from a token with a(Y) = 0 are 0. records: with the columns of
-    accept_head.trace. rollouts: position and ids of these records, as in rollouts.py."""
+    accept_head.trace. rollouts: position and ids of these records, as in rollouts.py; of an EAGLE-3 drafter also
+    hidden."""
     lengths = np.array([len(response) for response in records["response_ids"]])
-    starts = np.cumsum([0, *lengths])
+    starts = np.cumsum([0, *lengths]) * (config.depths or 1)
     parts = []
     for first in range(0, len(lengths), RESPONSES):
         group = slice(first, first + RESPONSES)
         low, high = starts[first], starts[min(first + RESPONSES, len(lengths))]
         mine = (rollouts["position"] >= low) & (rollouts["position"] < high)
-        position = rollouts["position"][mine] - low
+        part = {name: values[mine] for name, values in rollouts.items()}
         columns = {name: values[group] for name, values in records.items()}
-        parts.append(_ask_group((target, draft), columns, position, rollouts["ids"][mine].long(), config))
+        parts.append(_ask_group(target, draft, columns, part | {"position": part["position"] - low}, config))
     return dict(zip(("acceptance", "overlap"), torch.cat(parts, dim=1).contiguous(), strict=True))
 
 
 def _ask_group(
-    models: tuple[PreTrainedModel, PreTrainedModel],
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
     group: dict[str, Any],
-    position: Tensor,
-    ids: Tensor,
+    rollouts: dict[str, Tensor],
     config: TraceConfig,
 ) -> Tensor:
-    """(2, rollouts, k_max − 1), a and β. Each model is fed the responses once. Each rollout continues a copy of its
-    row, with the rejected token first; its last token is not fed."""
+    """(2, rollouts, k_max − 1), a and β. A model is fed the responses once. Each rollout continues a copy of its row,
+    with the rejected token first; its last token is not fed."""
+    position, ids = rollouts["position"], rollouts["ids"].long()
     lengths = torch.tensor([len(response) for response in group["response_ids"]])
-    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[position]
-    step = torch.cat([torch.arange(n) for n in lengths.tolist()])[position]
+    step = torch.cat([torch.arange(n) for n in lengths.tolist()])[position // (config.depths or 1)]
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[position // (config.depths or 1)]
     places = torch.tensor([len(prompt) for prompt in group["prompt_ids"]])[row] + step
     rejected, acceptance = (torch.from_numpy(np.concatenate(group[n]))[position] for n in ("draft_ids", "acceptance"))
     fed = torch.cat([rejected.long()[:, None], ids[:, :-1]], dim=-1)
@@ -184,9 +191,15 @@ def _ask_group(
     asked = torch.where(acceptance > 0)[0]
     if not len(asked):
         return truth
-    trunks = [feed_responses(model, group, ids.shape[1] + 1)[0] for model in models]
+    of_target = feed_responses(target, group, ids.shape[1] + 1)[0]
+    of_draft = None if isinstance(draft, Eagle3Drafter) else feed_responses(draft, group, ids.shape[1] + 1)[0]
     for chunk in asked.split(max(1, min(ROLLOUTS, CHUNK_ELEMENTS // (ids.shape[1] * config.vocab_size)))):
-        p, q = (_distributions(trunk, row[chunk], fed[chunk], places[chunk], config) for trunk in trunks)
+        p = _distributions(of_target, row[chunk], fed[chunk], places[chunk], config)
+        if of_draft is None:
+            logits = draft.spread(draft.lm_head(rollouts["hidden"][chunk].to(draft.device)))
+            q = config.sampling.probabilities(logits[..., : config.vocab_size])
+        else:
+            q = _distributions(of_draft, row[chunk], fed[chunk], places[chunk], config)
         truth[0, chunk] = acceptance_probability(p, q, ids[chunk].to(p.device)).cpu()
         truth[1, chunk] = overlap(p, q).cpu()
     return truth

@@ -57,7 +57,7 @@ def report(
         responses: Responses whose rounds are shown one by one, from all domains in turn.
         verdict: summary.json by `accept-head fit`, on whose verdict the page begins.
         target: The target that the traces were made with, to show the informed bound, as for `tune`; with an EAGLE-3
-            drafter, for its tokenizer alone, if it is not where it was.
+            drafter also where its tokenizer is, if not where it was.
         max_prompts: Use the first so many traces.
         seed: Seed of the bootstrap.
         dtype: float32, bfloat16, float16, or auto; of the models.
@@ -74,7 +74,7 @@ def report(
     model = load_draft(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)
     config = finished_config(Path(traces))
     if config.depths:  # an EAGLE-3 drafter has no tokenizer of its own
-        tokenizer, target = load_tokenizer(target or config.target, "--target", trust_remote_code), None
+        tokenizer = load_tokenizer(target or config.target, "--target", trust_remote_code)
     else:
         tokenizer = load_tokenizer(draft, "--draft", trust_remote_code)
     fingerprint = checkpoint_fingerprint(draft)

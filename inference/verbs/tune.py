@@ -83,8 +83,6 @@ def tune(
     config = finished_config(Path(traces))
     most = {"longest": config.depths} if config.depths else {}
     grid = checked_grid(k_min, k_max, lag, rules, search, objective, has_heads=bool(head), **most)
-    if config.depths and target is not None:
-        raise InputError(f"--target {target}: there is no informed bound for the traces of an EAGLE-3 drafter yet")
     if max_prompts is not None and max_prompts < 1:
         raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     model = load_draft(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)

@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.saved import save_head
 from accept_head.head_config import HeadConfig
+from accept_head.hub.card import CardFacts, model_card
 from tests.examples import QUALITY, TRACES
 from tests.hub_server import HubServer, card_errors, sha256
 
@@ -185,6 +186,20 @@ def test_the_card_has_valid_metadata_and_what_was_measured(hub, published):
     assert measured["speedup"] == 1.25 and measured["oracle_gap_closed"] == 0.107
     for said in ("head:user/card", "custom_generate='user/card'", "vllm serve some/target", "trust_remote_code=True"):
         assert said in text, said
+
+
+@pytest.mark.parametrize(
+    ("depths", "method", "name"), [(None, "draft_model", "draft"), (6, "eagle3", "EAGLE-3 drafter")]
+)
+def test_a_card_says_how_its_drafter_is_served(depths, method, name):
+    facts = CardFacts(config=HeadConfig(hidden_size=8), traces=replace(ON_HUB, depths=depths), repo="user/head")
+    card = model_card(facts)
+    assert card.data.base_model == ["some/target", "some/draft"]
+    assert f"- {name}: `some/draft` at" in card.text
+    (line,) = [line for line in card.text.splitlines() if "--speculative-config" in line]
+    speculation = json.loads(line.split("'")[1])
+    assert (speculation["method"], speculation["model"]) == (method, "some/draft")
+    assert speculation["num_speculative_tokens"] == (depths or 8)
 
 
 def test_a_card_that_the_hub_refuses_is_no_commit(hub, published):

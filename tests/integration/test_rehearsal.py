@@ -22,16 +22,14 @@ def test_there_are_such_tests() -> None:
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this PyTorch lets no device be written in Python",
 )
-@pytest.mark.timeout(9000)  # with the slow ones, which rehearse the GPU benchmark
+@pytest.mark.slow
+@pytest.mark.timeout(9000)  # it rehearses the GPU benchmark, too
 @pytest.mark.parametrize("file", FILES)
-def test_on_a_pretended_gpu(file: str, request: pytest.FixtureRequest) -> None:
-    """The inner tests follow the outer ones' choice of slow or not."""
-    slow = request.config.getoption("-m") != "not slow"
+def test_on_a_pretended_gpu(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", str(FOLDER / file), "-p", "no:cacheprovider"]
     environment = {**os.environ, "ACCEPT_HEAD_REHEARSAL": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
         del environment[name]
-    command += [] if slow else ["-m", "not slow"]
     done = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-1000:]
     assert " passed" in done.stdout

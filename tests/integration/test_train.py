@@ -301,6 +301,7 @@ def test_a_rerun_after_kill_9_gives_the_undisturbed_runs_very_bits(interrupted, 
     assert metrics(resumed) == metrics(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_run_killed_twice_gives_the_undisturbed_runs_very_bits(
     undisturbed, arguments, console_script, cli_environment, train, tmp_path
 ):

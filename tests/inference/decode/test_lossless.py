@@ -80,8 +80,13 @@ POLICIES = {
 }
 
 
+QUICK = ("fixed:8", "head drawn, lag 1", "confidence")
+
+
 @pytest.mark.parametrize("sampling", [WITHOUT_FILTERS, Sampling(temperature=0.7, top_k=3)], ids=["T=1", "T=.7 k=3"])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
+)
 def test_every_policy_leaves_the_targets_distribution(name, sampling):
     assert p_value_of(POLICIES[name](), sampling) > FALSE_ALARM
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from accept_head import Sampling, load_pair
 from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.cli import main
+from accept_head.cost import ForwardCosts
 from accept_head.eagle3.saved import save_eagle3
 from accept_head.errors import InputError
 from accept_head.inference import generate
@@ -21,9 +23,12 @@ from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay import depths as module
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.calibration import rounds_of
+from accept_head.inference.replay.comparison import throughputs
 from accept_head.inference.replay.coupled import load_coupled
+from accept_head.inference.replay.informed import replay_informed
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
-from accept_head.inference.replay.walk import replay_fixed, round_starts
+from accept_head.inference.replay.truth import informed_tables
+from accept_head.inference.replay.walk import replay_fixed, replay_oracle, round_starts
 from accept_head.inference.report.calibration import calibrate_depths
 from accept_head.inference.report.rounds import view_responses
 from accept_head.prompts import load_prompts
@@ -201,6 +206,79 @@ def test_greedy_counts_of_a_trained_drafter_are_those_of_the_loop(embedded_pair_
         assert np.array_equal(replayed(traces, spec, pair.draft), counted(pair, ids, spec, GREEDY)), spec
 
 
+# --- the informed bound ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked(collected, folder):
+    """A copy of the sampled traces, to which tables are added."""
+    return shutil.copytree(collected(SAMPLED), folder / "asked")
+
+
+@pytest.fixture(scope="module")
+def truth(asked, folder, pair):
+    made = load_coupled(asked, pair.draft, checkpoint_fingerprint(folder / "drafter"))
+    return informed_tables(made, pair.draft, lambda: pair.target)
+
+
+@torch.no_grad()
+def distributions(pair, known, fed):
+    """(p, q) after a round that began with the tokens `known` and was fed these of its own, without a cache."""
+    logits = pair.target(torch.tensor([[*known, *fed]])).logits[0, -1]
+    scores = pair.draft.spread(pair.draft.lm_head(last_state(pair, known, fed)))
+    return SAMPLED.probabilities(logits[: pair.vocab_size]), SAMPLED.probabilities(scores[: pair.vocab_size])
+
+
+def largest_difference(pair, traces, prompts, truth):
+    """Between the tables and a plain loop, over every 40th rollout."""
+    off = {name: getattr(truth, name)[traces.of_responses :].view(-1, DEPTHS - 1) for name in ("acceptance", "overlap")}
+    ids = traces.ids[traces.of_responses :].view(-1, DEPTHS - 1)
+    found, depths = [], set()
+    for number in range(0, len(traces.rejected), 40):
+        position, depth = divmod(int(traces.rejected[number]), DEPTHS)
+        row = int((traces.starts <= position).sum()) - 1
+        start, response = position - depth - int(traces.starts[row]), traces.traces["response_ids"][row]
+        own = [*response[start : start + depth], int(traces.ids[traces.rejected[number]])]
+        for place in range(int(traces.rollout_lengths[number])):
+            p, q = distributions(pair, [*prompts[row], *response[:start]], own)
+            token = int(ids[number, place])
+            found.append(abs(min(1, float(p[token] / q[token])) - off["acceptance"][number, place]))
+            found.append(abs(float(torch.minimum(p, q).sum()) - off["overlap"][number, place]))
+            own.append(token)
+            depths.add((depth, place))
+    assert len(depths) >= 8
+    return float(max(found))
+
+
+def test_what_the_target_says_of_rollouts_is_that_of_a_plain_loop(pair, traces, prompts, truth):
+    made = traces(SAMPLED)
+    assert largest_difference(pair, made, prompts, truth) < 1e-4
+    moved = replace(truth, overlap=truth.overlap.roll(1))
+    assert largest_difference(pair, made, prompts, moved) > 1e-2
+
+
+def test_the_informed_bound_lies_between_the_best_fixed_length_and_the_oracle(traces, truth):
+    """On the tokens of the responses, its tables are the traces' own."""
+    made, costs = traces(SAMPLED), ForwardCosts(t_draft=0.2, t_target=1.0)
+    labels = np.concatenate(made.traces.with_format("numpy")["acceptance"][:])
+    assert np.array_equal(truth.acceptance[: made.of_responses], labels)
+    policies = [*replay_fixed(made, range(1, DEPTHS + 1)), replay_informed(made, truth, costs), replay_oracle(made)]
+    *fixed, informed, oracle = (float(throughputs(one.counts.sum(0), costs)) for one in policies)
+    assert max(fixed) < informed < oracle
+
+
+def test_tune_and_report_show_the_informed_bound(asked, folder, tmp_path):
+    out, target = tmp_path / "tuned.json", ("--target", folder / "target")
+    assert tuned(folder, asked, out, "--rules", "max-prob", *target) == 0
+    assert "informed" in {row["name"] for row in json.loads(out.read_text())["policies"]}
+    paths = ("--traces", asked, "--draft", folder / "drafter", "--out", tmp_path / "report.html")
+    assert main([*map(str, ("report", *paths, *target, "--t_draft", 0.05, "--t_target", 1, "--responses", 0))]) == 0
+    assert "informed bound" in (tmp_path / "report.html").read_text()
+
+
+# --- tune and report -------------------------------------------------------------------------------------------------
+
+
 def tuned(folder, traces, out, *words):
     paths = ("--traces", traces, "--draft", folder / "drafter", "--out", out)
     return main([*map(str, ("tune", *paths, "--t_draft", 0.05, "--t_target", 1, *words))])
@@ -214,10 +292,9 @@ def test_tune_compares_rules_on_such_traces(collected, folder, tmp_path, random_
     assert rows["fixed"]["params"]["k"] == DEPTHS and rows["max-prob"]["params"]["k_max"] in (4, 5)
 
 
-def test_tune_says_what_such_traces_cannot_give(collected, folder, tmp_path, capsys):
-    for words, named in ((("--k_max", 20), "k_max"), (("--target", folder / "target"), "informed bound")):
-        assert tuned(folder, collected(SAMPLED), tmp_path / "tuned.json", *words) == 2
-        assert named in capsys.readouterr().err
+def test_tune_refuses_rounds_longer_than_the_depths(collected, folder, tmp_path, capsys):
+    assert tuned(folder, collected(SAMPLED), tmp_path / "tuned.json", "--k_max", 20) == 2
+    assert "k_max" in capsys.readouterr().err
 
 
 def test_a_report_shows_such_traces(collected, folder, tmp_path, random_head_folder):

@@ -211,6 +211,11 @@ class Wanted:
 
 
 QUICK = [name for name in POLICIES if name not in ("none", "head lag 1, 0.8", "head of both lag 1, 0.7", "cautious")]
+# One of each way to be replayed: sampled rates can only differ where greedy counts do, or in a draw that all share.
+QUICK_SAMPLED = (
+    "fixed:5", "confidence:0.15", "head lag 1, 0.5", "head lag 0, 0.5", "head of both with a base, 0.5", "max-prob:0.5",
+    "hf-heuristic",
+)  # fmt: skip
 LENGTHS = {GREEDY: 32, SAMPLED: 40}
 
 
@@ -225,13 +230,13 @@ class TestQuick(Wanted):
     def test_greedy_counts_are_those_of_the_loop(self, quick, decoded, name):
         self.check_greedy(quick(GREEDY), decoded, name)
 
-    @pytest.mark.parametrize("name", QUICK)
+    @pytest.mark.parametrize("name", QUICK_SAMPLED)
     def test_sampled_rates_are_those_of_the_loop(self, quick, decoded, name):
         self.check_sampled(quick(SAMPLED), decoded, name)
 
     def test_most_sampled_rates_lie_in_the_joint_95_percent_interval(self, quick, decoded):
-        inside, count = self.inside(quick(SAMPLED), decoded, QUICK)
-        assert count == 2 * len(QUICK) and inside >= count - 3
+        inside, count = self.inside(quick(SAMPLED), decoded, QUICK_SAMPLED)
+        assert count == 2 * len(QUICK_SAMPLED) and inside >= count - 3
 
     @pytest.mark.parametrize("name", OF_THE_BATCH)
     def test_rules_of_the_whole_batch(self, quick, name):
