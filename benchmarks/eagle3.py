@@ -9,6 +9,8 @@ If a verified token costs v target forwards, n drafted tokens cost n·(c + v): t
 python benchmarks/eagle3.py prompts     # then the drafter, in hours: the command is printed
 python benchmarks/eagle3.py collect     # traces with depths
 python benchmarks/eagle3.py ladder
+python benchmarks/eagle3.py speed --host loop      # by the clock, batch 1, against no speculation
+.venv-vllm/bin/python benchmarks/eagle3.py speed --host vllm
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ladder import head_settings, judged, known_of, rule_settings
+from real_decoded import FIXED, HEAD, PROMPTS, InLoop, InVllm, chosen, figures_of, requests_of, timed
 from real_pair import (
     ALIKE,
     LONGEST,
@@ -38,6 +42,7 @@ from accept_head import AcceptanceHead
 from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
+from accept_head.inference.bench.figures import TWIN
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.truth import InformedTables, informed_tables
 from accept_head.inference.tune.heads import load_heads
@@ -56,6 +61,7 @@ DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
 COSTS = (0.03, 0.05, 0.1, 0.15, 0.2)  # c + v
+C = 0.2  # the nearest to what is measured here
 RULES = ("cumulative-confidence", "max-prob", "online-logistic", "online-signals")
 HEADS = {"base": {"recipe": "signals"}, "default": {}}
 
@@ -63,22 +69,30 @@ HEADS = {"base": {"recipe": "signals"}, "default": {}}
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prompts", "collect", "ladder"))
+    parser.add_argument("part", choices=("prompts", "collect", "ladder", "speed"))
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
+    parser.add_argument("--host", choices=("loop", "vllm"), default="loop")
     options = parser.parse_args()
     if options.part == "prompts":
         print(f"{write_drafter_prompts():,} prompts; now run\n{RECIPE}")
-        return
+    elif options.part == "speed":
+        for row in speeds(options.host, options.temperatures):
+            keep("speed", row, "host", "temperature")
     for temperature in options.temperatures:
         if options.part == "collect":
             for split in ("dev", "test", ALIKE, *TRAIN):
                 collected(split, temperature)
-            continue
-        path = RESULTS / "eagle3.json"
-        rows = read_json(path)["ladder"] if path.is_file() else []
-        rows = [row for row in rows if row["temperature"] != temperature]
-        rows += [{"temperature": temperature, **row} for row in ladder_of(temperature)]
-        write_result("eagle3", {"costs": COSTS, "ladder": rows}, command="python benchmarks/eagle3.py ladder")
+        elif options.part == "ladder":
+            keep("ladder", {"temperature": temperature, "rows": ladder_of(temperature)}, "temperature")
+
+
+def keep(part: str, found: dict[str, Any], *key: str) -> None:
+    """Write a row of a part of the result, in place of an earlier one with the same key."""
+    path = RESULTS / "eagle3.json"
+    there = read_json(path) if path.is_file() else {}
+    result = {name: there.get(name, []) for name in ("ladder", "speed")}
+    result[part] = [row for row in result[part] if any(row[name] != found[name] for name in key)] + [found]
+    write_result("eagle3", {"costs": COSTS, **result}, command=f"python benchmarks/eagle3.py {part}")
 
 
 def write_drafter_prompts() -> int:
@@ -148,6 +162,27 @@ def trained(name: str, temperature: float) -> AcceptanceHead:
         train(folders, DRAFTER, str(out), dev_traces=str(collected("dev", temperature)), **HEADS[name])
     (head,) = load_heads([str(out)], drafter()).values()
     return head
+
+
+def speeds(host: str, temperatures: list[float]) -> Iterator[dict[str, Any]]:
+    """By the clock, one request at a time. block_efficiency: tokens a target call. The head as the ladder chose it."""
+    if host == "loop":
+        where: InLoop | InVllm = InLoop(TARGET, DRAFTER, 1, TEXT["dtype"])
+    else:
+        where = InVllm(TARGET, DRAFTER, 1, TEXT["dtype"], k_max=DEPTHS, method="eagle3")
+    requests = requests_of(where, chosen(PROMPTS))
+    for temperature in temperatures:
+        arms = {"none": "none", FIXED: "fixed:4", FIXED + TWIN: "fixed:4", "fixed:2": "fixed:2"}
+        (setting,) = [
+            row["params"]
+            for ladder in read_json(RESULTS / "eagle3.json")["ladder"]
+            for row in ladder["rows"]
+            if (ladder["temperature"], row["rung"], row["c"], row["tested_on"]) == (temperature, "default", C, "test")
+        ]
+        head = (HOME / f"t{temperature:g}" / "heads" / "default").relative_to(REPOSITORY)
+        arms[HEAD] = f"head:{head}:{setting['threshold']},k_min={setting['k_min']},k_max={setting['k_max']}"
+        cell = timed(where, arms, requests, 1, temperature, HOME / "speed" / f"{host}_t{temperature:g}.jsonl")
+        yield {"host": host, "temperature": temperature, "arms": arms, **figures_of(cell, temperature)}
 
 
 @cache

@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=PROMPTS)
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
-    host: Any = (InLoop if options.host == "loop" else InVllm)(max(options.batches), options.dtype)
+    host = (InLoop if options.host == "loop" else InVllm)(TARGET, DRAFT, max(options.batches), options.dtype)
     for batch in options.batches:
         for temperature in options.temperatures:
             cell = measured(host, options, batch, temperature)
@@ -79,18 +79,9 @@ def main() -> None:
 def measured(host: Any, options: argparse.Namespace, batch: int, temperature: float) -> dict[str, Any]:
     """A cell of the result: all arms on all prompts."""
     arms, indices = arms_of(temperature), chosen(options.prompts)
-    prompts = load_prompts(str(prompts_file("test")), host.tokenizer)
-    # A prompt keeps its index, which is its place in the traces.
-    requests = [Request(index, prompts[index].ids, NEW_TOKENS, index) for index in indices]
-    chunks = make_chunks(requests, [None] * len(requests), batch=batch)
-    run = host.runner(arms, batch, Sampling(temperature=temperature, top_k=0))
+    requests = requests_of(host, indices)
     name = f"{options.host}_{options.dtype}_b{batch}_t{temperature:g}_{len(indices)}.jsonl"
-    path = REPOSITORY / "runs" / "real_decoded" / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    timed = list(tqdm(kept_runs(run, list(arms), chunks, path), path.stem, total=len(arms) * len(chunks)))
-    cell = Cell(timed, chunks, list(arms), [FIXED], FIXED)
-    names = ("name", "throughput", "speedup", "gain_over_best_fixed", "ci95", "block_efficiency", "counts")
-    table = rows(cell, same_tokens=temperature == 0)
+    cell = timed(host, arms, requests, batch, temperature, REPOSITORY / "runs" / "real_decoded" / name)
     return {
         "host": options.host,
         "dtype": options.dtype,
@@ -98,11 +89,41 @@ def measured(host: Any, options: argparse.Namespace, batch: int, temperature: fl
         "temperature": temperature,
         "prompts": len(indices),
         "arms": arms,
+        **figures_of(cell, temperature),
+        "counted": counted(cell, arms, indices, temperature),
+        "margins": [] if temperature else margins(cell, requests, options.dtype),
+    }
+
+
+def requests_of(host: InLoop | InVllm, indices: Sequence[int]) -> list[Request]:
+    """Test prompts. Each keeps its index, which is its place in the traces."""
+    prompts = load_prompts(str(prompts_file("test")), host.tokenizer)
+    return [Request(index, prompts[index].ids, NEW_TOKENS, index) for index in indices]
+
+
+def timed(
+    host: InLoop | InVllm,
+    arms: dict[str, str],
+    requests: Sequence[Request],
+    batch: int,
+    temperature: float,
+    path: Path,
+) -> Cell:
+    """All arms on all requests. path: keeps the runs."""
+    chunks = make_chunks(requests, [None] * len(requests), batch=batch)
+    run = host.runner(arms, batch, Sampling(temperature=temperature, top_k=0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs = list(tqdm(kept_runs(run, list(arms), chunks, path), path.stem, total=len(arms) * len(chunks)))
+    return Cell(runs, chunks, list(arms), [FIXED], FIXED)
+
+
+def figures_of(cell: Cell, temperature: float) -> dict[str, Any]:
+    names = ("name", "throughput", "speedup", "gain_over_best_fixed", "ci95", "block_efficiency", "counts")
+    table = rows(cell, same_tokens=temperature == 0)
+    return {
         "noise": noise_floor(cell),
         "cpu_share": cell.cpu_share,
         "figures": [{name: row[name] for name in (*names, "differs_from_none")} for row in table],
-        "counted": counted(cell, arms, indices, temperature),
-        "margins": [] if temperature else margins(cell, requests, options.dtype),
     }
 
 
@@ -132,8 +153,8 @@ def chosen(count: int) -> list[int]:
 
 
 class InLoop:
-    def __init__(self, rows: int, dtype: str):
-        self.pair = load_pair(TARGET, DRAFT, dtype=dtype)
+    def __init__(self, target: str, draft: str, rows: int, dtype: str):
+        self.pair = load_pair(target, draft, dtype=dtype)
         self.tokenizer = self.pair.tokenizer
 
     def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:
@@ -148,12 +169,11 @@ class InLoop:
 
 
 class InVllm:
-    def __init__(self, rows: int, dtype: str):
+    def __init__(self, target: str, draft: str, rows: int, dtype: str, *, k_max: int = K_MAX, **options: Any):
         from vllm_engines import Engines
 
-        self.engines = Engines(
-            TARGET, DRAFT, k_max=K_MAX, rows=rows, dtype=dtype, max_model_len=1024, gpu_memory_utilization=0.5
-        )
+        limits: dict[str, Any] = {"max_model_len": 1024, "gpu_memory_utilization": 0.5}
+        self.engines = Engines(target, draft, k_max=k_max, rows=rows, dtype=dtype, **limits, **options)
         self.tokenizer = self.engines.tokenizer()
 
     def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:

@@ -42,14 +42,15 @@ class Drafting:
 
 
 class Engines:
-    """target, draft: folders or Hub names. k_max: most tokens that any arm drafts. rows: most requests together."""
+    """target, draft: folders or Hub names. method: vLLM's name for the kind of drafter. k_max: most tokens that any arm
+    drafts. rows: most requests together."""
 
-    def __init__(self, target: str, draft: str, *, k_max: int, rows: int, **options: Any):
+    def __init__(self, target: str, draft: str, *, k_max: int, rows: int, method: str = "draft_model", **options: Any):
         from vllm import LLM
 
         shared = {"max_num_seqs": rows, "disable_log_stats": False, "async_scheduling": False, "seed": 0, **options}
         speculation = {
-            "method": "draft_model",
+            "method": method,
             "model": draft,
             "num_speculative_tokens": k_max,
             "draft_sample_method": "probabilistic",  # greedy requests draft the most likely token all the same

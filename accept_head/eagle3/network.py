@@ -127,10 +127,15 @@ class Eagle3Drafter(PreTrainedModel):
         hidden, own = self.model(input_ids, states, position_ids, **attention)
         return Drafted(self.spread(self.lm_head(hidden)), hidden, own)
 
+    @property
+    def drafted_ids(self) -> Tensor:
+        """(draft vocabulary,) the target's ids of its tokens, ascending."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
     def spread(self, logits: Tensor) -> Tensor:
         """(…, draft vocabulary) → (…, the target's vocabulary)."""
-        ids = torch.arange(len(self.d2t), device=logits.device) + self.d2t
-        return logits.new_full((*logits.shape[:-1], self.output_size), float("-inf")).index_copy(-1, ids, logits)
+        spread = logits.new_full((*logits.shape[:-1], self.output_size), float("-inf"))
+        return spread.index_copy(-1, self.drafted_ids, logits)
 
 
 def layers_read(config: LlamaConfig) -> tuple[int, ...]:

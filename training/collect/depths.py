@@ -20,7 +20,7 @@ from accept_head.inference.replay.depths import roll_out_rounds, states_by_depth
 from accept_head.pair import Pair
 from accept_head.trace.columns import DRAFT_COLUMNS
 from accept_head.trace.config import TraceConfig
-from accept_head.training.collect.score import score_positions
+from accept_head.training.collect.score import CHUNK_ELEMENTS, coupled_columns
 
 ROLLOUTS = "rollouts"  # among a record's columns; written to a file of their own
 
@@ -32,6 +32,8 @@ class DepthScoring:
         assert isinstance(pair.draft, Eagle3Drafter) and config.depths is not None
         self.target, self.drafter, self.config, self.vocab_size = pair.target, pair.draft, config, pair.vocab_size
         self.depths = config.depths
+        ids = pair.draft.drafted_ids  # ascending
+        self.drafted = ids[ids < pair.vocab_size]
         self.reader = states_of(pair.target, pair.draft.layers_read)
 
     def __call__(self, round: Round) -> None:
@@ -47,25 +49,42 @@ class DepthScoring:
         hidden, own = states_by_depth(self.drafter, text, states, prompt, self.depths)
         steps = torch.arange(count, device=text.device)
         counters = torch.stack([torch.full_like(steps, index), steps], dim=-1)
-        by_depth = [
-            score_positions(
-                logits,
-                self.drafter.spread(self.drafter.lm_head(hidden[:, depth]))[:, : self.vocab_size],
-                text[prompt:],
-                counters,
-                self.config.sampling,
-                seed=self.config.seed,
-            )
-            for depth in range(self.depths)
-        ]
-        of_draft = {name: torch.stack([each[name] for each in by_depth], dim=-1) for name in DRAFT_COLUMNS}
+        p, x = self._among_drafted(logits, text[prompt:])
+        sampling, by_depth = self.config.sampling, []
+        for depth in range(self.depths):
+            scores = self.drafter.lm_head(hidden[:, depth])[:, : len(self.drafted)]
+            scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+            q = sampling.probabilities(scores)
+            described = sampling.signal_probabilities(scores, q)
+            by_depth.append(coupled_columns(p, q, described, x, counters, seed=self.config.seed))
+        kept = [name for name in DRAFT_COLUMNS if name in by_depth[0]]
+        of_draft = {name: torch.stack([each[name] for each in by_depth], dim=-1) for name in kept}
+        of_draft["draft_ids"] = self.drafted[of_draft["draft_ids"]]
         rollouts = roll_out_rounds(
-            self.drafter, text, states, own, of_draft["accepted"].to(text.device),
-            of_draft["draft_ids"].to(text.device), self.config, index,
+            self.drafter, self.drafted, text, states, own, of_draft["accepted"], of_draft["draft_ids"], self.config,
+            index,
         )  # fmt: skip
-        of_draft["divergence"] = torch.full_like(of_draft["divergence"], torch.nan)  # infinite: it lacks tokens
-        columns = {name: values.flatten().tolist() for name, values in (by_depth[0] | of_draft).items()}
-        return columns | {ROLLOUTS: rollouts | {"fed_hidden": hidden.flatten(0, 1).cpu()}}
+        of_draft["divergence"] = torch.full_like(of_draft["overlap"], torch.nan)  # infinite: it lacks tokens
+        columns = by_depth[0] | of_draft | {"response_ids": text[prompt:]}
+        lists = {name: values.flatten().tolist() for name, values in columns.items()}
+        return lists | {ROLLOUTS: rollouts | {"fed_hidden": hidden.flatten(0, 1).cpu()}}
+
+    def _among_drafted(self, logits: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(p, place of x) over the ids that the drafter can draft, in order, and one more: x where it is none of them.
+        The drafter gives all others probability 0, so that no column needs them.
+
+        logits: (n, vocab) of the target, x: (n,) → (n, ids + 1) and (n,).
+        """
+        chunk = max(1, CHUNK_ELEMENTS // self.vocab_size)
+        p, p_of_x = [], []
+        for part, tokens in zip(logits.split(chunk), x.split(chunk), strict=True):
+            whole = self.config.sampling.probabilities(part)
+            p.append(whole[:, self.drafted])
+            p_of_x.append(whole.gather(-1, tokens[:, None]))
+        place = torch.searchsorted(self.drafted, x).clamp(max=len(self.drafted) - 1)
+        other = self.drafted[place] != x
+        last = torch.where(other[:, None], torch.cat(p_of_x), 0.0)
+        return torch.cat([torch.cat(p), last], dim=-1), torch.where(other, len(self.drafted), place)
 
     def _read(self, text: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """The target's logits of the last `count` tokens, (count, vocab), and the projected states of all but the

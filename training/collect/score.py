@@ -1,6 +1,7 @@
 """The columns of traces: coupling, labels and draft signals, from the logits of both models.
 
-`score` runs both models over given responses. `score_positions` needs no model; decoding.py calls it as well.
+`score` runs both models over given responses. `score_positions` and `coupled_columns` need no model; decoding.py and
+depths.py call them as well.
 """
 
 from __future__ import annotations
@@ -140,17 +141,34 @@ def _score_chunk(
 ) -> dict[str, Tensor]:
     p, q = sampling.probabilities(target_logits), sampling.probabilities(draft_logits)
     p_of_x = p if drawn_with == sampling else drawn_with.probabilities(target_logits)
-    index, step = counters.unbind(-1)
-    accept_uniform, redraw_uniform = (
-        uniforms(seed, index, step, stream) for stream in (TraceStream.ACCEPT, TraceStream.REDRAW)
+    columns = coupled_columns(
+        p, q, sampling.signal_probabilities(draft_logits, q), x, counters, seed=seed, p_of_x=p_of_x
     )
-    draft_ids, accepted = couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)
-    signals = draft_signals(sampling.signal_probabilities(draft_logits, q), draft_ids)
-    others = {}
+    columns["divergence"] = divergence(target_logits, draft_logits, sampling.temperature or 1.0)
     if alternatives:
+        index, step = counters.unbind(-1)
         draws = torch.arange(alternatives, device=x.device)
         random = uniforms(seed, index.unsqueeze(-1), step.unsqueeze(-1), TraceStream.ALTERNATIVES, draws)
-        others = dict(zip(ALTERNATIVE_COLUMNS, draw_alternatives(p, q, random), strict=True))
+        columns |= dict(zip(ALTERNATIVE_COLUMNS, draw_alternatives(p, q, random), strict=True))
+    return columns
+
+
+def coupled_columns(
+    p: Tensor,
+    q: Tensor,
+    described: Tensor,
+    x: Tensor,
+    counters: Tensor,
+    *,
+    seed: int,
+    p_of_x: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The coupling of X with Y, its labels and the draft signals, (positions,) each. p, q, described: (positions, ids);
+    signals are of the last. p_of_x: what x was drawn from; p when left out."""
+    accept_uniform, redraw_uniform = (
+        uniforms(seed, *counters.unbind(-1), stream) for stream in (TraceStream.ACCEPT, TraceStream.REDRAW)
+    )
+    draft_ids, accepted = couple_with_target(p if p_of_x is None else p_of_x, q, x, accept_uniform, redraw_uniform)
     return {
         "response_ids": x,
         "draft_ids": draft_ids,
@@ -158,9 +176,7 @@ def _score_chunk(
         "acceptance": acceptance_probability(p, q, draft_ids),
         "overlap": overlap(p, q),
         "target_logprob": p.gather(-1, x.unsqueeze(-1)).squeeze(-1).clamp(min=torch.finfo(p.dtype).tiny).log(),
-        "divergence": divergence(target_logits, draft_logits, sampling.temperature or 1.0),
-        **dict(zip(SIGNALS, signals.unbind(-1), strict=True)),
-        **others,
+        **dict(zip(SIGNALS, draft_signals(described, draft_ids).unbind(-1), strict=True)),
     }
 
 

@@ -32,6 +32,8 @@ from accept_head.inference.replay.walk import replay_fixed, replay_oracle, round
 from accept_head.inference.report.calibration import calibrate_depths
 from accept_head.inference.report.rounds import view_responses
 from accept_head.prompts import load_prompts
+from accept_head.signals import SIGNALS
+from accept_head.training.collect.score import score_positions
 from accept_head.training.collect.verb import collect
 from tests.examples import make_eagle3
 from tests.inference.support.held_out import Z_LIMIT, z_scores
@@ -69,7 +71,7 @@ def collected(folder, random_pair_folder):
 
     def make(sampling, depths=DEPTHS, out=None):
         if sampling not in made or out:
-            out = out or folder / f"traces-{sampling.temperature:g}"
+            out = out or folder / f"traces-{sampling.temperature:g}-{sampling.top_k}"
             collect(
                 str(folder / "target"), str(folder / "drafter"), str(out), depths=depths, max_new_tokens=TOKENS,
                 prompts=str(random_pair_folder / "prompts" / "train.jsonl"), shard_size=8, batch_size=4, seed=5,
@@ -123,6 +125,35 @@ def check_states(pair, traces, prompts):
 
 def test_the_state_of_each_depth_is_that_of_a_round_from_its_start(pair, traces, prompts):
     check_states(pair, traces(SAMPLED), prompts)
+
+
+@torch.no_grad()
+def scored_over_all_ids(pair, traces, prompts, row, sampling):
+    """name → (n, depths) by `score_positions`, from the states that were kept."""
+    response = torch.tensor(traces.traces["response_ids"][row])
+    text = torch.tensor([[*prompts[row], *response.tolist()]])
+    logits = pair.target(text).logits[0, len(prompts[row]) - 1 : -1, : pair.vocab_size]
+    first = int(traces.starts[row]) * DEPTHS
+    states = torch.cat([part for _, _, part, _ in traces.hidden()])[first : first + len(response) * DEPTHS]
+    scores = pair.draft.spread(pair.draft.lm_head(states.view(-1, DEPTHS, states.shape[-1])))[..., : pair.vocab_size]
+    counters = torch.stack([torch.full_like(response, row), torch.arange(len(response))], dim=-1)
+    parts = [score_positions(logits, scores[:, depth], response, counters, sampling, seed=5) for depth in range(DEPTHS)]
+    return {name: torch.stack([part[name] for part in parts], dim=-1) for name in parts[0]}
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY, Sampling(temperature=8.0, top_k=40)])
+def test_columns_are_those_of_the_whole_vocabulary(pair, traces, prompts, sampling):
+    """The drafter's tokens are scored among the ids that it has; those of the response may be others."""
+    made, others = traces(sampling), 0
+    for row in range(0, len(prompts), 3):
+        expected, record = scored_over_all_ids(pair, made, prompts, row, sampling), made.traces[row]
+        others += sum(not pair.draft.t2d[token] for token in record["response_ids"])
+        assert record["target_logprob"] == pytest.approx(expected["target_logprob"][:, 0].tolist(), abs=1e-4)
+        for name in ("draft_ids", "accepted"):
+            assert record[name] == expected[name].flatten().tolist(), name
+        for name in ("acceptance", "overlap", *SIGNALS):
+            assert record[name] == pytest.approx(expected[name].flatten().tolist(), abs=1e-4), name
+    assert others > 5
 
 
 COUNTED = [
