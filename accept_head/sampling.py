@@ -50,18 +50,6 @@ class Sampling:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def generation_kwargs(self) -> dict[str, Any]:
-        """The same settings as keyword arguments of transformers' `generate`."""
-        if self.greedy:
-            return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
-        return {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p or None,
-        }
-
     def probabilities(self, logits: Tensor) -> Tensor:
         """The processed distribution. logits: (..., vocab), any float dtype → float32 probabilities (..., vocab)."""
         if self.greedy:

@@ -74,3 +74,10 @@ def make_eagle3(target: Any, *, seed: int = 0, draft_vocabulary: int = 120, laye
         drafter.set_vocabulary(torch.randperm(wide.vocab_size)[:draft_vocabulary].sort().values)
     drafter.model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
     return drafter
+
+
+def generation_kwargs(sampling: Sampling) -> dict[str, Any]:
+    """The settings as transformers' `generate` takes them."""
+    if sampling.greedy:
+        return {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+    return {"do_sample": True, **sampling.to_dict(), "min_p": sampling.min_p or None}

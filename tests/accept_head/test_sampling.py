@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopPLogitsWarper
 from accept_head import sampling
 from accept_head.errors import InputError
 from accept_head.sampling import Sampling, draw
+from tests.examples import generation_kwargs
 
 VOCAB = 12
 SETTINGS = [
@@ -74,7 +75,7 @@ def test_generate_samples_from_the_same_distribution(model, values):
         return_dict_in_generate=True,
         output_scores=True,
         output_logits=True,
-        **sampling.generation_kwargs(),
+        **generation_kwargs(sampling),
     )
     for raw, processed in zip(out.logits, out.scores, strict=True):
         assert torch.allclose(sampling.probabilities(raw), processed.softmax(-1), atol=1e-7)
@@ -88,7 +89,7 @@ def test_generate_is_greedy_at_temperature_zero(model):
         max_new_tokens=5,
         return_dict_in_generate=True,
         output_logits=True,
-        **sampling.generation_kwargs(),
+        **generation_kwargs(sampling),
     )
     for step, raw in enumerate(out.logits):
         assert sampling.probabilities(raw)[0, out.sequences[0, 3 + step]] == 1

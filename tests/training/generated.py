@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 
 from accept_head.pair import end_ids
 from accept_head.training.respond.responder import until_end
+from tests.examples import generation_kwargs
 
 
 def generated(model, tokenizer, prompts, sampling, *, max_new_tokens, seed=0, vocab_size=None):
@@ -17,7 +18,7 @@ def generated(model, tokenizer, prompts, sampling, *, max_new_tokens, seed=0, vo
         eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
         suppress_tokens=list(range(vocab_size or outputs, outputs)) or None,
-        **sampling.generation_kwargs(),
+        **generation_kwargs(sampling),
     )
     saved, model.generation_config = model.generation_config, GenerationConfig()
     responses = []

@@ -23,6 +23,7 @@ from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import Forward
 from accept_head.signals import SIGNALS
+from tests.examples import generation_kwargs
 
 FALSE_ALARM = 1e-4
 SAMPLES = 50_000
@@ -136,7 +137,7 @@ def sample_by_transformers(model, prompt, new_tokens):
             attention_mask=torch.ones(1000, len(prompt)),
             past_key_values=cache,
             max_new_tokens=new_tokens,
-            **SAMPLING.generation_kwargs(),
+            **generation_kwargs(SAMPLING),
             eos_token_id=None,
             pad_token_id=0,
         )
