@@ -7,6 +7,7 @@ on those of users. These, the dev prompts and the two sets of test prompts are t
 If a verified token costs v target forwards, n drafted tokens cost n·(c + v): the ladder's cost of a draft is the sum.
 
 python benchmarks/eagle3.py prompts     # then the drafter, in hours: the command is printed
+python benchmarks/eagle3.py drafter     # how many tokens a target call
 python benchmarks/eagle3.py collect     # traces with depths
 python benchmarks/eagle3.py ladder
 python benchmarks/eagle3.py speed --host loop      # by the clock, batch 1, against no speculation
@@ -46,6 +47,7 @@ from accept_head.inference.bench.figures import TWIN
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.truth import InformedTables, informed_tables
 from accept_head.inference.tune.heads import load_heads
+from accept_head.inference.verbs.generate import generate_file
 from accept_head.pair import load_draft, load_model
 from accept_head.training.collect.verb import collect
 from accept_head.training.learn.verb import train
@@ -69,12 +71,14 @@ HEADS = {"base": {"recipe": "signals"}, "default": {}}
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prompts", "collect", "ladder", "speed"))
+    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "speed"))
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--host", choices=("loop", "vllm"), default="loop")
     options = parser.parse_args()
     if options.part == "prompts":
         print(f"{write_drafter_prompts():,} prompts; now run\n{RECIPE}")
+    elif options.part == "drafter":
+        keep("drafter", tokens_a_call(), "policy")
     elif options.part == "speed":
         for row in speeds(options.host, options.temperatures):
             keep("speed", row, "host", "temperature")
@@ -90,7 +94,7 @@ def keep(part: str, found: dict[str, Any], *key: str) -> None:
     """Write a row of a part of the result, in place of an earlier one with the same key."""
     path = RESULTS / "eagle3.json"
     there = read_json(path) if path.is_file() else {}
-    result = {name: there.get(name, []) for name in ("ladder", "speed")}
+    result = {name: there.get(name, []) for name in ("drafter", "ladder", "speed")}
     result[part] = [row for row in result[part] if any(row[name] != found[name] for name in key)] + [found]
     write_result("eagle3", {"costs": COSTS, **result}, command=f"python benchmarks/eagle3.py {part}")
 
@@ -120,6 +124,22 @@ def write_drafter_prompts() -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in kept))
     return len(kept)
+
+
+def tokens_a_call(policy: str = "fixed:4") -> dict[str, Any]:
+    """Greedily, on the test prompts: tokens a target call, of all and of each domain."""
+    out = HOME / "drafter.jsonl"
+    if not out.with_suffix(".stats.json").is_file():
+        generate_file(
+            TARGET, DRAFTER, str(prompts_file("test")), str(out), policy=policy, batch_size=16, max_new_tokens=64,
+            dtype=TEXT["dtype"], stream=False,
+        )  # fmt: skip
+    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    found: dict[str, float] = {}
+    for domain in ("all", *sorted({answer["domain"] for answer in answers})):
+        mine = [answer for answer in answers if domain in ("all", answer["domain"])]
+        found[domain] = sum(one["generated"] for one in mine) / sum(one["rounds"] for one in mine)
+    return {"policy": policy, "prompts": len(answers), "tokens_a_target_call": found}
 
 
 def collected(split: str, temperature: float) -> Path:
