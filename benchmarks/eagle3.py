@@ -185,7 +185,8 @@ def trained(name: str, temperature: float) -> AcceptanceHead:
 
 
 def speeds(host: str, temperatures: list[float]) -> Iterator[dict[str, Any]]:
-    """By the clock, one request at a time. block_efficiency: tokens a target call. The head as the ladder chose it."""
+    """By the clock, one request at a time. block_efficiency: tokens a target call. The head, once there is a ladder, as
+    that has chosen it."""
     if host == "loop":
         where: InLoop | InVllm = InLoop(TARGET, DRAFTER, 1, TEXT["dtype"])
     else:
@@ -193,16 +194,18 @@ def speeds(host: str, temperatures: list[float]) -> Iterator[dict[str, Any]]:
     requests = requests_of(where, chosen(PROMPTS))
     for temperature in temperatures:
         arms = {"none": "none", FIXED: "fixed:4", FIXED + TWIN: "fixed:4", "fixed:2": "fixed:2"}
-        (setting,) = [
-            row["params"]
-            for ladder in read_json(RESULTS / "eagle3.json")["ladder"]
-            for row in ladder["rows"]
-            if (ladder["temperature"], row["rung"], row["c"], row["tested_on"]) == (temperature, "default", C, "test")
-        ]
-        head = (HOME / f"t{temperature:g}" / "heads" / "default").relative_to(REPOSITORY)
-        arms[HEAD] = f"head:{head}:{setting['threshold']},k_min={setting['k_min']},k_max={setting['k_max']}"
+        arms |= chosen_head(temperature)
         cell = timed(where, arms, requests, 1, temperature, HOME / "speed" / f"{host}_t{temperature:g}.jsonl")
         yield {"host": host, "temperature": temperature, "arms": arms, **figures_of(cell, temperature)}
+
+
+def chosen_head(temperature: float) -> dict[str, str]:
+    head = (HOME / f"t{temperature:g}" / "heads" / "default").relative_to(REPOSITORY)
+    for ladder in read_json(RESULTS / "eagle3.json")["ladder"]:
+        for row in ladder["rows"]:
+            if (ladder["temperature"], row["rung"], row["c"], row["tested_on"]) == (temperature, "default", C, "test"):
+                return {HEAD: "head:{}:{threshold},k_min={k_min},k_max={k_max}".format(head, **row["params"])}
+    return {}
 
 
 @cache

@@ -195,10 +195,11 @@ def _ask_group(
     of_draft = None if isinstance(draft, Eagle3Drafter) else feed_responses(draft, group, ids.shape[1] + 1)[0]
     for chunk in asked.split(max(1, min(ROLLOUTS, CHUNK_ELEMENTS // (ids.shape[1] * config.vocab_size)))):
         p = _distributions(of_target, row[chunk], fed[chunk], places[chunk], config)
-        if of_draft is None:
+        if isinstance(draft, Eagle3Drafter):
             logits = draft.spread(draft.lm_head(rollouts["hidden"][chunk].to(draft.device)))
             q = config.sampling.probabilities(logits[..., : config.vocab_size])
         else:
+            assert of_draft is not None
             q = _distributions(of_draft, row[chunk], fed[chunk], places[chunk], config)
         truth[0, chunk] = acceptance_probability(p, q, ids[chunk].to(p.device)).cpu()
         truth[1, chunk] = overlap(p, q).cpu()
