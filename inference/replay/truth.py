@@ -80,8 +80,9 @@ def informed_tables(
     if missing and load_target is not None:
         writable_folder(place, "--traces")
         models = (load_target(), draft)
-        for model in models:
-            check_served(model)
+        check_served(models[0])
+        if not isinstance(draft, Eagle3Drafter):  # of such a drafter the stored states are read: it runs no forward
+            check_served(draft)
         if not usable:
             for old in place.glob("*.safetensors"):
                 old.unlink()

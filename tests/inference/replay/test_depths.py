@@ -298,8 +298,10 @@ def test_the_informed_bound_lies_between_the_best_fixed_length_and_the_oracle(tr
     assert max(fixed) < informed < oracle
 
 
-def test_tune_and_report_show_the_informed_bound(asked, folder, tmp_path):
+def test_tune_and_report_show_the_informed_bound(collected, folder, tmp_path):
+    """The drafter has no embeddings of its own, and only its traces are read."""
     out, target = tmp_path / "tuned.json", ("--target", folder / "target")
+    asked = shutil.copytree(collected(SAMPLED), tmp_path / "asked")  # without tables
     assert tuned(folder, asked, out, "--rules", "max-prob", *target) == 0
     assert "informed" in {row["name"] for row in json.loads(out.read_text())["policies"]}
     paths = ("--traces", asked, "--draft", folder / "drafter", "--out", tmp_path / "report.html")
