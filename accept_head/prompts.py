@@ -19,7 +19,8 @@ class Prompt:
     """One prompt.
 
     index: its place among the prompts used. id, domain, tenant: from the record, "" when it has none. value: the
-    content of the record's field, text or messages.
+    content of the record's field, text or messages. k_max: from the record, the most tokens to draft in a round, 0 =
+    no drafts; None when it has none.
     """
 
     index: int
@@ -28,6 +29,7 @@ class Prompt:
     ids: tuple[int, ...]
     value: Any = None
     tenant: str = ""
+    k_max: int | None = None
 
 
 def load_prompts(
@@ -60,12 +62,20 @@ def load_prompts(
         identifier = str(record.get("id", len(prompts)))
         # In a data set, a field that only other records have is None.
         domain, tenant = ("" if (each := record.get(name)) is None else str(each) for name in ("domain", "tenant"))
-        prompts.append(Prompt(len(prompts), identifier, domain, tuple(ids), record[field], tenant))
+        k_max = check_k_max(record.get("k_max"), where)
+        prompts.append(Prompt(len(prompts), identifier, domain, tuple(ids), record[field], tenant, k_max))
         if len(prompts) == max_prompts:
             break
     if not prompts:
         raise InputError(f"{source}: there are no prompts in it")
     return prompts
+
+
+def check_k_max(value: Any, where: str) -> int | None:
+    """The value itself. Raises InputError unless it is None or a number of tokens. where: what it was read from."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise InputError(f"{where}: k_max is {value!r}, expected the most tokens to draft in a round, 0 for none")
+    return value
 
 
 def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -234,7 +234,7 @@ def chosen_head(temperature: float) -> dict[str, str]:
 
 @cache
 def drafter() -> Any:
-    return load_draft(DRAFTER, "--draft")
+    return load_draft(DRAFTER, "--draft", dtype=TEXT["dtype"])
 
 
 def coupled(split: str, temperature: float) -> CoupledTraces:

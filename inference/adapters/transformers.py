@@ -69,6 +69,7 @@ def generate(
     policy: DraftPolicy | str = "fixed:4",
     batch_size: int | None = None,
     tenants: Sequence[str] | None = None,
+    k_max: Sequence[int | None] | None = None,
     verifier: Verifier = "ratio",
     allow_lossy: bool = False,
     **model_kwargs: Any,
@@ -76,8 +77,8 @@ def generate(
     """The function to pass as `custom_generate`. input_ids: (batch, seq), padded on the left.
 
     draft: the draft model; `assistant_model=` cannot be used, as transformers drops it before the call. policy: a
-    DraftPolicy or its SPEC. batch_size: rows decoded together; all rows when left out. tenants, verifier, allow_lossy:
-    as in `accept_head.inference.generate`.
+    DraftPolicy or its SPEC. batch_size: rows decoded together; all rows when left out. tenants, k_max, verifier,
+    allow_lossy: as in `accept_head.inference.generate`.
 
     Returns (batch, seq + new tokens) ids, padded after each row's end, or a SpeculativeOutput.
     Raises InputError (a ValueError) naming an option that speculative decoding does not support.
@@ -96,7 +97,7 @@ def generate(
     limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
     max_length = min(limits, default=config.max_length)
     check_tenants(chosen, tenants or [])
-    requests = _requests(input_ids, model_kwargs.get("attention_mask"), max_length, tenants)
+    requests = _requests(input_ids, model_kwargs.get("attention_mask"), max_length, tenants=tenants, k_max=k_max)
     decoder = make_decoder(model, draft, requests, chosen, batch_size=batch_size, greedy=sampling.greedy)
     record = _Recorder(len(requests), bool(config.output_scores), bool(config.output_logits), sampling)
     stopping = _stopping(stopping_criteria, input_ids.device)
@@ -176,14 +177,15 @@ def _split(config: GenerationConfig, processors: Sequence[Any]) -> tuple[Samplin
     return Sampling(**{"temperature": 1.0, "top_k": 0, **settings}), kept
 
 
-def _requests(input_ids: Tensor, mask: Tensor | None, max_length: int, tenants: Sequence[str] | None) -> list[Request]:
+def _requests(input_ids: Tensor, mask: Tensor | None, max_length: int, **of_each: Any) -> list[Request]:
+    """of_each: for `make_requests`."""
     prompts = as_prompts(input_ids, mask)
     width = input_ids.shape[1]
     new_tokens = max_length - width
     if new_tokens < 1:
         raise InputError(f"max_length is {max_length}, but the input has {width} tokens; set max_new_tokens")
     left = [input_ids[index, : width - len(prompt)] for index, prompt in enumerate(prompts)]
-    requests = make_requests(prompts, new_tokens, tenants=tenants)
+    requests = make_requests(prompts, new_tokens, **of_each)
     return [replace(request, left=padding) for request, padding in zip(requests, left, strict=True)]
 
 

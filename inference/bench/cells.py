@@ -78,8 +78,12 @@ class Job:
 
     def measure(self, batch: int, sampling: Sampling) -> dict[str, Any]:
         """Measure one cell on chunks of prompts."""
-        tenants = [prompt.tenant for prompt in self.prompts]
-        requests = make_requests([prompt.ids for prompt in self.prompts], self.max_new_tokens, tenants=tenants)
+        requests = make_requests(
+            [prompt.ids for prompt in self.prompts],
+            self.max_new_tokens,
+            tenants=[prompt.tenant for prompt in self.prompts],
+            k_max=[prompt.k_max for prompt in self.prompts],
+        )
         stage, arms, twin = self._prepare(batch, sampling, requests)
         domains = [prompt.domain if self.by_domain else None for prompt in self.prompts]
         chunks = make_chunks(requests, domains, batch=batch, seed=self.seed)
@@ -109,9 +113,7 @@ class Job:
         """Measure one cell on a trace."""
         order = np.random.default_rng(self.seed).permutation(len(self.prompts))  # files are often sorted by domain
         prompts = [self.prompts[index] for index in order]
-        requests, by = trace_requests(
-            arrivals, [p.ids for p in prompts], self.max_new_tokens, [p.tenant for p in prompts]
-        )
+        requests, by = trace_requests(arrivals, prompts, self.max_new_tokens)
         stage, arms, twin = self._prepare(batch, sampling, requests)
         busy, _, _, _ = stage.time(requests, make_policy("none", self.pair), self.seed)
         span = arrivals[-1].seconds

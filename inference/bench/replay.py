@@ -18,6 +18,7 @@ from accept_head.inference.bench.measure import Arms, Stage
 from accept_head.inference.decode.generate import content_ids
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import Finished, Request
+from accept_head.prompts import Prompt
 
 BINS = 40  # of the time axis
 
@@ -42,22 +43,18 @@ class Replay(NamedTuple):
 
 
 def trace_requests(
-    arrivals: Sequence[Arrival],
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    tenants: Sequence[str] | None = None,
+    arrivals: Sequence[Arrival], prompts: Sequence[Prompt], max_new_tokens: int
 ) -> tuple[list[Request], str]:
-    """One request for each arrival, with its place as index, and how prompts were chosen. tenants: of the prompts.
+    """One request for each arrival, with its place as index, and how prompts were chosen.
 
     A response has the length in the trace, but at most max_new_tokens.
     """
-    chosen, by = match_prompts(arrivals, [len(prompt) for prompt in prompts])
-    texts = [prompts[index] for index in chosen]
-    keys = content_ids(texts)
-    whose = [tenants[index] if tenants else "" for index in chosen]
+    indices, by = match_prompts(arrivals, [len(prompt.ids) for prompt in prompts])
+    chosen = [prompts[index] for index in indices]
+    keys = content_ids([prompt.ids for prompt in chosen])
     requests = [
-        Request(index, text, min(arrival.output_tokens, max_new_tokens), key, tenant=tenant)
-        for index, (arrival, text, key, tenant) in enumerate(zip(arrivals, texts, keys, whose, strict=True))
+        Request(place, p.ids, min(arrival.output_tokens, max_new_tokens), key, tenant=p.tenant, k_max=p.k_max)
+        for place, (arrival, p, key) in enumerate(zip(arrivals, chosen, keys, strict=True))
     ]
     return requests, by
 

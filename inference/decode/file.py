@@ -65,7 +65,7 @@ class FileJob:
 
     def settings(self) -> dict[str, Any]:
         """The settings as written to the summary. A run with equal settings resumes an interrupted one."""
-        tenants = [prompt.tenant for prompt in self.prompts]
+        tenants, most = [prompt.tenant for prompt in self.prompts], [prompt.k_max for prompt in self.prompts]
         return {
             "policy": self.spec,
             "policy_content": content_hash(self.policy),
@@ -80,6 +80,7 @@ class FileJob:
             "target": checkpoint_fingerprint(self.target),
             "draft": checkpoint_fingerprint(self.draft),
             "tenants": sha256(json.dumps(tenants)) if getattr(self.policy, "by_tenant", False) else None,
+            "k_max": None if set(most) == {None} else sha256(json.dumps(most)),
         }
 
     def decode(
@@ -120,7 +121,7 @@ class FileJob:
     def _requests(self, done: dict[int, Any]) -> list[Request]:
         keys = content_ids([prompt.ids for prompt in self.prompts])
         return [
-            Request(prompt.index, prompt.ids, self.max_new_tokens, key, tenant=prompt.tenant)
+            Request(prompt.index, prompt.ids, self.max_new_tokens, key, tenant=prompt.tenant, k_max=prompt.k_max)
             for prompt, key in zip(self.prompts, keys, strict=True)
             if prompt.index not in done
         ]

@@ -27,6 +27,7 @@ from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policy import DraftPolicy, Verifier
 from accept_head.pair import context_tokens, end_ids, output_size
+from accept_head.prompts import check_k_max
 from accept_head.sampling import Sampling
 
 Prompts = Tensor | Sequence[Sequence[int]]
@@ -59,6 +60,7 @@ def generate(
     seed: int = 0,
     row_ids: Sequence[int] | None = None,
     tenants: Sequence[str] | None = None,
+    k_max: Sequence[int | None] | None = None,
     verifier: Verifier = "ratio",
     allow_lossy: bool = False,
     compile: Compile = "none",
@@ -81,6 +83,7 @@ def generate(
     another order.
 
     tenants: the tenant of each prompt, for policies that use it (`per_tenant`, `tenant_share`); "" = unnamed.
+    k_max: the most tokens to draft in a round for each prompt, whatever the policy says; 0 = none, None = no bound.
 
     verifier: how candidates are tested when sampling. `ratio` accepts with probability min(1, p/q). `match` accepts a
     token that equals one drawn from p: fewer are accepted, but any policy is lossless, and a prompt's tokens do not
@@ -95,7 +98,7 @@ def generate(
     for index, prompt in enumerate(prompts):
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise InputError(f"prompt {index} has a token id outside 0 to {vocab_size - 1}, the models' vocabulary")
-    requests = make_requests(prompts, max_new_tokens, row_ids, tenants)
+    requests = make_requests(prompts, max_new_tokens, row_ids, tenants, k_max)
     policy = make_policy(policy, draft) if isinstance(policy, str) else policy
     check_tenants(policy, tenants or [])
     processing = Processing(
@@ -245,19 +248,21 @@ def make_requests(
     max_new_tokens: int,
     row_ids: Sequence[int] | None = None,
     tenants: Sequence[str] | None = None,
+    k_max: Sequence[int | None] | None = None,
 ) -> list[Request]:
-    """One request a prompt. Raises InputError when max_new_tokens is below 1, or when the number of row_ids or tenants
-    differs."""
+    """One request a prompt. Raises InputError when max_new_tokens is below 1, when the number of row_ids, tenants or
+    k_max differs, or when one of these makes no sense."""
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, expected a positive integer")
     row_ids = content_ids(prompts) if row_ids is None else row_ids
     tenants = [""] * len(prompts) if tenants is None else tenants
-    for name, values in (("row_ids", row_ids), ("tenants", tenants)):
+    k_max = [None] * len(prompts) if k_max is None else k_max
+    for name, values in (("row_ids", row_ids), ("tenants", tenants), ("k_max", k_max)):
         if len(values) != len(prompts):
             raise InputError(f"there are {len(values)} {name} and {len(prompts)} prompts; expected one a prompt")
     return [
-        Request(index, prompt, max_new_tokens, key, tenant=tenant)
-        for index, (prompt, key, tenant) in enumerate(zip(prompts, row_ids, tenants, strict=True))
+        Request(index, prompt, max_new_tokens, key, tenant=tenant, k_max=check_k_max(most, f"prompt {index}"))
+        for index, (prompt, key, tenant, most) in enumerate(zip(prompts, row_ids, tenants, k_max, strict=True))
     ]
 
 

@@ -27,7 +27,8 @@ from accept_head.inference.kernels.verify import Verified
 class Request:
     """One prompt to continue. index: its place in the caller's list. key: selects its random numbers. left: (n,) ids of
     transformers' left padding, which logits processors and stopping criteria see before the prompt, but the models do
-    not. tenant: for policies that are `by_tenant`; "" = unnamed."""
+    not. tenant: for policies that are `by_tenant`; "" = unnamed. k_max: the most tokens to draft in a round, whatever
+    the policy says; 0 = no drafts; None = no such bound."""
 
     index: int
     prompt: Sequence[int]
@@ -35,6 +36,7 @@ class Request:
     key: int
     left: Tensor | None = None
     tenant: str = ""
+    k_max: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,7 @@ class Rows:
         self.tokens = torch.zeros(batch, max_length + spare, dtype=torch.long, device=device)
         self.lengths = torch.ones(batch, dtype=torch.long, device=device)
         zero = torch.zeros_like(self.lengths)
-        self.max_lengths, self.fed, self.keys = zero.clone(), zero.clone(), zero.clone()
+        self.max_lengths, self.k_max, self.fed, self.keys = (zero.clone() for _ in range(4))
         self.rounds, self.drafted, self.submitted = (zero.clone() for _ in range(3))
         self.accepted, self.draft_forwards, self.wasted = (zero.clone() for _ in range(3))
         self.round_accepted = zero
@@ -146,7 +148,8 @@ class Rows:
         left = 0
         for length, request in zip(self.host_lengths, self.requests, strict=True):
             if request is not None:
-                left = max(left, len(request.prompt) + request.max_new_tokens - length - 1)
+                own = len(request.prompt) + request.max_new_tokens - length - 1
+                left = max(left, own if request.k_max is None else min(own, request.k_max))
         return min(most, left)
 
     def context(self, row: int, length: int) -> Tensor:
@@ -170,9 +173,12 @@ class Rows:
             self.host_lengths[row], self.host_fed[row] = len(request.prompt), 0
             self.tokens[row, : len(request.prompt)] = torch.tensor(request.prompt, device=self.tokens.device)
         rows = torch.tensor(taken, device=self.lengths.device)
-        values = [[len(r.prompt), len(r.prompt) + r.max_new_tokens, r.key] for r in requests]
+        values = [
+            [len(r.prompt), len(r.prompt) + r.max_new_tokens, self.max_length if r.k_max is None else r.k_max, r.key]
+            for r in requests
+        ]
         new = torch.tensor(values, device=rows.device).unbind(-1)
-        for tensor, value in zip((self.lengths, self.max_lengths, self.keys), new, strict=True):
+        for tensor, value in zip((self.lengths, self.max_lengths, self.k_max, self.keys), new, strict=True):
             tensor[rows] = value
         for tensor in (self.fed, *(getattr(self, name) for name in COUNTS)):
             tensor[rows] = 0
@@ -264,7 +270,8 @@ class Rows:
 
     def select(self, rows: Tensor, host_rows: Sequence[int]) -> None:
         """Row i becomes what row rows[i] was. host_rows: the same numbers on the host."""
-        for name in ("tokens", "lengths", "max_lengths", "fed", "keys", "live", "uniforms", "round_accepted", *COUNTS):
+        state = ("tokens", "lengths", "max_lengths", "k_max", "fed", "keys", "live", "uniforms", "round_accepted")
+        for name in (*state, *COUNTS):
             setattr(self, name, getattr(self, name)[rows])
         self.requests = [self.requests[row] for row in host_rows]
         self.started = [self.started[row] for row in host_rows]

@@ -46,7 +46,7 @@ class Steps:
         """Ask what each row may draft. A round emits one token more than it accepts, so the last token of a response
         needs no draft."""
         rows = self.rows
-        return self.drafting.begin(rows.live.clone(), rows.max_lengths - rows.lengths - 1)
+        return self.drafting.begin(rows.live.clone(), torch.minimum(rows.max_lengths - rows.lengths - 1, rows.k_max))
 
     def draw(
         self, depth: int, fed: Forward, progress: DraftProgress, needs: frozenset[Signal], asks: bool

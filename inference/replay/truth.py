@@ -197,7 +197,7 @@ def _ask_group(
     for chunk in asked.split(max(1, min(ROLLOUTS, CHUNK_ELEMENTS // (ids.shape[1] * config.vocab_size)))):
         p = _distributions(of_target, row[chunk], fed[chunk], places[chunk], config)
         if isinstance(draft, Eagle3Drafter):
-            logits = draft.spread(draft.lm_head(rollouts["hidden"][chunk].to(draft.device)))
+            logits = draft.spread(draft.lm_head(rollouts["hidden"][chunk].to(draft.device, draft.dtype)))
             q = config.sampling.probabilities(logits[..., : config.vocab_size])
         else:
             assert of_draft is not None

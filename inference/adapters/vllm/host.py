@@ -47,10 +47,12 @@ class Verdict(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """What ends a request's text: its length in tokens, prompt included, and the tokens after which it stops."""
+    """What ends a request's text: its length in tokens, prompt included, and the tokens after which it stops. k_max:
+    the most tokens that the request wants drafted in a round; None = no such bound."""
 
     length: int
     token_ids: Collection[int]
+    k_max: int | None = None
 
 
 class PolicyHost:
@@ -124,7 +126,10 @@ class PolicyHost:
             rooms = [limit for _ in lengths]
             if ends is not None:
                 # A round emits one token more than it accepts.
-                rooms = [max(0, min(limit, end.length - now - 1)) for end, now in zip(ends, lengths, strict=True)]
+                rooms = [
+                    max(0, min(limit if end.k_max is None else min(limit, end.k_max), end.length - now - 1))
+                    for end, now in zip(ends, lengths, strict=True)
+                ]
             self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
         self.end_ids = None if ends is None else _padded([end.token_ids for end in ends])
         self.context, self.live = lengths, list(live)  # at the start of this round

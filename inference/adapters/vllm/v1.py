@@ -17,7 +17,7 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 from accept_head.inference.adapters.vllm.build import build_host, build_policy
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
 from accept_head.inference.adapters.vllm.host import Ending, EndOfRound, PolicyHost, Verdict
-from accept_head.inference.adapters.vllm.settings import TENANT, check_hooks
+from accept_head.inference.adapters.vllm.settings import K_MAX, TENANT, check_hooks
 
 HOOKS = (
     "load_model",
@@ -48,15 +48,22 @@ class PolicyRounds(SpecDecodeBaseProposer):
 
     def tenant_of(self, request: str) -> str:
         """A request's tenant, "" if it names none."""
-        sampling = self.runner.requests[request].sampling_params
-        name = ((sampling and sampling.extra_args) or {}).get(TENANT)
+        name = self.asked(request, TENANT)
         return "" if name is None else str(name)
+
+    def asked(self, request: str, name: str) -> Any:
+        """What a request's vllm_xargs say; None if nothing."""
+        sampling = self.runner.requests[request].sampling_params
+        return ((sampling and sampling.extra_args) or {}).get(name)
 
     def ending_of(self, request: str) -> Ending:
         state = self.runner.requests[request]
         sampling = state.sampling_params
         ids = {*(sampling.stop_token_ids or ()), sampling.eos_token_id} - {None}  # None, too, with ignore_eos
-        return Ending(state.num_prompt_tokens + sampling.max_tokens, ids)
+        most = self.asked(request, K_MAX)
+        # A user's mistake must not stop the server: what is no number of tokens is no bound.
+        k_max = most if isinstance(most, int) and not isinstance(most, bool) and most >= 0 else None
+        return Ending(state.num_prompt_tokens + sampling.max_tokens, ids, k_max)
 
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor

@@ -41,6 +41,7 @@ from accept_head.inference.decode.rows import DecodeStats, Finished
 from accept_head.inference.decode.stopping import Stopping
 from accept_head.inference.engine import cache
 from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.prompts import Prompt
 from tests.inference.support.replayed import standing_in
 from tests.inference.support.toy import TOKENS, pair_of, ragged_prompts, toy_pair, two
 
@@ -403,16 +404,21 @@ def test_prices_are_of_counts_not_of_clocks():
 # --- traces -----------------------------------------------------------------------------------------------------------
 
 
+def asked(*prompts):
+    return [Prompt(i, "", "", tuple(ids), tenant=f"t{i}", k_max=i) for i, ids in enumerate(prompts)]
+
+
 def test_a_trace_becomes_requests_with_its_own_lengths():
     arrivals = [Arrival(0.0, 9, 50), Arrival(1.0, 2, 3), Arrival(2.0, 5, 1)]
-    found, by = trace_requests(arrivals, [[1] * 5, [2] * 9, [3] * 2], max_new_tokens=20)
+    found, by = trace_requests(arrivals, asked([1] * 5, [2] * 9, [3] * 2), max_new_tokens=20)
     assert by == "length"
     assert [(r.index, list(r.prompt), r.max_new_tokens) for r in found] == [
         (0, [2] * 9, 20),
         (1, [3] * 2, 3),
         (2, [1] * 5, 1),
     ]
-    again, by = trace_requests([Arrival(0.0, 900, 5)] * 3, [[1, 2]], max_new_tokens=20)
+    assert [(r.tenant, r.k_max) for r in found] == [("t1", 1), ("t2", 2), ("t0", 0)]
+    again, by = trace_requests([Arrival(0.0, 900, 5)] * 3, asked([1, 2]), max_new_tokens=20)
     assert by == "order" and len({request.key for request in again}) == 3  # the same prompt, other random numbers
 
 

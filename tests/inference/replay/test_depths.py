@@ -299,10 +299,10 @@ def test_the_informed_bound_lies_between_the_best_fixed_length_and_the_oracle(tr
 
 
 def test_tune_and_report_show_the_informed_bound(collected, folder, tmp_path):
-    """The drafter has no embeddings of its own, and only its traces are read."""
+    """The drafter has no embeddings of its own, and only its traces are read, here of another dtype."""
     out, target = tmp_path / "tuned.json", ("--target", folder / "target")
     asked = shutil.copytree(collected(SAMPLED), tmp_path / "asked")  # without tables
-    assert tuned(folder, asked, out, "--rules", "max-prob", *target) == 0
+    assert tuned(folder, asked, out, "--rules", "max-prob", *target, "--dtype", "bfloat16") == 0
     assert "informed" in {row["name"] for row in json.loads(out.read_text())["policies"]}
     paths = ("--traces", asked, "--draft", folder / "drafter", "--out", tmp_path / "report.html")
     assert main([*map(str, ("report", *paths, *target, "--t_draft", 0.05, "--t_target", 1, "--responses", 0))]) == 0

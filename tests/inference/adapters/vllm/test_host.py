@@ -205,6 +205,11 @@ def test_a_row_drafts_no_more_than_its_text_has_room_for():
     assert engine.round(host_of(FixedPolicy(6)), names(3), ends=[Ending(10, ())] * 3)[0] == [0, 0, 0]
 
 
+def test_a_row_drafts_no_more_than_its_request_wants():
+    engine, ends = Engine(4, 6, 0), [Ending(99, (), most) for most in (0, 2, None, 9)]
+    assert engine.round(host_of(FixedPolicy(6)), names(4), ends=ends) == ([0, 2, 6, 6], 6)
+
+
 def test_a_row_stops_after_a_token_that_ends_its_text():
     engine = Engine(2, 6, 0)
     for row in range(2):

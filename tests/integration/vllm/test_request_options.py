@@ -1,4 +1,4 @@
-"""The tenant of a request, from its vllm_xargs to the head's correction that learns from it (V1; V2 refuses this)."""
+"""What a request's vllm_xargs say (V1): its tenant, whose fit learns from it, and the most tokens to draft for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 
 from accept_head import InputError
-from accept_head.inference.adapters.vllm.settings import TENANT
+from accept_head.inference.adapters.vllm.settings import K_MAX, TENANT
 from tests.inference.support.toy import labels_by_tenant
 from tests.integration.vllm.engines import drafter_of, use
 
@@ -63,3 +63,25 @@ def test_a_runner_that_does_not_show_them_is_refused(llm, embedded_pair_folder):
     drafter = drafter_of(llm)
     with pytest.raises(InputError, match="V2 model runner does not show whose"):
         build_host(drafter.vllm_config, drafter.device, drafter.model)
+
+
+def test_a_request_bounds_its_own_drafts(make_llm, prompts):
+    """0 drafts nothing for it, beside others that are drafted. What is no number of tokens is no bound."""
+    options = {
+        "per_request_spec_decode_metrics": "detailed",
+        "additional_config": {"accept_head": {"policy": "fixed:1"}},
+    }
+    llm = make_llm({}, max_num_seqs=4, **options)
+    use(llm, "fixed:4")
+    asked = [{K_MAX: 0}, {K_MAX: 2}, None, {K_MAX: "two"}, {K_MAX: -1}, {K_MAX: 9}] * 2
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts[: len(asked)]]
+    sampling = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, extra_args=each) for each in asked]
+    outputs = llm.generate(inputs, sampling, use_tqdm=False)
+    plain = llm.generate(
+        inputs, [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * len(asked), use_tqdm=False
+    )
+    longest = []
+    for output, without in zip(outputs, plain, strict=True):
+        assert output.outputs[0].token_ids == without.outputs[0].token_ids
+        longest.append(max(output.outputs[0].spec_decode_metrics.per_step_drafted, default=0))
+    assert longest == [0, 2, 4, 4, 4, 4] * 2
