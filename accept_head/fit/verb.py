@@ -90,7 +90,7 @@ def fit(
     }  # fmt: skip
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", 0)))
     if rank:
-        while not (folder / RECORD).is_file():
+        while not (folder / RECORD).is_file():  # when rank 0 refuses its input, the launcher ends this process
             time.sleep(WAIT)
         made(folder, models, sampling, max_new_tokens, seed)
         return
