@@ -237,6 +237,21 @@ def test_greedy_counts_of_a_trained_drafter_are_those_of_the_loop(embedded_pair_
         assert np.array_equal(replayed(traces, spec, pair.draft), counted(pair, ids, spec, GREEDY)), spec
 
 
+def test_the_oracle_stops_before_each_rejection_of_its_own_rounds(traces):
+    """Against a plain loop over the table of starts and depths."""
+    made = traces(SAMPLED)
+    expected = []
+    for accepted in made.traces["accepted"]:
+        table = np.array(accepted).reshape(-1, DEPTHS)
+        place, rounds, forwards = 0, 0, 0
+        while place < len(table):
+            room = min(DEPTHS, len(table) - place - 1)  # the last token needs no draft
+            length = next((d for d in range(room) if not table[place + d, d]), room)
+            place, rounds, forwards = place + length + 1, rounds + 1, forwards + length
+        expected.append((len(table), 0, rounds, forwards))
+    assert np.array_equal(replay_oracle(made).counts, expected)
+
+
 # --- the informed bound ----------------------------------------------------------------------------------------------
 
 
