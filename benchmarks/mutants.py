@@ -116,6 +116,20 @@ POLICIES = (
         ("inference/replay/test_depths.py::test_rollouts_are_drawn_from_the_rounds_own_states",),
     ),
     Mutant(
+        "EAGLE-3: the oracle counts the tokens of every depth",
+        "inference/replay/walk.py",
+        "if traces.depths == 1:",
+        "if True:",
+        ("inference/replay/test_depths.py::test_the_oracle_stops_before_each_rejection_of_its_own_rounds",),
+    ),
+    Mutant(
+        "a request's own bound on its drafts is not asked",
+        "inference/decode/steps.py",
+        "torch.minimum(rows.max_lengths - rows.lengths - 1, rows.k_max)",
+        "rows.max_lengths - rows.lengths - 1",
+        ("inference/decode/test_k_max.py::test_each_request_is_as_with_a_policy_of_that_bound",),
+    ),
+    Mutant(
         "heads for EAGLE-3: a label counts as if all tokens before it were accepted",
         "training/learn/depth_states.py",
         "chance[:-1, depth - 1] * overlap[:-1, depth - 1]",
