@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "speed", "equal"))
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--host", choices=("loop", "vllm"), default="loop")
-    parser.add_argument("--dtype", default="float32", help="of `equal`")
     options = parser.parse_args()
     if options.part == "prompts":
         print(f"{write_drafter_prompts():,} prompts; now run\n{RECIPE}")
@@ -87,8 +86,8 @@ def main() -> None:
         for row in speeds(options.host, options.temperatures):
             keep("speed", row, "host", "temperature")
     elif options.part == "equal":
-        for row in equality(options.host, options.dtype):
-            keep("equal", row, "host", "dtype", "batch")
+        for row in equality(options.host):
+            keep("equal", row, "host", "batch")
     for temperature in options.temperatures:
         if options.part == "collect":
             for split in ("dev", "test", ALIKE, *TRAIN):
@@ -193,28 +192,35 @@ def trained(name: str, temperature: float) -> AcceptanceHead:
 
 def speeds(host: str, temperatures: list[float]) -> Iterator[dict[str, Any]]:
     """By the clock, one request at a time. block_efficiency: tokens a target call. The head, once there is a ladder, as
-    that has chosen it."""
+    that has chosen it. others: greedy answers that leave that of the target alone, as in bfloat16 a forward of another
+    width turns near ties round."""
     where = host_of(host, 1, TEXT["dtype"])
     requests = requests_of(where, chosen(PROMPTS))
     for temperature in temperatures:
         arms = {"none": "none", FIXED: "fixed:4", FIXED + TWIN: "fixed:4", "fixed:2": "fixed:2"}
         arms |= chosen_head(temperature)
         cell = timed(where, arms, requests, 1, temperature, HOME / "speed" / f"{host}_t{temperature:g}.jsonl")
-        yield {"host": host, "temperature": temperature, "arms": arms, **figures_of(cell, temperature)}
+        others = [] if temperature else margins(cell.finished, requests, TARGET, TEXT["dtype"])
+        yield {
+            "host": host,
+            "temperature": temperature,
+            "arms": arms,
+            **figures_of(cell, temperature),
+            "others": others,
+        }
 
 
-def equality(host: str, dtype: str) -> Iterator[dict[str, Any]]:
-    """Greedily: the answers that leave that of the target alone, and by how much its two likeliest logits differ there.
-    In float32 there should be none; in bfloat16 a forward of another width turns near ties round."""
-    where = host_of(host, max(BATCHES), dtype)
+def equality(host: str) -> Iterator[dict[str, Any]]:
+    """Greedily and in float32: the answers that leave that of the target alone. There should be none."""
+    where = host_of(host, max(BATCHES), "float32")
     requests = requests_of(where, chosen(EQUAL_PROMPTS))
     arms = {"none": "none", FIXED: "fixed:4", **chosen_head(0.0)}
     for batch in BATCHES:
         run = where.runner(arms, batch, Sampling(temperature=0.0))
         finished = {arm: run(arm, requests)[3] for arm in arms}
-        others = margins(finished, requests, TARGET, dtype)
+        others = margins(finished, requests, TARGET, "float32")
         tokens = sum(done.stats.generated for done in finished["none"])
-        found = {"host": host, "dtype": dtype, "batch": batch, "prompts": len(requests), "tokens": tokens}
+        found = {"host": host, "batch": batch, "prompts": len(requests), "tokens": tokens}
         yield {**found, "arms": arms, "others": others}
 
 
