@@ -66,7 +66,7 @@ TRAIN = TRAIN_PARTS[:6]
 DRAFTED, VERIFIED = (0.03, 0.05, 0.1), (0.0, 0.02, 0.05, 0.1)  # c and v
 COSTS = sorted({round(c + v, 2) for c in DRAFTED for v in VERIFIED})
 EQUAL_PROMPTS, BATCHES = 100, (1, 4, 16)
-C = 0.15  # on 2 CPU cores `speed` gives 0.10 to 0.17
+C = 0.15  # `speed` gives 0.08 to 0.17 on a CPU
 RULES = ("cumulative-confidence", "max-prob", "online-logistic", "online-signals")
 HEADS = {"base": {"recipe": "signals"}, "default": {}}
 

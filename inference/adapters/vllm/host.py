@@ -13,6 +13,7 @@ peeks). In the second case the engine may have drawn the token already, but the 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -48,11 +49,11 @@ class Verdict(NamedTuple):
 
 class Ending(NamedTuple):
     """What ends a request's text: its length in tokens, prompt included, and the tokens after which it stops. k_max:
-    the most tokens that the request wants drafted in a round; None = no such bound."""
+    the most tokens that the request wants drafted in a round."""
 
     length: int
     token_ids: Collection[int]
-    k_max: int | None = None
+    k_max: int = sys.maxsize
 
 
 class PolicyHost:
@@ -126,10 +127,7 @@ class PolicyHost:
             rooms = [limit for _ in lengths]
             if ends is not None:
                 # A round emits one token more than it accepts.
-                rooms = [
-                    max(0, min(limit if end.k_max is None else min(limit, end.k_max), end.length - now - 1))
-                    for end, now in zip(ends, lengths, strict=True)
-                ]
+                rooms = [min(limit, end.k_max, end.length - now - 1) for end, now in zip(ends, lengths, strict=True)]
             self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
         self.end_ids = None if ends is None else _padded([end.token_ids for end in ends])
         self.context, self.live = lengths, list(live)  # at the start of this round

@@ -62,8 +62,8 @@ class PolicyRounds(SpecDecodeBaseProposer):
         ids = {*(sampling.stop_token_ids or ()), sampling.eos_token_id} - {None}  # None, too, with ignore_eos
         most = self.asked(request, K_MAX)
         # A user's mistake must not stop the server: what is no number of tokens is no bound.
-        k_max = most if isinstance(most, int) and not isinstance(most, bool) and most >= 0 else None
-        return Ending(state.num_prompt_tokens + sampling.max_tokens, ids, k_max)
+        said = isinstance(most, int) and not isinstance(most, bool) and most >= 0
+        return Ending(state.num_prompt_tokens + sampling.max_tokens, ids, *([most] if said else []))
 
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: Tensor

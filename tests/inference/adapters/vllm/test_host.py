@@ -206,7 +206,7 @@ def test_a_row_drafts_no_more_than_its_text_has_room_for():
 
 
 def test_a_row_drafts_no_more_than_its_request_wants():
-    engine, ends = Engine(4, 6, 0), [Ending(99, (), most) for most in (0, 2, None, 9)]
+    engine, ends = Engine(4, 6, 0), [Ending(99, (), 0), Ending(99, (), 2), Ending(99, ()), Ending(99, (), 9)]
     assert engine.round(host_of(FixedPolicy(6)), names(4), ends=ends) == ([0, 2, 6, 6], 6)
 
 
