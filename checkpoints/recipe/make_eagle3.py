@@ -5,8 +5,9 @@
         --draft_vocab 1024 --intermediate 256 --layers 1 5 8
 
 The drafter learns the target's distribution at each position of an answer, unrolled over several steps as it will draft
-(accept_head/eagle3/unroll.py). Answers and training checkpoints are kept in --work: an interrupted run goes on. Where
-vLLM is installed, `--engine vllm` answers several times as fast as our loop.
+(accept_head/eagle3/unroll.py). The target reads each answer once: what the drafter learns from is kept in --work, as
+are answers and training checkpoints. So an interrupted run goes on. Kept states take about 2 × (layers + 1) × channels
+bytes a token. Where vLLM is installed, `--engine vllm` answers several times as fast as our loop.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import torch
 from language_model import quick_bf16
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.eagle3.saved import save_eagle3
 from accept_head.eagle3.unroll import unroll
-from accept_head.files import atomic_path
+from accept_head.files import atomic_path, sha256
 from accept_head.inference.engine.call import states_of
 from accept_head.inference.verbs.generate import generate_file
 from accept_head.pair import load_model, load_tokenizer
@@ -46,7 +48,7 @@ def main() -> None:
     parser.add_argument("--prompts", required=True)
     parser.add_argument("--held_out", required=True, help="prompts whose answers are not trained on")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--work", type=Path, help="answers, checkpoints and logs; OUT/work when left out")
+    parser.add_argument("--work", type=Path, help="answers, states, checkpoints, logs; OUT/work when left out")
     parser.add_argument(
         "--temperatures", nargs="+", type=float, default=[1, 1, 1, 0], help="one pass over the prompts each"
     )
@@ -128,11 +130,45 @@ def batches(texts: list[Answer], batch_tokens: int) -> list[list[Answer]]:
     return [found[place] for place in torch.randperm(len(found)).tolist()]
 
 
-def collate(texts: list[Answer]) -> tuple[Tensor, Tensor]:
-    """→ ids (batch, longest), padded on the right, and which of them are of an answer."""
-    ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)
-    of_answer = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in texts]
-    return ids, pad_sequence(of_answer, batch_first=True).bool()
+# --- what the target says -------------------------------------------------------------------------------------------
+
+
+class Read(Dataset[dict[str, Tensor]]):
+    """What the target has computed at each text of a batch, read from files that are made when they are first wanted.
+
+    Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1. ids: (batch, slots), x_1, …
+    states: (batch, slots, layers × hidden), the target's at x_0, … counts: (batch, slots) bool, whether x_{t+2} is of
+    an answer. last: (those, hidden), the target's last state at t + 1, and log_norm: (those,), the logarithm of the sum
+    of its exponentiated logits.
+    """
+
+    def __init__(self, batches: list[list[Answer]], target: PreTrainedModel, layers: tuple[int, ...], folder: Path):
+        self.batches, self.target, self.folder = batches, target, folder
+        self.reads = states_of(target, layers)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        path = self.folder / f"{sha256(json.dumps(self.batches[number]))[:16]}.safetensors"
+        if not path.is_file():
+            with atomic_path(path) as unfinished:
+                save_file(self.read(self.batches[number]), unfinished)
+        return load_file(path)
+
+    @torch.no_grad()
+    def read(self, texts: list[Answer]) -> dict[str, Tensor]:
+        ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)
+        of_answer = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in texts]
+        counts = torch.nn.functional.pad(pad_sequence(of_answer, batch_first=True).bool()[:, 2:], (0, 1))
+        self.reads.wanted = True
+        last = self.target.get_decoder()(ids).last_hidden_state[:, 1:][counts]
+        self.reads.wanted = False
+        states = self.reads.last[:, :-1].contiguous()
+        del self.reads.last
+        log_norm = self.target.get_output_embeddings()(last).float().logsumexp(-1)
+        return {"ids": ids[:, 1:].contiguous(), "states": states, "counts": counts, "last": last, "log_norm": log_norm}
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -169,39 +205,34 @@ class Distilled(L.LightningModule):
     def __init__(self, drafter: Eagle3Drafter, target: PreTrainedModel, *, steps: int, lr: float, total_steps: int):
         super().__init__()
         self.drafter, self.steps, self.lr, self.total_steps = drafter, steps, lr, total_steps
-        self.target = [target]  # a list: not in checkpoints
-        self.states = states_of(target, drafter.layers_read)
+        rows: Any = target.get_output_embeddings()
+        self.rows = [rows.weight.detach()[drafter.t2d]]  # a list: not in checkpoints
 
-    def losses(self, ids: Tensor, of_answer: Tensor) -> list[Tensor]:
-        """One a step: the mean over the positions of answers."""
-        target, counts = self.target[0], torch.nn.functional.pad(of_answer[:, 2:], (0, 1))
-        self.states.wanted = True
+    def losses(self, batch: dict[str, Tensor]) -> list[Tensor]:
+        """One a step: the mean over the positions of answers. batch: as of Read."""
+        counts = batch["counts"]
         with torch.no_grad():
-            last = target.get_decoder()(ids).last_hidden_state
-            # Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1.
-            p = target.get_output_embeddings()(last[:, 1:][counts]).float().softmax(-1)[:, self.drafter.t2d]
-        self.states.wanted = False
-        states = self.drafter.project(self.states.last.float()[:, :-1])
-        del self.states.last
+            p = (torch.nn.functional.linear(batch["last"], self.rows[0]).float() - batch["log_norm"][:, None]).exp()
+        states = self.drafter.project(batch["states"].float())
         found = []
-        for number, step in enumerate(unroll(self.drafter, ids[:, 1:], states, self.steps)):
+        for number, step in enumerate(unroll(self.drafter, batch["ids"], states, self.steps)):
             begun = counts.clone()
             begun[:, :number] = False
             log_q = self.drafter.lm_head(step.hidden[begun]).log_softmax(-1)
             found.append(-(p[begun[counts]] * log_q).sum(-1).mean())
         return found
 
-    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        losses = self.losses(*batch)
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        losses = self.losses(batch)
         loss = sum(DECAY**number * each for number, each in enumerate(losses)) / sum(
             DECAY**number for number in range(self.steps)
         )
         self.log("loss", loss, prog_bar=True, batch_size=1)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
-        for number, each in enumerate(self.losses(*batch)):
-            self.log(f"held_out_{number}", each, prog_bar=True, batch_size=int(batch[1].sum()))
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        for number, each in enumerate(self.losses(batch)):
+            self.log(f"held_out_{number}", each, prog_bar=True, batch_size=int(batch["counts"].sum()))
 
     def configure_optimizers(self) -> Any:
         learnt = [each for each in self.parameters() if each.requires_grad]
@@ -219,7 +250,10 @@ def trained(
     work: Path,
 ) -> Eagle3Drafter:
     """Train, resuming from `work/last.ckpt` when it is there."""
-    steps = batches(train, options.batch_tokens)
+    steps, dev = (
+        Read(batches(texts, options.batch_tokens), target, drafter.layers_read, work / "states")
+        for texts in (train, held_out)
+    )
     total = options.epochs * len(steps)
     module = Distilled(drafter, target, steps=options.steps, lr=options.lr, total_steps=total)
     trainer = L.Trainer(
@@ -236,8 +270,8 @@ def trained(
     last = work / "last.ckpt"
     trainer.fit(
         module,
-        DataLoader(steps, batch_size=None, shuffle=True, collate_fn=collate),
-        DataLoader(batches(held_out, options.batch_tokens), batch_size=None, collate_fn=collate),
+        DataLoader(steps, batch_size=None, shuffle=True),
+        DataLoader(dev, batch_size=None),
         ckpt_path=str(last) if last.exists() else None,
     )
     return module.drafter
