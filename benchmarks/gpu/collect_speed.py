@@ -71,7 +71,7 @@ def measure(pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int) -> Ce
     given = [Prompt(index, str(index), "", tuple(prompt)) for index, prompt in enumerate(prompts)]
     settings = SimpleNamespace(
         sampling=SAMPLING, max_new_tokens=new_tokens, seed=0, batch_size=len(given), shard_size=len(given),
-        alternatives=0, end_token_ids=end_ids(pair.target, pair.tokenizer) if pair.tokenizer else (),
+        alternatives=0, depths=None, end_token_ids=end_ids(pair.target, pair.tokenizer) if pair.tokenizer else (),
     )  # fmt: skip
     decoding = Decoding(pair, given, settings)
     seconds: dict[str, float] = {}

@@ -29,7 +29,7 @@ install() {
 }
 
 install_for_gpu() {
-    install "vllm>=0.32,<0.33" -e . pytest pytest-timeout
+    install "vllm>=0.32,<0.34" -e . pytest pytest-timeout
 }
 
 install_for_cpu() {
