@@ -133,7 +133,7 @@ def batches(texts: list[Answer], batch_tokens: int) -> list[list[Answer]]:
 # --- what the target says -------------------------------------------------------------------------------------------
 
 
-class Read(Dataset[dict[str, Tensor]]):
+class TargetOutputs(Dataset[dict[str, Tensor]]):
     """What the target has computed at each text of a batch, read from files that are made when they are first wanted.
 
     Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1. ids: (batch, slots), x_1, …
@@ -209,7 +209,7 @@ class Distilled(L.LightningModule):
         self.rows = [rows.weight.detach()[drafter.t2d]]  # a list: not in checkpoints
 
     def losses(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """One a step: the mean over the positions of answers. batch: as of Read."""
+        """One a step: the mean over the positions of answers. batch: as of TargetOutputs."""
         counts = batch["counts"]
         with torch.no_grad():
             p = (torch.nn.functional.linear(batch["last"], self.rows[0]).float() - batch["log_norm"][:, None]).exp()
@@ -251,7 +251,7 @@ def trained(
 ) -> Eagle3Drafter:
     """Train, resuming from `work/last.ckpt` when it is there."""
     steps, dev = (
-        Read(batches(texts, options.batch_tokens), target, drafter.layers_read, work / "states")
+        TargetOutputs(batches(texts, options.batch_tokens), target, drafter.layers_read, work / "states")
         for texts in (train, held_out)
     )
     total = options.epochs * len(steps)
