@@ -144,14 +144,14 @@ class TargetOutputs(Dataset[dict[str, Tensor]]):
 
     def __init__(self, batches: list[list[Answer]], target: PreTrainedModel, layers: tuple[int, ...], folder: Path):
         self.batches, self.target, self.folder = batches, target, folder
-        self.reads = states_of(target, layers)
+        self.reads, self.source = states_of(target, layers), [target.name_or_path, str(target.dtype), layers]
         folder.mkdir(parents=True, exist_ok=True)
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        path = self.folder / f"{sha256(json.dumps(self.batches[number]))[:16]}.safetensors"
+        path = self.folder / f"{sha256(json.dumps([self.source, self.batches[number]]))[:16]}.safetensors"
         if not path.is_file():
             with atomic_path(path) as unfinished:
                 save_file(self.read(self.batches[number]), unfinished)

@@ -51,11 +51,11 @@ def read(folder: Path) -> dict[str, str]:
 
 
 def functions(path: Path, owner: str) -> dict[str, str]:
-    """Name → parameters of the functions that a class, or the module itself, defines."""
-    body: list[ast.stmt] = ast.parse(path.read_text()).body
+    """Name → parameters of the functions that a class, wherever in the file, or without one the whole file defines."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
     if owner:
-        body = next((each.body for each in body if isinstance(each, ast.ClassDef) and each.name == owner), [])
-    return {each.name: parameters(each.args) for each in body if isinstance(each, ast.FunctionDef)}
+        nodes = next((list(each.body) for each in nodes if isinstance(each, ast.ClassDef) and each.name == owner), [])
+    return {each.name: parameters(each.args) for each in nodes if isinstance(each, ast.FunctionDef)}
 
 
 def parameters(args: ast.arguments) -> str:
@@ -69,7 +69,22 @@ def parameters(args: ast.arguments) -> str:
 
 
 def signature(parameters: str) -> inspect.Signature:
-    return inspect.signature(eval(f"lambda {parameters}: None"))
+    read = ast.parse(f"def it({parameters}): ...").body[0]
+    assert isinstance(read, ast.FunctionDef)
+    args, kind = read.args, inspect.Parameter
+    placed = [*args.posonlyargs, *args.args]
+    needed = len(placed) - len(args.defaults)
+    found = [
+        kind(each.arg, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if place < needed else None)
+        for place, each in enumerate(placed)
+    ]
+    found += [kind(args.vararg.arg, kind.VAR_POSITIONAL)] if args.vararg else []
+    found += [
+        kind(each.arg, kind.KEYWORD_ONLY, default=None if default else kind.empty)
+        for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True)
+    ]
+    found += [kind(args.kwarg.arg, kind.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(found)
 
 
 def accepts(ours: str, theirs: str) -> bool:
@@ -97,7 +112,7 @@ def main() -> None:
     folder, version = sys.argv[1:]
     record = json.loads(RECORD.read_text()) if RECORD.is_file() else {}
     found = read(Path(folder))
-    for line in changes(record[max(record)] if record else {}, found):
+    for line in changes(list(record.values())[-1] if record else {}, found):
         print(line)
     RECORD.write_text(json.dumps(record | {version: found}, indent=1) + "\n")
 
