@@ -42,13 +42,16 @@ class DraftModel:
             rows.mark_fed(live)
         width = rows.unfed
         starts, window = self.call("draft window", rows.last, width, width)
-        output = self.cached.forward(window, starts, max(0, rows.longest - width), copy=self.copy)
+        longest = max(0, rows.longest - width)
+        counts = rows.counts(starts, width, rows.fed, rows.lengths) if self.cached.packs else None
+        output = self.cached.forward(window, starts, longest, counts=counts, copy=self.copy)
         return output if width == 1 else at(output, rows.lengths - 1 - starts)
 
-    def feed(self, token_ids: Tensor, depth: int) -> Forward:
-        """Feed (batch,) tokens drawn at `depth` → logits and hidden state at them, (batch, 1, …) each."""
+    def feed(self, token_ids: Tensor, depth: int, active: Tensor) -> Forward:
+        """Feed (batch,) tokens drawn at `depth` → logits and hidden state at them, (batch, 1, …) each. active: (batch,)
+        bool, the rows that draft on."""
         starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
-        return self.cached.forward(token_ids[:, None], starts, longest, copy=self.copy)
+        return self.cached.forward(token_ids[:, None], starts, longest, counts=active[:, None], copy=self.copy)
 
     def hear(self, states: Tensor) -> None:
         """The target's states at the tokens it was just fed; empty here."""
@@ -96,13 +99,15 @@ class Eagle3(DraftModel):
         first = rows.fed.clamp(min=1)  # a first token has no slot
         index = first[:, None] + torch.arange(width, device=first.device)
         window = rows.tokens.gather(1, index.clamp(max=rows.tokens.shape[1] - 1))
-        output = self.cached.forward(window, first - 1, rows.longest - 1, states=self.states[:, :width])
+        counts = rows.counts(first, width, first, rows.lengths) if self.cached.packs else None
+        output = self.cached.forward(window, first - 1, rows.longest - 1, counts=counts, states=self.states[:, :width])
         self.begun = True
         return self._kept(at(output, (rows.lengths - 1 - first).clamp(min=0)))
 
-    def feed(self, token_ids: Tensor, depth: int) -> Forward:
+    def feed(self, token_ids: Tensor, depth: int, active: Tensor) -> Forward:
         starts, longest = self.rows.lengths + depth - 2, self.rows.longest + depth - 2
-        return self._kept(self.cached.forward(token_ids[:, None], starts, longest, states=self.own))
+        fed = self.cached.forward(token_ids[:, None], starts, longest, counts=active[:, None], states=self.own)
+        return self._kept(fed)
 
     def hear(self, states: Tensor) -> None:
         if not self.begun:  # a round without drafting

@@ -52,12 +52,12 @@ def draft(run: Run) -> Drafted:
         drawn, progress = run.draw(depth, fed, progress)
         drafted.append(drawn)
         # A policy that reads the state at the drawn token is asked after the token is fed.
-        ahead = run.drafter.feed(drawn.ids, depth) if drafting.looks_ahead and depth < most else None
+        ahead = run.drafter.feed(drawn.ids, depth, progress.active) if drafting.looks_ahead and depth < most else None
         if drafting.asks:
             progress = run.judge(depth, drawn, ahead, progress)
         if run.chunks.over(drafted, progress, depth, most):
             break
-        fed = ahead or run.drafter.feed(drawn.ids, depth)
+        fed = ahead or run.drafter.feed(drawn.ids, depth, progress.active)
     drafted.stop(progress)
     if drafted.wasted:
         run.rows.wasted += drafted.wasted * run.rows.live
@@ -69,7 +69,7 @@ def draft(run: Run) -> Drafted:
 def verify(run: Run, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
     """Run the target on the last token and the draft, then test each candidate → the result, and the target's logits
     and scores, (batch, k + 1, vocab) each."""
-    logits, scores, window = run.target_scores(drafted.slots)
+    logits, scores, window = run.target_scores(drafted)
     return run.test(scores, window, drafted), logits, scores
 
 

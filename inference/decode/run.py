@@ -102,12 +102,15 @@ class Run:
 
     # --- verification ------------------------------------------------------------------------------------------------
 
-    def target_scores(self, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the target on each row's last token and `slots` drafted ones → logits, scores (the logits after
+    def target_scores(self, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the target on each row's last token and the submitted ones → logits, scores (the logits after
         processors), (batch, slots + 1, vocab) each, and the fed tokens."""
-        rows = self.rows
-        starts, window = self._call("target window", rows.last, 1, self.target.padded(slots + 1))
-        output = self.target.forward(window, starts, rows.longest - 1, copy=self.copies)
+        rows, slots = self.rows, drafted.slots
+        width = self.target.padded(slots + 1)
+        starts, window = self._call("target window", rows.last, 1, width)
+        ends = rows.lengths + drafted.submitted
+        counts = rows.counts(starts, width, starts, ends) if self.target.packs else None
+        output = self.target.forward(window, starts, rows.longest - 1, counts=counts, copy=self.copies)
         if self.drafting.max_draft_tokens:
             self.drafter.hear(output.hidden[:, : slots + 1])
         logits = output.logits[:, : slots + 1]

@@ -23,6 +23,7 @@ from accept_head.inference.engine.call import compiled_call, make_call
 from accept_head.inference.engine.cuda import GraphBackend, check_one_device, graph_backend
 from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.engine.layer import RaggedLayer, WritePlace
+from accept_head.inference.engine.packing import Packing, packed_call, packs
 from accept_head.pair import Forward, base_model, context_tokens
 
 Compile = Literal["none", "default", "max-autotune", "graphs"]
@@ -97,6 +98,8 @@ class CachedModel:
         if compiles:
             self._run = compiled_call(self._call.__call__, model.device, tuned=compile == "max-autotune")
         self._base: Callable[..., Any] = base_model(model)
+        self.packs = not self.static and self.attended is None and packs(model)
+        self._run_packed = packed_call(model, self._call)
         if self.attended:
             whole = partial(getattr, place, "whole")
             self._run, self._base = (self.attended.around(run, whole) for run in (self._run, self._base))
@@ -104,7 +107,7 @@ class CachedModel:
             self._run, self._base = (with_attention(model, grouped.NAME, run) for run in (self._run, self._base))
 
     def padded(self, width: int) -> int:
-        """The width of a forward of so many tokens, with padding."""
+        """The width of a forward of so many tokens."""
         return next((w for w in WIDTHS if w >= width), width) if self.static else width
 
     def forward(
@@ -113,6 +116,7 @@ class CachedModel:
         starts: Tensor,
         longest_start: int,
         *,
+        counts: Tensor | None = None,
         states: Tensor | None = None,
         copy: bool = True,
     ) -> Forward:
@@ -120,9 +124,12 @@ class CachedModel:
 
         longest_start: the largest of `starts`, on the host, so that no sync is needed to read only the slots in use.
         Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
-        own tensors, if there are graphs; the next forward of this width overwrites them. states: (batch, new, hidden),
-        for a drafter that takes them.
+        own tensors, if there are graphs; the next forward of this width overwrites them. counts: (batch, new) bool, the
+        tokens whose results are wanted; a model that `packs` is fed no others. states: (batch, new, hidden), for a
+        drafter that takes them.
         """
+        if counts is not None and self.packs and (packing := Packing.of(counts)):
+            return self._forward_packed(packing, input_ids, starts, longest_start, states)
         if states is not None:
             self._call.states = states
         width = input_ids.shape[1]
@@ -141,6 +148,20 @@ class CachedModel:
     def _forward(self, input_ids: Tensor, starts: Tensor, extent: int, reach: int) -> tuple[Tensor, ...]:
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
         return self._run(input_ids, positions, self._masks(positions))
+
+    def _forward_packed(
+        self, packing: Packing, input_ids: Tensor, starts: Tensor, longest_start: int, states: Tensor | None
+    ) -> Forward:
+        if states is not None:
+            self._call.states = packing.pack(states)
+        reach = longest_start + packing.width
+        positions = self._write_at(starts, packing.width, self._extent(reach), reach)
+        self.place.packing, masks = packing, self._masks(positions)
+        try:
+            outputs = self._run_packed(packing, packing.pack(input_ids), packing.pack(positions), masks)
+        finally:
+            self.place.packing = None
+        return Forward(*(packing.pad(output) for output in outputs))
 
     def _extent(self, slots: int) -> int:
         """How many slots a forward reads that needs the first `slots`."""

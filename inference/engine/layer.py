@@ -8,19 +8,22 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from accept_head.inference.engine.packing import Packing
+
 
 @dataclass
 class WritePlace:
     """Where the next forward writes; shared by all layers of a model.
 
     slots: (rows, new). rows: (rows,) the batch rows that take part; None = all. extent: slots in use. whole: give
-    attention all slots of all rows, because its kernel selects the visible ones.
+    attention all slots of all rows, because its kernel selects the visible ones. packing: of a packed forward.
     """
 
     slots: Tensor
     rows: Tensor | None = None
     extent: int = 0
     whole: bool = False
+    packing: Packing | None = None
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -39,11 +42,16 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write (rows, heads, new, head_dim) → the rows' keys and values below `extent`, or the `whole` cache."""
+        """Write (rows, heads, new, head_dim), or (1, heads, tokens, head_dim) if packed → the rows' keys and values
+        below `extent`, or the `whole` cache."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         slots = self.place.slots.to(key_states.device)  # with a device map, layers are on several devices
+        if (packing := self.place.packing) is not None:
+            where = packing.taken // packing.width, slice(None), slots.flatten()[packing.taken]
+            self.keys[where], self.values[where] = (t[0].transpose(0, 1) for t in (key_states, value_states))
+            return self.keys[:, :, : self.place.extent], self.values[:, :, : self.place.extent]
         if self.place.rows is None:
             index = slots[:, None, :, None]
             self.keys.scatter_(2, index.expand_as(key_states), key_states)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
+from accept_head.inference.engine import packing
 from accept_head.inference.engine.attention.choice import Attention, choose, decline
 from accept_head.inference.engine.cache import CachedModel, Group
 from accept_head.pair import hidden_size, output_size
@@ -64,17 +66,32 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
             cached.fill_group(ids, Group(torch.tensor([[0, 0, 2], [1, 0, 5]]), 5, 0), states=states[:, :5])
             cached.forward(ids[:, :2].flip(0), starts, 5, states=states[:, :2])
             states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
-            ragged = cached.forward(ids.gather(1, index), starts, 5, states=states).logits.float()
+            given = ids.gather(1, index), starts, 5
+            ragged = cached.forward(*given, states=states).logits.float()
             plain, ragged = (logits.clamp(min=-1e4) for logits in (plain, ragged))  # -inf of tokens that it lacks
         else:
             plain = model(ids).logits.float()
             cached.fill(ids, [0, 1], [0, 0], [2, 5])
             cached.forward(ids[:, :2].flip(0), starts, 5)  # a rejected draft, overwritten below
-            ragged = cached.forward(ids.gather(1, index), starts, 5).logits.float()
+            given, states = (ids.gather(1, index), starts, 5), None
+            ragged = cached.forward(*given).logits.float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
         reason = " ".join(str(error).split())[:160]
         raise InputError(f"{name} cannot be run with a ragged cache ({type(error).__name__}: {reason})") from error
     expected = plain.gather(1, index[..., None].expand(-1, -1, plain.shape[-1]))
     if not (ragged - expected).abs().max() <= TOLERANCE * plain.std():
         raise InputError(f"{name} gives other logits with a ragged cache than without; it is not supported")
+    if cached.packs and not _packs(cached, given, states, expected):
+        packing.declined.add(model)
+        logging.getLogger(__name__).warning("accept-head: %s gives other logits without padding: it is padded", name)
     return Served(cached.bytes // (rows * cached.slots))
+
+
+def _packs(cached: CachedModel, given: tuple[Tensor, Tensor, int], states: Tensor | None, expected: Tensor) -> bool:
+    """Whether a packed forward of some of the tokens gives their logits."""
+    counts = torch.tensor([[True, True, True], [True, False, False]], device=expected.device)
+    try:
+        packed = cached.forward(*given, counts=counts, states=states).logits.float().clamp(min=-1e4)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return False
+    return bool((packed - expected)[counts].abs().max() <= TOLERANCE * expected.std())

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from accept_head import InputError, Sampling
 from accept_head.cost import DecodeCounts
 from accept_head.inference import RowPolicy, generate
+from accept_head.inference.engine import cache
 from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -373,8 +374,9 @@ class Syncs(TorchDispatchMode):
 
 
 def syncs_a_round(policy, monkeypatch, sampling, **options):
-    """How often the host waits in each round between the first and the last."""
+    """How often the host waits in each round between the first and the last, where it does not pack tokens."""
     marks = []
+    monkeypatch.setattr(cache, "packs", lambda model: False)
     with Syncs(monkeypatch) as syncs:
         options |= {"watch": lambda round: marks.append(syncs.count), "sampling": sampling, "max_new_tokens": 24}
         decode([[1, 2], [3]], policy, **options)
