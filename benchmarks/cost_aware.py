@@ -28,10 +28,10 @@ from rich.table import Table
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.files import read_json
+from accept_head.inference.costs.host import PADDED
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.host import OURS
 from accept_head.inference.policy import DraftPolicy, VerifyOutcome
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
@@ -114,7 +114,7 @@ def compared(temperature: float, batch: int) -> list[dict[str, Any]]:
                 {value: traces.positions / seconds_of(rounds, costs) for value, rounds in each.items()}
                 for each in (grid, fixed)
             )
-            aware = run(BatchStopPolicy(HeadPolicy(head, 1.0, k_max=K_MAX), costs, host=OURS))
+            aware = run(BatchStopPolicy(HeadPolicy(head, 1.0, k_max=K_MAX), costs, host=PADDED))
             best, k = max(by_threshold, key=lambda t: by_threshold[t]), max(by_length, key=lambda k: by_length[k])
             cells.append(
                 {

@@ -28,7 +28,7 @@ class Signal(Enum):
     DIVERGENCE = auto()  # KL(p ‖ q) at verified positions, nats; plain softmaxes at the sampling temperature
     ACCEPTANCE = auto()  # a(Y) = min(1, p(Y)/q(Y)) of verified tokens; None if the host does not compute it
     ALTERNATIVES = auto()  # further draws Y' ∼ q at verified positions, with a(Y'); None if acceptance is None
-    SECONDS = auto()  # duration of the round
+    SECONDS = auto()  # duration of the round, and of drafting
 
 
 # How a candidate Y is verified. `ratio`: accepted with probability min(1, p(Y)/q(Y)). `match`: accepted if it equals a
@@ -74,8 +74,9 @@ class VerifyOutcome:
     divergence, acceptance: (batch, most submitted). Only the first min(submitted, accepted + 1) of a row are known:
     tokens drafted after a rejection follow a text that was dropped. acceptance: a(Y), the probability with which Y was
     accepted; None when the test only knows accepted or rejected (greedy, `match`, other hosts). alternatives: at the
-    same positions, (batch, most submitted, DRAWS); None where acceptance is None. seconds: duration of the whole round.
-    Fields whose signal is not in `needs` are None. The host overwrites the tensors when it verifies the next round.
+    same positions, (batch, most submitted, DRAWS); None where acceptance is None. seconds, draft_seconds: duration of
+    the whole round, and of drafting in it. Fields whose signal is not in `needs` are None. The host overwrites the
+    tensors when it verifies the next round.
     """
 
     drafted: Tensor
@@ -87,6 +88,7 @@ class VerifyOutcome:
     acceptance: Tensor | None = None
     alternatives: Alternatives | None = None
     seconds: float | None = None
+    draft_seconds: float | None = None
 
     @property
     def judged(self) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.head.origin import Checkpoint, check_use
+from accept_head.inference.costs.host import PACKED, PADDED
 from accept_head.inference.decode.admission import admit
 from accept_head.inference.decode.captured import CapturedSteps
 from accept_head.inference.decode.chunks import Chunk, Chunks, measured_seconds, needs_seconds
@@ -132,6 +133,7 @@ class Decoder:
                 time.sleep(1e-3)  # until the next look for arrived requests
                 continue
             drafted = draft(run)
+            run.end_draft()
             verified, logits, scores = verify(run, drafted)
             outcome = run.accept(drafted, verified, scores)
             if watch:
@@ -156,7 +158,7 @@ class Decoder:
         self, policy: DraftPolicy, processing: Processing, stopping: Stopping, seed: int, verifier: Verifier
     ) -> Run:
         self._make_room(policy)
-        drafting, device = Drafting(policy), self.target.model.device
+        drafting, device = Drafting(policy, host=PACKED if self.target.packs else PADDED), self.target.model.device
         drafting.start(self.batch, device)
         timed = not isinstance(self.draft.model, Eagle3Drafter)  # a step of a single layer is too short to matter
         if self.seconds is None and timed and needs_seconds(self.chunk, drafting, device):

@@ -68,7 +68,7 @@ class Run:
         drafter = Eagle3 if isinstance(draft.model, Eagle3Drafter) else DraftModel
         self.drafter = drafter(draft, rows, call, copy=self.copies)
         self._learnt = None if capture is None else capture.learnt
-        self._began = 0.0
+        self._began = self._drafted = 0.0
 
     # --- drafting ----------------------------------------------------------------------------------------------------
 
@@ -79,6 +79,11 @@ class Run:
             self._call("random", self._steps.set_uniforms, max(1, self.drafting.max_draft_tokens))
         progress: DraftProgress = self._ask("begin", self._steps.begin, state=self.policy, renews=True)
         return progress
+
+    def end_draft(self) -> None:
+        """Drafting is over."""
+        if Signal.SECONDS in self.drafting.needs:
+            self._drafted = self._seconds()
 
     def longest_draft(self, progress: DraftProgress) -> int:
         """The most tokens that any row may draft. A sync, unless the policy's budget is constant."""
@@ -141,6 +146,7 @@ class Run:
             acceptance=verified.acceptance if Signal.ACCEPTANCE in needs else None,
             alternatives=alternatives,
             seconds=self._seconds() if Signal.SECONDS in needs else None,
+            draft_seconds=self._drafted if Signal.SECONDS in needs else None,
         )
 
     def observe(self, outcome: VerifyOutcome) -> list[Finished]:

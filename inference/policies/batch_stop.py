@@ -13,11 +13,15 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.costs.host import PADDED, Host
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
-from accept_head.inference.policies.host import OURS, Host
-from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
+from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal, VerifyOutcome
+
+OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
+TINY = 1e-12  # seconds
 
 
 class BatchStopPolicy(RowPolicy):
@@ -26,15 +30,23 @@ class BatchStopPolicy(RowPolicy):
     After k draft steps, with R the rows in which the policy would draft on:
 
         gain_r = S_r·β̂_r·ρ_{k+1}                       tokens that row r is expected to gain by one more
-        the batch goes on  ⇔  Σ_{r∈R} [gain_r − λ·t_one]₊ > λ·t_draft(B),   and row r with it  ⇔  gain_r > λ·t_one
-        λ = B·τ / (n·t_draft(B) + t_target(B·(1 + ℓ))), at least B / t_target(B)              tokens/s, Dinkelbach
+        the batch goes on  ⇔  Σ_{r∈R} [gain_r − λ·t_one]₊ > λ·t_step,       and row r with it  ⇔  gain_r > λ·t_one
+        λ = B·τ / (seconds of an average round), at least B / t_target(B)                      tokens/s, Dinkelbach
 
     S_r: product of the policy's predictions for the row's tokens, 1 if it predicts nothing. β̂_r: its prediction for
-    the next token, 1 if it makes none. t_one: seconds to verify one more token. If the host pads, a step adds a token
-    for all B live rows, and a row that stops saves nothing: t_one then counts B times on the right and not on the left.
-    τ, n, ℓ: averages over past rounds of a row's emitted tokens, draft steps and verified tokens. Seconds come from the
-    cost model, not from a clock, so that tensor-parallel ranks decide alike. λ is the speed of the past rounds, so it
-    is never above the best one. It rises to the best speed from the side on which too much is drafted.
+    the next token, 1 if it makes none.
+    t_one: seconds of one more token of the row, t_step: of a draft step, whatever the number of rows (`_seconds`). If
+    the host verifies padding, a step adds a token for all B live rows, and a row that stops saves nothing: verifying
+    then belongs to the step. So does drafting, if stopped rows are drafted on. τ and the lengths of an average round
+    are averages over past rounds. λ is the speed of the past rounds, so it is never above the best one. It rises to the
+    best speed from the side on which too much is drafted.
+
+    costs: measured, or learnt from the seconds of the rounds (`costs/learnt.py`): then the first rounds try a few
+    lengths. Ranks of one tensor-parallel group agree on each answer, so they may hold different costs.
+
+    A row whose own tokens do not pay drafts nothing: its first token counts f_r·ρ_1, with f_r = (4 + a + 2·√(1 + a)) /
+    (4 + e), at most 1. a, e: its first tokens that were accepted, and that ρ_1 expected to be, in sums that decay with
+    each round. So f_r is at the upper end of what the row's record allows, and returns to 1 while the row is left out.
 
     ρ_d = accepted / Σ S_r·β̂_r, summed over the rows that drafted to depth d, with the values at that decision. A row
     counts as accepted if its first d tokens were accepted. (Nothing is censored: a rejection before d decides.) So ρ_d
@@ -62,13 +74,13 @@ class BatchStopPolicy(RowPolicy):
     def __init__(
         self,
         policy: DraftPolicy,
-        costs: PairCosts,
+        costs: PairCosts | LearntCosts,
         *,
         prior: float = 20.0,
         optimism: float = 0.9,
         memory: float = 500.0,
         probe: int = 32,
-        host: Host = OURS,
+        host: Host = PADDED,
     ):
         name, inner = type(policy).__name__, Drafting(policy)
         if not inner.max_draft_tokens:
@@ -86,8 +98,10 @@ class BatchStopPolicy(RowPolicy):
         if not 1 < memory < float("inf"):
             raise InputError(f"batch-stop memory is {memory}, expected a number of rows above 1")
         self.policy, self.inner, self.costs, self.host = policy, inner, costs, host
+        self.learnt = costs if isinstance(costs, LearntCosts) else None
         self.content = content_hash(policy)  # content_hash of the wrapper must depend on the wrapped policy
-        self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.max_draft_tokens, inner.by_tenant
+        self.needs = inner.needs | ({Signal.SECONDS} if self.learnt else set())
+        self.max_draft_tokens, self.by_tenant = inner.max_draft_tokens, inner.by_tenant
         self.in_chunks = inner.in_chunks or not inner.stops_early
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
@@ -99,6 +113,8 @@ class BatchStopPolicy(RowPolicy):
         # Sums of rows, emitted tokens, draft steps, and verified drafted tokens.
         self.totals = torch.zeros(4, dtype=torch.float64)
         self.lengths, self.idle = torch.zeros(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
+        # (2, batch): first tokens of each row that were accepted, and that were expected to be.
+        self.record = torch.zeros(2, 0, dtype=torch.float64)
         self.counted = 0  # number of the policy's predictions that `survival` includes
         self.survival = self.rho = self.token_price = self.step_price = torch.zeros(0, dtype=torch.float64)
         self.longest = self.steps = torch.zeros((), dtype=torch.long)
@@ -111,19 +127,19 @@ class BatchStopPolicy(RowPolicy):
         for sums in (self.accepted, self.before, self.after, self.totals):
             sums[...] = 0.0
         self.totals[:2] = 1.0
-        self.totals[2] = float(self.host.feeds)
 
     @property
     def capture(self) -> Capture | None:
-        """None around a policy that learns: its use of the outcome is unknown here."""
+        """None around a policy that learns, as its use of the outcome is unknown here, and with learnt costs, which the
+        host keeps."""
         held = capture_of(self.policy)
-        if held is None or self.inner.learns or not self.in_chunks:
+        if held is None or self.inner.learns or not self.in_chunks or self.learnt:
             return None
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
             read=tuple(f"policy.{name}" for name in held.read),
             unread=tuple(f"policy.{name}" for name in held.unread),
-            learnt=(self.accepted, self.before, self.after, self.totals, self.lengths, self.idle),
+            learnt=(self.accepted, self.before, self.after, self.totals, self.lengths, self.idle, self.record),
         )
 
     @property
@@ -144,12 +160,15 @@ class BatchStopPolicy(RowPolicy):
                 each.to(device) for each in (self.accepted, self.before, self.after, self.totals, self.idle)
             )
             self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+            self.record = torch.zeros(2, batch, dtype=torch.float64, device=device)
         self.lengths[...] = 0
+        self.record[...] = 0
         self.idle[...] = 0
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
         self.lengths[rows] = lengths
+        self.record[:, rows] = 0
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -157,7 +176,7 @@ class BatchStopPolicy(RowPolicy):
     def select(self, rows: Tensor) -> None:
         """Called between rounds only."""
         self.inner.select(rows)
-        self.lengths = self.lengths[rows]
+        self.lengths, self.record = self.lengths[rows], self.record[:, rows]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
@@ -166,13 +185,18 @@ class BatchStopPolicy(RowPolicy):
         first_price = self._set_prices(live)
         self.rho = self._ratios()
         wanting = (live & (budget > 0)).double()
-        self.longest = self._pays(wanting * self.rho[0], first_price) * self.max_draft_tokens
-        if self.probe:
-            probing = (self.idle >= self.probe) & self._pays(wanting, first_price)
-            self.longest = torch.maximum(self.longest, probing * 1)
+        accepted, expected = self.record
+        gain = wanting * self.rho[0]
+        pays = self._pays(gain, first_price)
+        probes = ~pays & (self.idle >= self.probe) & self._pays(wanting, first_price) & bool(self.probe)
+        self.longest = torch.where(pays, self.max_draft_tokens, probes * 1)
+        at_best = (OWN_PRIOR + accepted + 2 * (1 + accepted).sqrt()) / (OWN_PRIOR + expected)
+        drafts = (gain * at_best.clamp(max=1) > self.token_price) | probes
+        if self.learnt and (trial := self.learnt.trial(self.max_draft_tokens)) is not None:
+            self.longest, drafts = torch.full_like(self.longest, trial), live
         self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
-        self.decided, self.judged = [wanting * (self.longest > 0)], []
-        return torch.minimum(budget, self.longest)
+        self.decided, self.judged = [wanting * drafts * (self.longest > 0)], []
+        return torch.minimum(budget, self.longest * drafts)
 
     def _draw_next(self, step: DraftStep) -> Tensor:
         self.steps = torch.where(step.active.any(), step.depth, self.steps)
@@ -203,18 +227,23 @@ class BatchStopPolicy(RowPolicy):
     # --- prices and ratios, at the start of a round ------------------------------------------------------------------
 
     def _set_prices(self, live: Tensor) -> Tensor:
-        """Set this round's price of a token and of a draft step, in tokens → the price of the first step."""
+        """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
         rows, context = live.sum().double(), (self.lengths * live).sum().double()
-        drafting, verifying = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
-        one = self.costs.verify_seconds(rows + 1, context) - verifying
-        emitted, steps, verified = self.totals[1:] / self.totals[0]
-        seconds = steps * drafting + self.costs.verify_seconds(rows * (1 + verified), context)
-        plain = verifying + self.host.feeds * drafting
-        speed = torch.maximum(rows * emitted / seconds, rows / plain)  # λ
-        column = rows * one if self.host.padded else 0.0 * rows
-        self.token_price = 0.0 * rows if self.host.padded else speed * one
-        self.step_price = speed * (drafting + column)
-        return speed * column if self.host.feeds else self.step_price
+        drafting, plain = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
+        drafted = self.costs.draft_seconds(rows + 1, context) - drafting  # one more token
+        verified = self.costs.verify_seconds(rows + 1, context) - plain
+        nothing = 0.0 * rows
+        drafted_by_row, drafted_by_step = (nothing, drafted) if self.host.drafts_stopped else (drafted, nothing)
+        verified_by_row, verified_by_step = (nothing, verified) if self.host.verifies_padding else (verified, nothing)
+        step = drafting - rows * (drafted - drafted_by_step)
+        emitted, steps, tokens = self.totals[1:] / self.totals[0]
+        seconds = plain + steps * step + rows * tokens * (verified + drafted_by_row)
+        least = plain + self.host.feeds * drafting
+        speed = torch.maximum(rows * emitted / seconds.clamp(min=TINY), rows / least.clamp(min=TINY))  # λ
+        self.token_price = speed * (verified_by_row + drafted_by_row)
+        column = speed * rows * verified_by_step
+        self.step_price = speed * step + column
+        return column if self.host.feeds else self.step_price
 
     def _ratios(self) -> Tensor:
         """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
@@ -254,10 +283,15 @@ class BatchStopPolicy(RowPolicy):
         longest = (drafted * live).max()
         # The host may skip asking at the last depth, so `steps` can be too small.
         steps = torch.where(longest > 0, torch.maximum(longest, self.steps), int(self.host.feeds))
-        verified = rows * (submitted * live).max() if self.host.padded else (submitted * live).sum()
+        verified = rows * (submitted * live).max() if self.host.verifies_padding else (submitted * live).sum()
         self.totals *= keep
         self.totals += torch.stack([rows, ((accepted + 1) * live).sum(), rows * steps, verified])
         self.idle[...] = torch.where(self.longest > 0, 0, self.idle + 1)
         self.lengths[...] = outcome.lengths
+        self.record *= 1 - 1 / OWN_MEMORY
+        told = live & (submitted > 0)
+        self.record += torch.stack([told & (accepted > 0), told * self.rho[0]])
+        if self.learnt:
+            self.learnt.observe(outcome, steps, self.host)
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from accept_head.errors import InputError
+from accept_head.inference.costs.host import Host
 from accept_head.inference.policy import BOTH, DraftPolicy, DraftStep, RowPolicy, Signal, Verifier
 
 
@@ -41,18 +42,22 @@ class Drafting:
     it judges a token by the draft's state at that token, so the token is fed before the policy is asked. learns: it
     uses the outcome.
 
-    device: the device of the policy's tensors, for a host that keeps a round's numbers on the CPU; None = the host's
-    own. agree: gives all tensor-parallel ranks the same answer; None with one rank.
+    host: what the decode loop spends time on, for a policy that weighs costs; None = as the policy has it. device: the
+    device of the policy's tensors, for a host that keeps a round's numbers on the CPU; None = the host's own. agree:
+    gives all tensor-parallel ranks the same answer; None with one rank.
     """
 
     def __init__(
         self,
         policy: DraftPolicy,
         *,
+        host: Host | None = None,
         device: torch.device | None = None,
         agree: Callable[[Tensor], Tensor] | None = None,
     ):
         self.policy, self.device, self.agree, kind = policy, device, agree, type(policy)
+        if host is not None and hasattr(policy, "host"):
+            policy.host = host
         self.max_draft_tokens, self.needs = policy.max_draft_tokens, policy.needs
         self.constant = getattr(policy.start_round, "constant", False)
         self.asks = getattr(kind, "keep_drafting", None) is not RowPolicy.keep_drafting

@@ -17,8 +17,8 @@ from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
 from accept_head.inference import policies
 from accept_head.inference.costs.files import pair_costs
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
-from accept_head.inference.policies.host import OURS, Host
 from accept_head.inference.policies.spec import (
     POLICIES,
     DraftShape,
@@ -41,9 +41,8 @@ POLICIES.clear()
 POLICIES.update(_by_name)
 
 
-def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: Host = OURS) -> DraftPolicy:
-    """Build a policy for a draft (or its pair) from its SPEC. host: the decode loop that will ask the policy, for the
-    option `costs`. Raises InputError naming the wrong part."""
+def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape) -> DraftPolicy:
+    """Build a policy for a draft (or its pair) from its SPEC. Raises InputError naming the wrong part."""
     text, *pairs = spec.split(",")
     name, _, argument = text.partition(":")
     if name not in POLICIES:
@@ -55,7 +54,7 @@ def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape, *, host: 
         policy = entry.make(argument, shape, options)
     except Malformed:
         raise InputError(f"policy {spec!r}: expected {entry.form}") from None
-    return policy if costs is None else BatchStopPolicy(policy, costs, host=host)
+    return policy if costs is None else BatchStopPolicy(policy, costs)
 
 
 def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
@@ -73,17 +72,19 @@ def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
     return options
 
 
-def _costs_option(spec: str, value: str, entry: Spec) -> PairCosts:
-    """Costs from a file, or from c = t_draft / t_target for any batch."""
+def _costs_option(spec: str, value: str, entry: Spec) -> PairCosts | LearntCosts:
+    """Costs learnt while serving, from a file, or from c = t_draft / t_target for any batch."""
     if not entry.takes_costs:
         why = "which drafts nothing" if entry.name == "none" else f"whose argument they are: {entry.form}"
         raise InputError(f"policy {spec!r}: option costs is not for a policy {why}")
+    if value == "auto":
+        return LearntCosts()
     if not is_number(value):
         if not value:
-            raise InputError(f"policy {spec!r}: option costs is empty, expected a file or a number t_draft / t_target")
+            raise InputError(f"policy {spec!r}: option costs is empty, expected auto, a file, or t_draft / t_target")
         return pair_costs(Path(value))
     if not 0 < float(value) < float("inf"):
-        raise InputError(f"policy {spec!r}: option costs is {value}, expected a file or t_draft / t_target above 0")
+        raise InputError(f"policy {spec!r}: option costs is {value}, expected auto, a file, or t_draft / t_target > 0")
     return PairCosts.constant(ForwardCosts(t_draft=float(value), t_target=1.0))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from accept_head.console import Progress
 from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.inference.decode.generate import GREEDY, make_decoder, make_requests
@@ -63,7 +64,8 @@ def regress_rounds(
     # Everything is captured or compiled now, because the same rounds are timed afterwards.
     warm_up = usable[:1] if compile == "none" else usable
     seconds: dict[int, list[float]] = {}  # seconds of rounds, by tokens drafted
-    for index, prompt in enumerate([*warm_up, *usable]):
+    prompts = [*warm_up, *usable]
+    for index, prompt in enumerate(Progress(prompts, "profile", unit="prompt")):
         for policy in policies:
             for drafted, elapsed in _timed_rounds(decoder, prompt, policy, processing, max_new_tokens):
                 if index >= len(warm_up):

@@ -17,6 +17,7 @@ from torch import Tensor
 from accept_head.alternatives import Alternatives
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.costs.host import PACKED, Host
 from accept_head.inference.policies.drafting import Drafting, DraftProgress, check_lossless
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
 from accept_head.inference.replay.coupled import CoupledTraces
@@ -34,11 +35,12 @@ def replay(
     batch: int | None = None,
     costs: ForwardCosts | PairCosts | None = None,
     alternatives: Alternatives | None = None,
+    host: Host = PACKED,
 ) -> Replayed:
     """Replay `policy`. batch: rows decoded together; all responses when left out. costs: give the seconds of a round,
     for policies that learn from them: the draft steps of the longest draft and one verification. PairCosts count the
-    tokens that the decode loop gives the models. alternatives: from `alternatives_of`, for policies that learn from
-    them; None = no alternatives.
+    tokens that the host gives the models. alternatives: from `alternatives_of`, for policies that learn from them; None
+    = no alternatives. host: the decode loop whose rounds are replayed.
 
     Raises InputError when the policy drafts more than the rollouts hold, when it needs seconds and there are no costs,
     or when it is not lossless under the ratio test: its text would differ from the traces'.
@@ -47,14 +49,14 @@ def replay(
     check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
     if Signal.SECONDS in policy.needs and costs is None:
         raise InputError(f"{name} learns from the seconds of a round: its replay needs the forward costs")
-    host = _Host(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives)
-    while host.live.any():
-        host.round()
-    walked = Walked(host.counts[:, None].double().numpy(), *host.histograms[:, None].numpy())
+    rows = _Rows(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives, host)
+    while rows.live.any():
+        rows.round()
+    walked = Walked(rows.counts[:, None].double().numpy(), *rows.histograms[:, None].numpy())
     return replayed_of(walked, 0, name, params or {})
 
 
-class _Host:
+class _Rows:
     """The batch: rows that each replay one response after the other, on the CPU."""
 
     def __init__(
@@ -64,9 +66,10 @@ class _Host:
         batch: int,
         costs: ForwardCosts | PairCosts | None,
         alternatives: Alternatives | None,
+        host: Host,
     ):
-        self.traces, self.costs = traces, costs
-        self.policy, self.drafting = policy, Drafting(policy)
+        self.traces, self.costs, self.host = traces, costs, host
+        self.policy, self.drafting = policy, Drafting(policy, host=host)
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
         self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
@@ -122,7 +125,7 @@ class _Host:
         for histogram, value in zip(self.histograms, (drafted, judged, accepted), strict=True):
             histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
         self.place = torch.where(live, torch.minimum(self.place + accepted + 1, self.end), self.place)
-        self.observe(here, live, drafted, submitted, accepted, int(forwards.max()))
+        self.observe(here, live, drafted, submitted, accepted, forwards)
         self.admit()
 
     def draft(self, here: Tensor, progress: DraftProgress) -> DraftProgress:
@@ -161,11 +164,12 @@ class _Host:
         )
 
     def observe(
-        self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: int
+        self, here: Tensor, live: Tensor, drafted: Tensor, submitted: Tensor, accepted: Tensor, forwards: Tensor
     ) -> None:
         slots = self.traces.tokens_of(here[:, None], torch.arange(int(submitted.max())))
         slots = slots.clamp(max=self.traces.of_responses - 1)
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
+        drafting, rest = self.seconds(forwards, submitted, int((lengths * live).sum()), int(live.sum()))
         self.policy.observe(
             VerifyOutcome(
                 drafted=drafted,
@@ -176,19 +180,23 @@ class _Host:
                 divergence=None if self.divergence is None else self.divergence[slots],
                 acceptance=None if self.acceptance is None else self.acceptance[slots],
                 alternatives=self.alternatives and self.alternatives.at(slots),
-                seconds=self.seconds(forwards, int(submitted.max()), int((lengths * live).sum()), int(live.sum())),
+                seconds=None if self.costs is None else drafting + rest,
+                draft_seconds=None if self.costs is None else drafting,
             )
         )
 
-    def seconds(self, forwards: int, verified: int, context_tokens: int, rows: int) -> float | None:
-        """Seconds of a round with so many draft forwards. verified: tokens of each row to verify besides its last."""
+    def seconds(self, forwards: Tensor, submitted: Tensor, context_tokens: int, rows: int) -> tuple[float, float]:
+        """Seconds of a round, of drafting and of the rest. forwards, submitted: of each row, 0 where it is not live."""
+        steps, verified = int(forwards.max()), int(submitted.max())
         if isinstance(self.costs, PairCosts):
-            drafting = forwards * self.costs.draft_seconds(rows, context_tokens)
-            return float(drafting + self.costs.verify_seconds(rows * (verified + 1), context_tokens))
+            fed = rows * steps if self.host.drafts_stopped else int(forwards.sum())
+            tokens = rows * (verified + 1) if self.host.verifies_padding else rows + int(submitted.sum())
+            one, none = (self.costs.draft_seconds(n, context_tokens) for n in (1, 0))
+            drafting = steps * none + fed * (one - none)
+            return float(drafting), float(self.costs.verify_seconds(tokens, context_tokens))
         if self.costs is not None:
-            verification = self.costs.t_target if verified else self.costs.t_autoregressive
-            return forwards * self.costs.t_draft + verification
-        return None
+            return steps * self.costs.t_draft, self.costs.t_target if verified else self.costs.t_autoregressive
+        return 0.0, 0.0
 
 
 class HiddenTable:

@@ -110,7 +110,9 @@ class Collector(L.LightningModule):
         missing = set(missing_shards(self.folder, self.trace_config))
         mine = [shard for shard in ours if shard in missing or (self.repair and self._is_damaged(shard))]
         total = sum(map(self.trace_config.shard_rows, mine))
-        self.progress = Progress(total=total, unit="prompt", desc="collect", disable=rank != 0, smoothing=0.1)
+        self.progress = Progress(
+            total=total, unit="prompt", desc="collect", disable=rank != 0 or not total, smoothing=0.1
+        )
         self.tokens = 0
         return DataLoader(mine, batch_size=None)  # type: ignore[arg-type]
 

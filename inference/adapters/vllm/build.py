@@ -24,7 +24,6 @@ from accept_head.inference.adapters.vllm.settings import (
 from accept_head.inference.engine.compiled import compiled
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.host import VLLM
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policies.spec import DraftShape
@@ -49,7 +48,7 @@ def build_policy(vllm_config: Any, device: torch.device, model: nn.Module | None
         embeddings = torch.empty(vocab, hidden, device="meta") if model is None else input_embeddings(model, vocab)
         checkpoint = Checkpoint(draft.model, draft.revision)
         dtype = str(draft.dtype).removeprefix("torch.")
-        policy = make_policy(settings.policy, DraftShape(hidden, device, embeddings, checkpoint, dtype), host=VLLM)
+        policy = make_policy(settings.policy, DraftShape(hidden, device, embeddings, checkpoint, dtype))
     finally:
         torch.set_default_dtype(default)
     if model is not None:

@@ -27,6 +27,7 @@ from accept_head.inference.adapters.vllm.counts import VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.adapters.vllm.stopwatch import Stopwatch
+from accept_head.inference.costs.host import VLLM
 from accept_head.inference.policies.drafting import Drafting, check_lossless
 from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome
 
@@ -80,7 +81,7 @@ class PolicyHost:
         if unknown := policy.needs - KNOWN - OPTIONAL:
             names = ", ".join(sorted(signal.name for signal in unknown))
             raise InputError(f"policy {type(policy).__name__} needs {names}, which vLLM does not give")
-        self.drafting = Drafting(policy, device=device, agree=agree)
+        self.drafting = Drafting(policy, host=VLLM, device=device, agree=agree)
         if self.drafting.by_tenant and tenant_of is None:
             raise InputError(
                 "the policy goes by tenants (per_tenant, tenant_share), but vLLM's V2 model runner does not show whose "
@@ -100,7 +101,7 @@ class PolicyHost:
         self.end_ids: Tensor | None = None  # (batch, most), padded with −1
         self.more = False  # whether to draft another token
         self.pending: DraftStep | None = None
-        self.began = time.perf_counter()
+        self.began, self.draft_seconds = time.perf_counter(), 0.0
         self.drafting.start(rows, device)
 
     # --- a round -----------------------------------------------------------------------------------------------------
@@ -191,6 +192,7 @@ class PolicyHost:
             with self.stopwatch.timing():
                 submitted = self.drafting.trim(drafted)
         self.kept, self.submitted = drafted.tolist(), submitted.tolist()
+        self.draft_seconds = time.perf_counter() - self.began
         return self.submitted
 
     # --- inside a round ----------------------------------------------------------------------------------------------
@@ -241,25 +243,22 @@ class PolicyHost:
             submitted.append(min(verdict.submitted[row] if there else 0, self.submitted[before]))
             accepted.append(min(taken, submitted[-1]))
         if self.metrics is not None:
-            self._count(VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted()))
+            counted = VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted())
+            self.metrics.record(counted, self.forwards, self.stopwatch.take())
         if self.drafting.learns:
             numbers = torch.tensor([self.kept, accepted, submitted, now, live], device=self.device)
-            drafted, accepted_, submitted_, texts, took_part = numbers.unbind(0)
-            seconds = self.began - began
+            drafted, right, verified, texts, took_part = numbers.unbind(0)
             self.policy.observe(
                 VerifyOutcome(
                     drafted=drafted,
-                    submitted=submitted_,
-                    accepted=accepted_,
+                    submitted=verified,
+                    accepted=right,
                     live=took_part.bool(),
                     lengths=texts,
-                    seconds=seconds,
+                    seconds=self.began - began,
+                    draft_seconds=self.draft_seconds,
                 )
             )
-
-    def _count(self, verified: VerifiedRound) -> None:
-        assert self.metrics is not None
-        self.metrics.record(verified, self.forwards, self.stopwatch.take())
 
     def _stopped(self) -> list[bool]:
         """Whether the policy ended the row's draft, for each row."""

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError
 from accept_head.inference import generate
+from accept_head.inference.costs.host import PACKED, PADDED, VLLM, Host
 from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
@@ -37,7 +38,6 @@ from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policies.hf_confidence import HfConfidencePolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
-from accept_head.inference.policies.host import OURS, VLLM, Host
 from accept_head.inference.policies.leviathan import LeviathanPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy, MeanMaxProbPolicy
 from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
@@ -319,10 +319,11 @@ LOADS = {
     "heavy": pair_costs(0.15, 0.15, context=1e-4),
 }
 HOSTS = {
-    "": OURS,
+    "": PADDED,
+    ", packed": PACKED,
     ", vllm": VLLM,
-    ", padded, feeds": Host(padded=True, feeds=True),
-    ", feeds nothing": Host(padded=False, feeds=False),
+    ", padded, feeds": Host(verifies_padding=True, drafts_stopped=True, feeds=True),
+    ", feeds nothing": Host(verifies_padding=False, drafts_stopped=True, feeds=False),
 }
 
 

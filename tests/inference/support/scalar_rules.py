@@ -633,8 +633,18 @@ class ScalarBatchStop(Reference):
         self.costs, self.k_max, self.threshold, self.host = costs, k_max, threshold, host
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
-        self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, float(host.feeds), 0.0, 0
-        self.longest = set()
+        self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, 0.0, 0.0, 0
+        self.longest, self.records = set(), {}
+
+    def admit(self, row, length):
+        self.records[row] = [0.0, 0.0]
+
+    def select(self, order):
+        self.records = {place: self.records[row] for place, row in enumerate(order)}
+
+    def at_best(self, row):
+        hits, expected = self.records[row]
+        return min(1.0, (4.0 + hits + 2 * math.sqrt(1 + hits)) / (4.0 + expected))
 
     def draft_time(self, rows, context):
         return self.costs.draft.alpha * context + self.costs.draft.beta * rows + self.costs.draft.gamma
@@ -645,13 +655,21 @@ class ScalarBatchStop(Reference):
     def price(self, lengths):
         rows, context = len(lengths), sum(lengths)
         n, tau, ell = (x / self.row_rounds for x in (self.steps, self.emitted, self.verified_tokens))
-        speed = rows * tau / (n * self.draft_time(rows, context) + self.verify_time(rows * (1 + ell), context))
+        drafting = n * self.draft_time(rows, context)
+        if not self.host.drafts_stopped:
+            drafting = n * self.draft_time(0, context) + rows * ell * self.costs.draft.beta
+        speed = rows * tau / (drafting + self.verify_time(rows * (1 + ell), context))
         plain = self.host.feeds * self.draft_time(rows, context) + self.verify_time(rows, context)
         speed = max(speed, rows / plain)
-        one, step = speed * self.costs.target.beta, speed * self.draft_time(rows, context)
-        if self.host.padded:
-            return 0.0, step + rows * one, rows * one if self.host.feeds else step + rows * one
-        return one, step, 0.0 if self.host.feeds else step
+        one, step = 0.0, speed * self.draft_time(rows if self.host.drafts_stopped else 0, context)
+        first = 0.0 if self.host.feeds else step
+        if self.host.verifies_padding:
+            step, first = (price + speed * rows * self.costs.target.beta for price in (step, first))
+        else:
+            one += speed * self.costs.target.beta
+        if not self.host.drafts_stopped:
+            one += speed * self.costs.draft.beta
+        return one, step, first
 
     def drafts(self, live, given, lengths):
         one, step, first = self.price(lengths)
@@ -671,10 +689,13 @@ class ScalarBatchStop(Reference):
             if depth == 1 and not pays and self.probe and self.idle >= self.probe:
                 pays = len(lengths) * max(0.0, 1 - one) > price
                 room = [min(1, r) for r in room]
-            elif depth > 1:
-                going = {row for row in going if gains[row] > one}
+            else:
+                own = [self.at_best(row) if depth == 1 else 1.0 for row in live]
+                going = {row for row in going if gains[row] * own[row] > one}
             if not pays:
                 break
+            if depth == 1:
+                self.expected = rho
             self.decisions.append({row: hope[row] for row in going})
             price = step
             going = {row for row in going if drafted[row] < room[row]}
@@ -702,14 +723,27 @@ class ScalarBatchStop(Reference):
                     self.before[depth] += before[row]
                     self.after[depth] += after[row]
                     self.accepted[depth] += each.accepted > depth
+        for record in self.records.values():
+            record[:] = [x * (1 - 1 / 64) for x in record]
+        for each in rounds:
+            if each.submitted:
+                self.records[each.row][0] += each.accepted > 0
+                self.records[each.row][1] += self.expected
         steps = max([int(self.host.feeds), *(each.drafted for each in rounds)])
         widest = max((each.submitted for each in rounds), default=0)
         self.row_rounds = keep * self.row_rounds + len(rounds)
         self.emitted = keep * self.emitted + sum(each.accepted + 1 for each in rounds)
         self.steps = keep * self.steps + steps * len(rounds)
-        verified = sum(widest if self.host.padded else each.submitted for each in rounds)
+        verified = sum(widest if self.host.verifies_padding else each.submitted for each in rounds)
         self.verified_tokens = keep * self.verified_tokens + verified
 
     def state(self):
         totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens]
-        return {"accepted": self.accepted, "before": self.before, "after": self.after, "totals": totals}
+        record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
+        return {
+            "accepted": self.accepted,
+            "before": self.before,
+            "after": self.after,
+            "totals": totals,
+            "record": record,
+        }

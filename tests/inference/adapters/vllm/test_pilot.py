@@ -16,7 +16,6 @@ from accept_head.inference.costs.batch_table import best_table, tokens_per_round
 from accept_head.inference.costs.files import pair_costs
 from accept_head.inference.decode.rows import DecodeStats, Finished, Request
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
-from accept_head.inference.policies.host import VLLM
 
 SIZES = [1, 4, 16]
 
@@ -104,7 +103,7 @@ def test_every_arm_is_a_policy_that_there_is_or_vllms_own(tmp_path, embedded_pai
     head = str(embedded_pair_folder / "heads" / "sampled")
     table = [list(row) for row in best_table(rounds(), SIZES, bench.PILOT_LENGTHS, tokens_per_round(np.full(8, 0.5)))]
     arms = bench.make_arms(head, tuple(bench.THRESHOLDS[False].values()), str(path), str(path), table, 16)
-    policies = {name: make_policy(arm.policy, embedded_pair, host=VLLM) for name, arm in arms.items() if arm.policy}
+    policies = {name: make_policy(arm.policy, embedded_pair) for name, arm in arms.items() if arm.policy}
     assert {name for name, policy in policies.items() if isinstance(policy, BatchStopPolicy)} == {
         "head, costs",
         "fixed:8, costs",

@@ -1,0 +1,89 @@
+"""Costs of forwards learnt from the rounds that are served: `costs=auto`.
+
+    seconds of drafting  = γ_d·steps + β_d·(tokens fed) + α_d·steps·(context)
+    seconds of the rest  = γ_t + β_t·(tokens verified) + α_t·(context)
+
+with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The rest is all that
+is not drafting: verification, sampling, and what the host does between rounds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor
+
+from accept_head.cost import BatchForwardCost, Quantity
+from accept_head.inference.costs.host import Host
+from accept_head.inference.policy import VerifyOutcome
+
+ROUNDS, HALF_LIFE = 256, 64  # rounds that are remembered, and after how many one counts half
+OFTEN, SELDOM = 16, 8  # a fit after each of the first rounds, then after every eighth
+# Draft lengths of the first rounds, as shares of the longest. No cost is known without some rounds of each kind.
+TRIAL = (1.0, 0.0, 0.5, 0.0, 1.0, 0.25)
+TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less (Huber)
+REFITS = 10
+PRIOR = 0.1  # rounds that say that tokens cost nothing: decides where the rounds seen are all alike
+
+
+class LearntCosts:
+    """PairCosts that follow the clock. Until the first rounds were timed, forwards cost nothing."""
+
+    def __init__(self) -> None:
+        nothing = BatchForwardCost(alpha=0.0, beta=0.0, gamma=0.0, r_squared=0.0)
+        self.draft = self.target = nothing
+        self.drafts, self.rests = (deque[tuple[float, ...]](maxlen=ROUNDS) for _ in range(2))
+        self.rounds = 0
+
+    def draft_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
+        """As PairCosts."""
+        return self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)
+
+    def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
+        """As PairCosts."""
+        return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
+
+    def trial(self, longest: int) -> int | None:
+        """The draft length to try in this round; None once the costs are known."""
+        return round(TRIAL[self.rounds] * longest) if self.rounds < len(TRIAL) else None
+
+    def observe(self, outcome: VerifyOutcome, steps: Tensor, host: Host) -> None:
+        """Learn from a round. steps: () int, its draft forwards."""
+        assert outcome.seconds is not None and outcome.draft_seconds is not None
+        live, submitted = outcome.live, outcome.submitted * outcome.live
+        sums = live, outcome.lengths * live, outcome.drafted * live, submitted
+        numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), steps])
+        rows, context, fed, verified, longest, forwards = numbers.tolist()  # one sync
+        if not rows:
+            return
+        if forwards:
+            fed = rows * forwards if host.drafts_stopped else fed
+            self.drafts.append((forwards, fed, forwards * context, outcome.draft_seconds))
+        tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
+        self.rests.append((1, tokens, context, outcome.seconds - outcome.draft_seconds))
+        self.rounds += 1
+        if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:
+            self.target = fitted(np.array(self.rests))
+            self.draft = fitted(np.array(self.drafts)) if self.drafts else self.draft
+
+
+def fitted(seen: np.ndarray) -> BatchForwardCost:
+    """seen: (rounds, 4), forwards, tokens, context of all forwards, seconds; the last round last."""
+    features, seconds = seen[:, :3], seen[:, 3]
+    scale = np.maximum(features.mean(0), 1e-9)
+    recent = 0.5 ** (np.arange(len(seen))[::-1] / HALF_LIFE)
+    prior, weights = np.diag([0.0, PRIOR, PRIOR]), recent
+    for _ in range(REFITS):
+        root = np.sqrt(weights)
+        equations = np.concatenate([features / scale * root[:, None], prior])
+        terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(3)]))
+        off = np.abs(seconds - features / scale @ terms)
+        limit = max(TIMES_OFF * float(np.median(off)), 1e-9)
+        weights = recent * np.minimum(1, limit / np.maximum(off, limit))
+    spread = seconds - np.average(seconds, weights=weights)
+    r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
+    gamma, beta, alpha = (terms / scale).tolist()
+    return BatchForwardCost(alpha=alpha, beta=beta, gamma=gamma, r_squared=r_squared)

@@ -1,0 +1,125 @@
+"""Costs learnt from the seconds of rounds: they come to the true ones, follow a change, and shrug off outliers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from accept_head import InputError
+from accept_head.inference import generate, make_policy
+from accept_head.inference.costs.host import PACKED, PADDED, VLLM
+from accept_head.inference.costs.learnt import TRIAL, LearntCosts
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policy import Signal
+from accept_head.sampling import Sampling
+from tests.inference.support.rounds import begin, one_round, outcome
+from tests.inference.support.scalar_rules import pair_costs
+from tests.inference.support.toy import toy_pair
+
+COSTS = pair_costs(0.02, 0.004, 0.1, row=0.001, context=1e-5)
+
+
+def seconds_of(costs, host, drafted, lengths):
+    """(of the round, of drafting in it), by the cost model, of live rows that draft so many tokens."""
+    rows, context, longest = len(drafted), sum(lengths), max(drafted)
+    steps = max(longest, int(host.feeds))
+    fed = rows * steps if host.drafts_stopped else sum(drafted)
+    drafting = steps * (costs.draft.gamma + costs.draft.alpha * context) + fed * costs.draft.beta
+    verified = rows * (1 + longest) if host.verifies_padding else rows + sum(drafted)
+    return drafting + float(costs.verify_seconds(verified, context)), drafting
+
+
+def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
+    """Rounds whose seconds are the model's, give or take 3 %; a share `spoilt` takes ten times as long → the longest draft
+    of each, and its tokens and seconds by the model."""
+    Drafting(policy, host=host)
+    begin(policy, [100] * rows)
+    lengths, longest, speed = [100] * rows, [], []
+    for _ in range(rounds):
+        drafted, _ = one_round(policy, torch.ones(rows, dtype=torch.bool))
+        wins = random.random((rows, policy.max_draft_tokens)) < acceptance
+        accepted = torch.minimum(drafted, torch.from_numpy(np.cumprod(wins, axis=1).sum(1)))
+        noise = random.normal(1, 0.03, 2) * (10 if random.random() < spoilt else 1)
+        whole, drafting = seconds_of(costs, host, drafted.tolist(), lengths)
+        lengths = [length + 1 + int(new) for length, new in zip(lengths, accepted, strict=True)]
+        drafting, rest = drafting * noise[0], (whole - drafting) * noise[1]
+        policy.observe(outcome(drafted, accepted, lengths=lengths, seconds=drafting + rest, draft_seconds=drafting))
+        longest.append(int(drafted.max()))
+        speed.append((rows + int(accepted.sum()), whole))
+    return longest, np.array(speed)
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 0.1])
+@pytest.mark.parametrize("host", [PACKED, PADDED, VLLM], ids=["packed", "padded", "vllm"])
+def test_they_come_to_the_seconds_of_rounds(host, spoilt):
+    policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
+    assert Signal.SECONDS in policy.needs and policy.capture is None
+    serve(policy, COSTS, host, 120, 4, 0.7, np.random.default_rng(0), spoilt)
+    for tokens in (4, 12, 20):
+        context = 4 * 300
+        right = float(COSTS.verify_seconds(tokens, context))
+        assert float(policy.costs.verify_seconds(tokens, context)) == pytest.approx(right, rel=0.1)
+    right = float(COSTS.draft_seconds(4, 4 * 300))
+    assert float(policy.costs.draft_seconds(4, 4 * 300)) == pytest.approx(right, rel=0.1)
+
+
+def test_the_first_rounds_try_several_lengths():
+    policy = BatchStopPolicy(FixedPolicy(8), LearntCosts())
+    longest, _ = serve(policy, COSTS, PACKED, len(TRIAL), 2, 0.7, np.random.default_rng(0))
+    assert longest == [round(8 * share) for share in TRIAL]
+
+
+@pytest.mark.parametrize("draft", [0.01, 0.5])
+def test_it_settles_where_the_true_costs_do(draft):
+    """Drafting is nearly free, or dearer than verifying: a file with the true costs says how much to draft."""
+    costs = pair_costs(draft, 0.02, 0.2, row=0.001)
+    made = {}
+    for name, given in (("told", costs), ("learnt", LearntCosts())):
+        policy = BatchStopPolicy(FixedPolicy(8), given)
+        _, speed = serve(policy, costs, PACKED, 300, 4, 0.6, np.random.default_rng(1))
+        tokens, seconds = speed[100:].sum(0)
+        made[name] = tokens / seconds
+    assert made["learnt"] > 0.98 * made["told"], made
+
+
+def test_it_follows_a_machine_that_becomes_another():
+    """Drafting becomes thirty times as dear: within 200 rounds there are next to no drafts any more."""
+    policy, random = BatchStopPolicy(FixedPolicy(8), LearntCosts()), np.random.default_rng(2)
+    cheap, _ = serve(policy, pair_costs(0.01, 0.0, 0.2), PACKED, 150, 2, 0.6, random)
+    assert np.mean(cheap[50:]) > 2
+    dear, _ = serve(policy, pair_costs(0.3, 0.0, 0.2), PACKED, 250, 2, 0.6, random)
+    assert np.mean(dear[200:]) < 0.2
+
+
+def test_a_spec_with_costs_auto_decodes_the_targets_text():
+    """With a real clock, greedily: whatever it takes the costs to be."""
+    pair = toy_pair()
+    prompts = [[1], [2, 3, 4, 0], [4, 4], [0, 1, 2], [3]]
+    options = {"max_new_tokens": 24, "end_token_ids": [], "sampling": Sampling(temperature=0), "batch_size": 3}
+    policy = make_policy("confidence:0.2,k_max=6,costs=auto", pair.draft)
+    made = generate(pair.target, pair.draft, prompts, policy=policy, **options)
+    assert made.tokens == generate(pair.target, pair.draft, prompts, policy="none", **options).tokens
+    assert policy.host == PACKED and policy.costs.rounds > len(TRIAL)
+    assert policy.costs.target.gamma > 0 and policy.costs.draft.gamma > 0
+
+
+def test_a_drafting_time_that_is_missing_would_show():
+    """Without the split into drafting and the rest, all of a round would count as verification."""
+    policy = BatchStopPolicy(FixedPolicy(4), LearntCosts())
+    begin(policy, [5])
+    drafted, _ = one_round(policy, torch.ones(1, dtype=torch.bool))
+    told = outcome(drafted, drafted, lengths=[10], seconds=1.0, draft_seconds=0.9)
+    policy.observe(told)
+    assert float(policy.costs.verify_seconds(1, 5)) < 0.2
+    with pytest.raises(AssertionError):
+        policy.observe(replace(told, draft_seconds=None))
+
+
+def test_other_words_than_auto_are_files():
+    with pytest.raises(InputError, match="automatic"):
+        make_policy("fixed:4,costs=automatic", toy_pair().draft)
