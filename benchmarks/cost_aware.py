@@ -3,7 +3,7 @@
 By replay of the embedded pair's test prompts, asking the policies as the decode loop does, at every
 c = t_draft / t_target and batch size, at T = 1 and greedily. A forward of n tokens takes (1 − share) + share·n times
 that of one token. share is 0.5 % or 2 %: little where reading the weights takes the time, much where many rows are
-computed. The loop pads verification to the widest row, as ours does.
+computed. Rows that have stopped take no time in further steps, as in our loop on a CPU.
 
 grid: the head's rule, each row by itself, at 24 thresholds; the best one *on these prompts* is what is compared with.
 costs: the head with threshold 1 and `costs=`, the rule of docs/theory.md §5 summed over the rows; λ and ρ are learnt on
@@ -28,7 +28,7 @@ from rich.table import Table
 from accept_head.command.libraries import quiet_libraries
 from accept_head.cost import BatchForwardCost, PairCosts
 from accept_head.files import read_json
-from accept_head.inference.costs.host import PADDED
+from accept_head.inference.costs.host import PACKED
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -42,26 +42,30 @@ THRESHOLDS = (*(round(0.05 * step, 2) for step in range(1, 20)), 0.02, 0.97, 0.9
 LENGTHS = range(0, 13)
 K_MAX = 20
 
+Round = tuple[int, int, int]  # live rows, draft steps, drafted tokens
+
 
 class Recorded:
-    """A policy whose rounds are counted by their live rows and the longest of their drafts."""
+    """A policy whose rounds are counted by their live rows, the longest of their drafts, and the drafted tokens."""
 
     def __init__(self, policy: DraftPolicy):
         self.policy = policy
-        self.rounds: Counter[tuple[int, int]] = Counter()
+        self.rounds: Counter[Round] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.policy, name)
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        self.rounds[int(outcome.live.sum()), int((outcome.drafted * outcome.live).max())] += 1
+        drafted = outcome.drafted * outcome.live
+        self.rounds[int(outcome.live.sum()), int(drafted.max()), int(drafted.sum())] += 1
         self.policy.observe(outcome)
 
 
-def seconds_of(rounds: Mapping[tuple[int, int], int], costs: PairCosts) -> float:
-    """Of all rounds. rounds: how many there were with so many rows and draft steps."""
-    rows, steps = np.array(list(rounds), dtype=float).T
-    each = steps * costs.draft_seconds(rows, 0) + costs.verify_seconds(rows * (1 + steps), 0)
+def seconds_of(rounds: Mapping[Round, int], costs: PairCosts) -> float:
+    """Of all rounds. rounds: how many there were of each kind."""
+    rows, steps, drafted = np.array(list(rounds), dtype=float).T
+    drafting = steps * costs.draft.gamma + drafted * costs.draft.beta
+    each = drafting + costs.verify_seconds(rows + drafted, 0)
     return float(each @ np.array(list(rounds.values())))
 
 
@@ -88,7 +92,7 @@ def compared(temperature: float, batch: int) -> list[dict[str, Any]]:
     traces = coupled("test", temperature)
     head = loaded(TINY / "heads" / ("sampled" if temperature else "greedy"), temperature)
 
-    def run(policy: DraftPolicy) -> Mapping[tuple[int, int], int]:
+    def run(policy: DraftPolicy) -> Mapping[Round, int]:
         recorded = Recorded(policy)
         replay(traces, recorded, "recorded", batch=batch)
         return recorded.rounds
@@ -98,7 +102,7 @@ def compared(temperature: float, batch: int) -> list[dict[str, Any]]:
         rules = replay_thresholds(traces, HeadPolicy(head, 0.5), settings, "head"), replay_fixed(traces, LENGTHS)
         grid, fixed = (
             {
-                value: {(1, k): int(n) for k, n in enumerate(one.draft_lengths)}
+                value: {(1, k, k): int(n) for k, n in enumerate(one.draft_lengths)}
                 for value, one in zip(values, each, strict=True)
             }
             for values, each in zip((THRESHOLDS, LENGTHS), rules, strict=True)
@@ -114,7 +118,7 @@ def compared(temperature: float, batch: int) -> list[dict[str, Any]]:
                 {value: traces.positions / seconds_of(rounds, costs) for value, rounds in each.items()}
                 for each in (grid, fixed)
             )
-            aware = run(BatchStopPolicy(HeadPolicy(head, 1.0, k_max=K_MAX), costs, host=PADDED))
+            aware = run(BatchStopPolicy(HeadPolicy(head, 1.0, k_max=K_MAX), costs, host=PACKED))
             best, k = max(by_threshold, key=lambda t: by_threshold[t]), max(by_length, key=lambda k: by_length[k])
             cells.append(
                 {

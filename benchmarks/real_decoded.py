@@ -179,11 +179,14 @@ class InVllm:
     def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:
         from vllm_engines import Drafting
 
-        drafting = {name: Drafting(policy=spec) for name, spec in arms.items()}
-        k = int(arms[FIXED].partition(":")[2])
-        drafting |= {"none": Drafting()} | {
-            name: Drafting.fixed(k, self.engines.rows) for name in (FIXED, FIXED + TWIN)
-        }
+        def own(spec: str) -> Drafting:
+            """vLLM itself has no speculation and any fixed K."""
+            rule, _, k = spec.partition(":")
+            if rule == "none":
+                return Drafting()
+            return Drafting.fixed(int(k), self.engines.rows) if rule == "fixed" else Drafting(policy=spec)
+
+        drafting = {name: own(spec) for name, spec in arms.items()}
 
         def run(arm: str, requests: Sequence[Request]) -> tuple[float, float, int, list[Finished]]:
             found = self.engines.run(drafting[arm], requests, sampling, batch)

@@ -35,8 +35,8 @@ def seconds_of(costs, host, drafted, lengths):
 
 
 def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
-    """Rounds whose seconds are the model's, give or take 3 %; a share `spoilt` takes ten times as long → the longest draft
-    of each, and its tokens and seconds by the model."""
+    """Rounds whose seconds are the model's, give or take 3 %; a share `spoilt` takes ten times as long. Returns the
+    longest draft of each, and its tokens and seconds by the model."""
     Drafting(policy, host=host)
     begin(policy, [100] * rows)
     lengths, longest, speed = [100] * rows, [], []
