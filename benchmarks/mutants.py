@@ -60,6 +60,41 @@ BATCH_STOP = "inference/policies/test_batch_stop.py::test_"
 
 POLICIES = (
     Mutant(
+        "packed: keys are written one row too far",
+        "inference/engine/layer.py",
+        "packing.taken // packing.width,",
+        "(packing.taken // packing.width + 1) % packing.rows,",
+        ("inference/engine/test_packing.py::test_packed_forwards_equal_a_full_forward_after_rollbacks[llama]",),
+    ),
+    Mutant(
+        "packed: the last submitted token is not fed",
+        "inference/decode/run.py",
+        "ends = rows.lengths + drafted.submitted",
+        "ends = rows.lengths + drafted.submitted - 1",
+        ("inference/engine/test_packing.py::test_packed_rounds_emit_the_tokens_of_padded_ones[llama-greedy]",),
+    ),
+    Mutant(
+        "costs=auto: all seconds are taken to be the target's",
+        "inference/costs/learnt.py",
+        "outcome.seconds - outcome.draft_seconds))",
+        "outcome.seconds))",
+        ("inference/policies/test_learnt_costs.py::test_they_come_to_the_seconds_of_rounds[packed-0.0]",),
+    ),
+    Mutant(
+        "costs=auto: old rounds count as much as new ones",
+        "inference/costs/learnt.py",
+        "recent = 0.5 ** (np.arange(len(seen))[::-1] / HALF_LIFE)",
+        "recent = np.ones(len(seen))",
+        ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
+    ),
+    Mutant(
+        "costs: a request that does not pay drafts on",
+        "inference/policies/batch_stop.py",
+        "at_best.clamp(max=1) > self.token_price",
+        "at_best.clamp(min=1) > self.token_price",
+        (f"{BATCH_STOP}a_request_whose_tokens_do_not_pay_drafts_nothing_and_is_tried_again",),
+    ),
+    Mutant(
         "fit: a gain that chance alone could give is enough",
         "accept_head/fit/verdict.py",
         "gains[kind][use].low > 0",

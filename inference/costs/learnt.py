@@ -10,6 +10,7 @@ is not drafting: verification, sampling, and what the host does between rounds.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -45,6 +46,16 @@ class LearntCosts:
     def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
         """As PairCosts."""
         return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
+
+    def believed(self) -> dict[str, dict[str, float]]:
+        """Each model's coefficients, in seconds, and the share of the variance that they explain."""
+        return {"draft": asdict(self.draft), "target": asdict(self.target)}
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before it"
+            for name, one in (("draft", self.draft), ("target", self.target))
+        )
 
     def trial(self, longest: int) -> int | None:
         """The draft length to try in this round; None once the costs are known."""

@@ -29,6 +29,7 @@ from accept_head.files import write_json
 
 if TYPE_CHECKING:
     from accept_head.inference.adapters.vllm.counts import VerifiedRound
+    from accept_head.inference.costs.learnt import LearntCosts
 
 FOLDER = "ACCEPT_HEAD_METRICS_DIR"  # environment variable; set it yourself to keep the files
 VERSION = 1  # of the file format
@@ -59,6 +60,7 @@ class DraftMetrics:
 
         self.counts = DraftCounts(k_max)
         self.rounds, self.draft_forwards, self.policy_seconds = 0, 0, 0.0
+        self.costs: LearntCosts | None = None  # what the policy has learnt of them, if it does
         self.lock = threading.Lock()  # guards the sums: the timer's thread and a scrape read them
         self.timer: threading.Timer | None = None
         self.file = self._publish() if publish else None
@@ -136,15 +138,19 @@ class DraftMetrics:
         """Write the sums now, and return them. A missing folder is ignored: it must not stop serving."""
         counts = self.read()
         if self.file is not None:
+            learnt = {} if self.costs is None else {"costs": self.costs.believed()}
             with contextlib.suppress(OSError):
-                write_json(self.file, {"version": VERSION, "engine": self.engine, "pid": os.getpid(), **counts})
+                write_json(
+                    self.file, {"version": VERSION, "engine": self.engine, "pid": os.getpid(), **counts, **learnt}
+                )
         return counts
 
     def log(self, counts: Counts) -> None:
         """Log one line about the rounds since the last line."""
         assert self.logger is not None
         now = time.monotonic()
-        self.logger.info("%s", log_line(since(counts, self.logged), now - self.logged_at))
+        learnt = "" if self.costs is None else f", Costs: {self.costs}"
+        self.logger.info("%s%s", log_line(since(counts, self.logged), now - self.logged_at), learnt)
         with self.lock:
             self.logged, self.logged_at = counts, now
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 
 from accept_head import InputError
 from accept_head.inference import generate, make_policy
+from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.costs.host import PACKED, PADDED, VLLM
 from accept_head.inference.costs.learnt import TRIAL, LearntCosts
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
@@ -118,6 +121,19 @@ def test_a_drafting_time_that_is_missing_would_show():
     assert float(policy.costs.verify_seconds(1, 5)) < 0.2
     with pytest.raises(AssertionError):
         policy.observe(replace(told, draft_seconds=None))
+
+
+def test_vllms_metrics_say_what_is_believed(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("ACCEPT_HEAD_METRICS_DIR", str(tmp_path))
+    costs, metrics = LearntCosts(), DraftMetrics(4, logger=logging.getLogger("serving"))
+    policy = BatchStopPolicy(FixedPolicy(4), costs)
+    serve(policy, COSTS, VLLM, 60, 4, 0.7, np.random.default_rng(0))
+    metrics.costs = policy.learnt
+    with caplog.at_level("INFO", logger="serving"):
+        metrics.log(metrics.flush())
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["costs"]["target"]["gamma"] == pytest.approx(0.1, rel=0.2)
+    assert f"draft {1000 * costs.draft.gamma:.1f} ms + " in caplog.text
 
 
 def test_other_words_than_auto_are_files():
