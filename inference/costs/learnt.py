@@ -52,8 +52,9 @@ class LearntCosts:
         return {"draft": asdict(self.draft), "target": asdict(self.target)}
 
     def __str__(self) -> str:
+        """In milliseconds: of a forward, of each of its tokens, and of 1000 tokens of context."""
         return ", ".join(
-            f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before it"
+            f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
             for name, one in (("draft", self.draft), ("target", self.target))
         )
 
