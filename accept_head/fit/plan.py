@@ -20,6 +20,7 @@ from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.proof import check_served
 from accept_head.inference.profile.device import finish
 from accept_head.inference.profile.forwards import blank_states, fill
+from accept_head.inference.profile.regression import DRAFT_LENGTHS
 from accept_head.pair import Pair, hidden_size
 from accept_head.sampling import Sampling
 from accept_head.training.collect.settings import DEPTHS
@@ -30,6 +31,7 @@ HELD_OUT, FEWEST_HELD_OUT = 60, 12  # dev prompts, and test prompts
 BATCH = 32  # prompts that are collected together
 PREFILL, REPEATS = 128, 3  # tokens of a timed prefill, and how often each forward is timed
 FULL = 3  # a draft forward in float32, in which heads learn, takes so many times as long as in half precision
+COST_PROMPTS, COST_TOKENS = 4, 32  # decoded with each of some draft lengths, for the costs of forwards
 TRIED = 4  # policies that are decoded
 SHORTER = 0.7  # of the target alone's time, that a response takes with a policy
 ROLLED_OUT = 6  # draft tokens for a position in `tune`
@@ -110,11 +112,12 @@ def _seconds(
     every = sum(sizes.values())
     answer = prompt_tokens * speed.prefill + new_tokens * (speed.batch / BATCH + speed.draft_prefill)
     alone = prompt_tokens * speed.prefill + new_tokens * speed.alone
+    costs = (COST_PROMPTS + 1) * (len(DRAFT_LENGTHS) + 1) * (prompt_tokens * speed.prefill + COST_TOKENS * speed.alone)
     text = prompt_tokens + new_tokens
     return {
         "collect": every * answer / processes,
         "train": (sizes["train"] + sizes["dev"]) * text * speed.draft_in_full / processes,
-        "profile and tune": 8 * alone + sizes["dev"] * new_tokens * ROLLED_OUT * speed.draft_prefill,
+        "profile and tune": costs + sizes["dev"] * new_tokens * ROLLED_OUT * speed.draft_prefill,
         "decode": sizes["test"] * alone * (1 + SHORTER * (TRIED - 1)),
         "report": sizes["test"] * new_tokens * ROLLED_OUT * speed.draft_prefill,
     }

@@ -22,7 +22,18 @@ from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import locked, read_json, writable_folder, write_json
 from accept_head.fit.decoding import chosen_specs, counts_by_kind, decoded, replayed_rows, shown_name
-from accept_head.fit.plan import BATCH, Plan, check_disk, measured_speed, planned, position_bytes, seconds_of, shown
+from accept_head.fit.plan import (
+    BATCH,
+    COST_PROMPTS,
+    COST_TOKENS,
+    Plan,
+    check_disk,
+    measured_speed,
+    planned,
+    position_bytes,
+    seconds_of,
+    shown,
+)
 from accept_head.fit.prompts import SPLITS, read_all, write_splits
 from accept_head.fit.verdict import Verdict, costs_of_runs, judge
 from accept_head.inference.profile.device import conditions, device_name
@@ -40,7 +51,6 @@ from accept_head.training.learn.verb import train
 
 RECORD = "fit.json"
 TUNED_RULES = [*RULES, "adaedl", "leviathan", "hf-heuristic", "goodput", "online-logistic", "online-signals"]
-COST_PROMPTS, COST_TOKENS = 8, 32
 WAIT = 0.5  # seconds between two looks for the plan of rank 0
 
 
