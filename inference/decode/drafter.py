@@ -43,15 +43,15 @@ class DraftModel:
         width = rows.unfed
         starts, window = self.call("draft window", rows.last, width, width)
         longest = max(0, rows.longest - width)
-        counts = rows.counts(starts, width, rows.fed, rows.lengths) if self.cached.packs else None
-        output = self.cached.forward(window, starts, longest, counts=counts, copy=self.copy)
+        wanted = rows.wanted(starts, width, rows.fed, rows.lengths) if self.cached.packs else None
+        output = self.cached.forward(window, starts, longest, wanted=wanted, copy=self.copy)
         return output if width == 1 else at(output, rows.lengths - 1 - starts)
 
     def feed(self, token_ids: Tensor, depth: int, active: Tensor) -> Forward:
         """Feed (batch,) tokens drawn at `depth` → logits and hidden state at them, (batch, 1, …) each. active: (batch,)
         bool, the rows that draft on."""
         starts, longest = self.rows.lengths + depth - 1, self.rows.longest + depth - 1
-        return self.cached.forward(token_ids[:, None], starts, longest, counts=active[:, None], copy=self.copy)
+        return self.cached.forward(token_ids[:, None], starts, longest, wanted=active[:, None], copy=self.copy)
 
     def hear(self, states: Tensor) -> None:
         """The target's states at the tokens it was just fed; empty here."""
@@ -99,14 +99,14 @@ class Eagle3(DraftModel):
         first = rows.fed.clamp(min=1)  # a first token has no slot
         index = first[:, None] + torch.arange(width, device=first.device)
         window = rows.tokens.gather(1, index.clamp(max=rows.tokens.shape[1] - 1))
-        counts = rows.counts(first, width, first, rows.lengths) if self.cached.packs else None
-        output = self.cached.forward(window, first - 1, rows.longest - 1, counts=counts, states=self.states[:, :width])
+        wanted = rows.wanted(first, width, first, rows.lengths) if self.cached.packs else None
+        output = self.cached.forward(window, first - 1, rows.longest - 1, wanted=wanted, states=self.states[:, :width])
         self.begun = True
         return self._kept(at(output, (rows.lengths - 1 - first).clamp(min=0)))
 
     def feed(self, token_ids: Tensor, depth: int, active: Tensor) -> Forward:
         starts, longest = self.rows.lengths + depth - 2, self.rows.longest + depth - 2
-        fed = self.cached.forward(token_ids[:, None], starts, longest, counts=active[:, None], states=self.own)
+        fed = self.cached.forward(token_ids[:, None], starts, longest, wanted=active[:, None], states=self.own)
         return self._kept(fed)
 
     def hear(self, states: Tensor) -> None:

@@ -204,9 +204,9 @@ class Rows:
         """(batch,) where the last `tokens` tokens of each row begin, and the `width` ids from there, (batch, width)."""
         return on_device.last_tokens(self.tokens, self.lengths, tokens, width)
 
-    def counts(self, starts: Tensor, width: int, first: Tensor, end: Tensor) -> Tensor:
-        """Which tokens of a forward count, (batch, width) bool: of live rows those at positions `first` to `end` − 1.
-        starts, first, end: (batch,) positions; row r is fed from starts[r] on."""
+    def wanted(self, starts: Tensor, width: int, first: Tensor, end: Tensor) -> Tensor:
+        """The tokens that a forward should feed, (batch, width) bool: of live rows those at positions `first` to
+        `end` − 1. starts, first, end: (batch,) positions; row r is fed from starts[r] on."""
         positions = starts[:, None] + torch.arange(width, device=starts.device)
         return self.live[:, None] & (positions >= first[:, None]) & (positions < end[:, None])
 

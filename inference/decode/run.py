@@ -114,8 +114,8 @@ class Run:
         width = self.target.padded(slots + 1)
         starts, window = self._call("target window", rows.last, 1, width)
         ends = rows.lengths + drafted.submitted
-        counts = rows.counts(starts, width, starts, ends) if self.target.packs else None
-        output = self.target.forward(window, starts, rows.longest - 1, counts=counts, copy=self.copies)
+        wanted = rows.wanted(starts, width, starts, ends) if self.target.packs else None
+        output = self.target.forward(window, starts, rows.longest - 1, wanted=wanted, copy=self.copies)
         if self.drafting.max_draft_tokens:
             self.drafter.hear(output.hidden[:, : slots + 1])
         logits = output.logits[:, : slots + 1]

@@ -116,7 +116,7 @@ class CachedModel:
         starts: Tensor,
         longest_start: int,
         *,
-        counts: Tensor | None = None,
+        wanted: Tensor | None = None,
         states: Tensor | None = None,
         copy: bool = True,
     ) -> Forward:
@@ -124,11 +124,11 @@ class CachedModel:
 
         longest_start: the largest of `starts`, on the host, so that no sync is needed to read only the slots in use.
         Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
-        own tensors, if there are graphs; the next forward of this width overwrites them. counts: (batch, new) bool, the
-        tokens whose results are wanted; a model that `packs` is fed no others. states: (batch, new, hidden), for a
+        own tensors, if there are graphs; the next forward of this width overwrites them. wanted: (batch, new) bool, the
+        tokens whose results count; a model that `packs` is fed no others. states: (batch, new, hidden), for a
         drafter that takes them.
         """
-        if counts is not None and self.packs and (packing := Packing.of(counts)):
+        if wanted is not None and self.packs and (packing := Packing.of(wanted)):
             return self._forward_packed(packing, input_ids, starts, longest_start, states)
         if states is not None:
             self._call.states = states

@@ -28,7 +28,7 @@ declined: WeakSet[PreTrainedModel] = WeakSet()  # models that a test found to be
 
 
 class Packing(NamedTuple):
-    """The tokens of a padded forward (rows, width) that count, in one sequence. taken: (tokens,) their places in the
+    """The wanted tokens of a padded forward (rows, width), in one sequence. taken: (tokens,) their places in the
     flattened padded forward. place: (rows × width,) the place in the sequence of each padded one; padding has that of
     another token, so it holds finite numbers."""
 
@@ -38,13 +38,13 @@ class Packing(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, counts: Tensor) -> Packing | None:
-        """counts: (rows, width) bool, the tokens that count. None if there are too few others to pay."""
-        flat = counts.flatten()
+    def of(cls, wanted: Tensor) -> Packing | None:
+        """wanted: (rows, width) bool, the tokens to feed. None if there are too few others to pay."""
+        flat = wanted.flatten()
         taken = flat.nonzero()[:, 0]
         if not 0 < len(taken) <= (1 - LEAST_SAVED) * len(flat):
             return None
-        return cls(taken, (flat.cumsum(0) - 1).clamp(min=0), *counts.shape)
+        return cls(taken, (flat.cumsum(0) - 1).clamp(min=0), *wanted.shape)
 
     def pack(self, padded: Tensor) -> Tensor:
         """(rows, width, …) → (1, tokens, …)."""

@@ -89,9 +89,9 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
 
 def _packs(cached: CachedModel, given: tuple[Tensor, Tensor, int], states: Tensor | None, expected: Tensor) -> bool:
     """Whether a packed forward of some of the tokens gives their logits."""
-    counts = torch.tensor([[True, True, True], [True, False, False]], device=expected.device)
+    wanted = torch.tensor([[True, True, True], [True, False, False]], device=expected.device)
     try:
-        packed = cached.forward(*given, counts=counts, states=states).logits.float().clamp(min=-1e4)
+        packed = cached.forward(*given, wanted=wanted, states=states).logits.float().clamp(min=-1e4)
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return False
-    return bool((packed - expected)[counts].abs().max() <= TOLERANCE * expected.std())
+    return bool((packed - expected)[wanted].abs().max() <= TOLERANCE * expected.std())

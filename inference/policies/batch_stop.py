@@ -34,12 +34,11 @@ class BatchStopPolicy(RowPolicy):
         λ = B·τ / (seconds of an average round), at least B / t_target(B)                      tokens/s, Dinkelbach
 
     S_r: product of the policy's predictions for the row's tokens, 1 if it predicts nothing. β̂_r: its prediction for
-    the next token, 1 if it makes none.
-    t_one: seconds of one more token of the row, t_step: of a draft step, whatever the number of rows (`_seconds`). If
-    the host verifies padding, a step adds a token for all B live rows, and a row that stops saves nothing: verifying
-    then belongs to the step. So does drafting, if stopped rows are drafted on. τ and the lengths of an average round
-    are averages over past rounds. λ is the speed of the past rounds, so it is never above the best one. It rises to the
-    best speed from the side on which too much is drafted.
+    the next token, 1 if it makes none. t_one: seconds of one more token of the row. t_step: of a draft step, however
+    many rows take part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops
+    saves nothing: verifying then belongs to the step. So does drafting, if stopped rows are drafted on. τ and the
+    seconds of a round come from averages over past rounds. λ is the speed of the past rounds, so it is never above the
+    best one. It rises to the best speed from the side on which too much is drafted.
 
     costs: measured, or learnt from the seconds of the rounds (`costs/learnt.py`): then the first rounds try a few
     lengths. Ranks of one tensor-parallel group agree on each answer, so they may hold different costs.

@@ -59,6 +59,7 @@ class SharingModel(CachedModel):
     def __init__(self, model, batch, max_length, **options):
         super().__init__(model, batch, max_length, **options)
         self.fed = torch.zeros(batch, max_length + 1, dtype=torch.long)
+        self.packs = False
 
     def fill(self, tokens, rows, starts, ends):
         first, end = rows[0], ends[0]
@@ -67,7 +68,7 @@ class SharingModel(CachedModel):
         self.fed[rows, :end] = tokens[first, :end]
         self._copy(torch.tensor(rows), torch.full((len(rows),), first), 0, end)
 
-    def forward(self, input_ids, starts, longest_start, *, copy=True):
+    def forward(self, input_ids, starts, longest_start, *, wanted=None, copy=True):
         width = input_ids.shape[1]
         positions = starts[:, None] + torch.arange(width)
         self.fed.scatter_(1, positions.clamp(max=self.max_length), input_ids)

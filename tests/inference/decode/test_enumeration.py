@@ -17,6 +17,7 @@ from scipy.stats import chisquare
 from accept_head.acceptance import residual
 from accept_head.inference import generate
 from accept_head.inference.decode import loop, steps
+from accept_head.inference.engine import cache
 from accept_head.inference.engine.attention.kinds import AttentionKinds
 from accept_head.inference.kernels import verify
 from accept_head.inference.kernels.verify import Verified
@@ -249,6 +250,8 @@ def test_a_mistaken_next_token_is_biased(monkeypatch, mistake):
         return Verified(accepted, verify.draw(next_p, redraw_uniform))
 
     monkeypatch.setattr(steps, "by_ratio", mistaken)
+    # Where p and q differ by rounding alone, this residual is rounding, which packing lets depend on the other rows.
+    monkeypatch.setattr(cache, "packs", lambda model: False)
     found = together(POLICIES["fixed:2"])
     assert found < PROVED if mistake == "none" else found > BIASED
 

@@ -37,8 +37,8 @@ def test_packed_forwards_equal_a_full_forward_after_rollbacks(name):
     cached = CachedModel(model, 3, LENGTH, with_hidden=True)
     cached.fill(ids, [0, 1, 2], [0, 0, 0], STARTS.tolist())
     full = model(ids, output_hidden_states=True)
-    cached.forward(random_ids(3, 4, 1), STARTS, 9, counts=SOME)  # a rejected draft: fed, then written over
-    packed = cached.forward(at(ids, STARTS, 4), STARTS, 9, counts=SOME)
+    cached.forward(random_ids(3, 4, 1), STARTS, 9, wanted=SOME)  # a rejected draft: fed, then written over
+    packed = cached.forward(at(ids, STARTS, 4), STARTS, 9, wanted=SOME)
     assert_close(packed.logits[SOME], at(full.logits, STARTS, 4)[SOME])
     assert_close(packed.hidden[SOME], at(full.hidden_states[-1], STARTS, 4)[SOME])
     # Keys and values lie in their own rows: the next forward, padded, reads them.
@@ -52,9 +52,9 @@ def test_tokens_in_the_wrong_row_would_show(monkeypatch):
     model, ids = MODELS["llama"], random_ids(3, LENGTH)
     cached = CachedModel(model, 3, LENGTH)
     cached.fill(ids, [0, 1, 2], [0, 0, 0], STARTS.tolist())
-    right = cached.forward(at(ids, STARTS, 4), STARTS, 9, counts=SOME).logits
+    right = cached.forward(at(ids, STARTS, 4), STARTS, 9, wanted=SOME).logits
     monkeypatch.setattr(Packing, "pad", lambda self, t: turned(self, t))
-    wrong = cached.forward(at(ids, STARTS, 4), STARTS, 9, counts=SOME).logits.roll(-1, 0)
+    wrong = cached.forward(at(ids, STARTS, 4), STARTS, 9, wanted=SOME).logits.roll(-1, 0)
     assert (right - wrong)[SOME].abs().max() > 0.1
 
 
@@ -64,12 +64,12 @@ def turned(packing, packed):
 
 
 def test_a_forward_is_packed_when_an_eighth_of_it_is_padding():
-    counts = torch.ones(4, 4, dtype=torch.bool)
-    assert Packing.of(counts) is None
-    counts[0, 3] = False
-    assert Packing.of(counts) is None
-    counts[1, 3] = False
-    assert Packing.of(counts).taken.tolist() == [0, 1, 2, *range(4, 7), *range(8, 16)]
+    wanted = torch.ones(4, 4, dtype=torch.bool)
+    assert Packing.of(wanted) is None
+    wanted[0, 3] = False
+    assert Packing.of(wanted) is None
+    wanted[1, 3] = False
+    assert Packing.of(wanted).taken.tolist() == [0, 1, 2, *range(4, 7), *range(8, 16)]
     assert Packing.of(torch.zeros(4, 4, dtype=torch.bool)) is None
 
 

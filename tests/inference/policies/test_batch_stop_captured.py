@@ -54,6 +54,12 @@ def short(monkeypatch):
     monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
 
 
+@pytest.fixture(autouse=True)
+def padded(monkeypatch):
+    """As captured rounds are; another host has another rule."""
+    monkeypatch.setattr(cache, "packs", lambda model: False)
+
+
 INNER = {
     "fixed": lambda: FixedPolicy(4),
     "max-prob": lambda: MaxProbPolicy(0.05, k_max=4),
