@@ -23,8 +23,7 @@ from accept_head.inference.policy import VerifyOutcome
 
 ROUNDS, HALF_LIFE = 256, 64  # rounds that are remembered, and after how many one counts half
 OFTEN, SELDOM = 16, 8  # a fit after each of the first rounds, then after every eighth
-# Draft lengths of the first rounds, as shares of the longest. No cost is known without some rounds of each kind.
-TRIAL = (1.0, 0.0, 0.5, 0.0, 1.0, 0.25)
+TRIAL = (2, 0, 4, 0, 1, 3)  # draft lengths of the first rounds: no cost is known without some of each kind
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less (Huber)
 REFITS = 10
 PRIOR = 0.1  # rounds that say that tokens cost nothing: decides where the rounds seen are all alike
@@ -60,7 +59,7 @@ class LearntCosts:
 
     def trial(self, longest: int) -> int | None:
         """The draft length to try in this round; None once the costs are known."""
-        return round(TRIAL[self.rounds] * longest) if self.rounds < len(TRIAL) else None
+        return min(TRIAL[self.rounds], longest) if self.rounds < len(TRIAL) else None
 
     def observe(self, outcome: VerifyOutcome, steps: Tensor, host: Host) -> None:
         """Learn from a round. steps: () int, its draft forwards."""

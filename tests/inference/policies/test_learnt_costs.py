@@ -72,9 +72,9 @@ def test_they_come_to_the_seconds_of_rounds(host, spoilt):
 
 
 def test_the_first_rounds_try_several_lengths():
-    policy = BatchStopPolicy(FixedPolicy(8), LearntCosts())
+    policy = BatchStopPolicy(FixedPolicy(3), LearntCosts())
     longest, _ = serve(policy, COSTS, PACKED, len(TRIAL), 2, 0.7, np.random.default_rng(0))
-    assert longest == [round(8 * share) for share in TRIAL]
+    assert longest == [min(3, length) for length in TRIAL]
 
 
 @pytest.mark.parametrize("draft", [0.01, 0.5])
