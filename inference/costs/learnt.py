@@ -24,9 +24,11 @@ from accept_head.inference.policy import VerifyOutcome
 ROUNDS, HALF_LIFE = 256, 64  # rounds that are remembered, and after how many one counts half
 OFTEN, SELDOM = 16, 8  # a fit after each of the first rounds, then after every eighth
 TRIAL = (2, 0, 4, 0, 1, 3)  # draft lengths of the first rounds: no cost is known without some of each kind
+PLAIN = 64  # a round without drafts after so many, to know what it costs
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less (Huber)
 REFITS = 10
-PRIOR = 0.1  # rounds that say that tokens cost nothing: decides where the rounds seen are all alike
+UNKNOWN, ALIKE = 0.01, 10.0  # rounds that a prior counts as; see `fitted`
+TINY = 1e-12  # seconds
 
 
 class LearntCosts:
@@ -58,8 +60,10 @@ class LearntCosts:
         )
 
     def trial(self, longest: int) -> int | None:
-        """The draft length to try in this round; None once the costs are known."""
-        return min(TRIAL[self.rounds], longest) if self.rounds < len(TRIAL) else None
+        """The draft length to try in this round; None in most rounds, once the costs are known."""
+        if self.rounds < len(TRIAL):
+            return min(TRIAL[self.rounds], longest)
+        return 0 if self.rounds % PLAIN == 0 else None
 
     def observe(self, outcome: VerifyOutcome, steps: Tensor, host: Host) -> None:
         """Learn from a round. steps: () int, its draft forwards."""
@@ -77,16 +81,21 @@ class LearntCosts:
         self.rests.append((1, tokens, context, outcome.seconds - outcome.draft_seconds))
         self.rounds += 1
         if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:
-            self.target = fitted(np.array(self.rests))
-            self.draft = fitted(np.array(self.drafts)) if self.drafts else self.draft
+            self.target = fitted(np.array(self.rests), 0.0, UNKNOWN)
+            if self.drafts:
+                # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
+                # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
+                self.draft = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
 
 
-def fitted(seen: np.ndarray) -> BatchForwardCost:
-    """seen: (rounds, 4), forwards, tokens, context of all forwards, seconds; the last round last."""
+def fitted(seen: np.ndarray, ratio: float, sure: float) -> BatchForwardCost:
+    """seen: (rounds, 4), forwards, tokens, context of all forwards, seconds; the last round last. ratio: what β / γ is
+    taken to be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that context costs nothing."""
     features, seconds = seen[:, :3], seen[:, 3]
     scale = np.maximum(features.mean(0), 1e-9)
     recent = 0.5 ** (np.arange(len(seen))[::-1] / HALF_LIFE)
-    prior, weights = np.diag([0.0, PRIOR, PRIOR]), recent
+    prior, weights = np.sqrt(np.diag([0.0, sure, UNKNOWN])), recent
+    prior[1, 0] = -prior[1, 1] * ratio * scale[1] / scale[0]
     for _ in range(REFITS):
         root = np.sqrt(weights)
         equations = np.concatenate([features / scale * root[:, None], prior])
