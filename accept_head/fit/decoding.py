@@ -1,9 +1,9 @@
-"""The policies that a verdict is about, decoded on the test prompts; and all others, replayed on their traces."""
+"""What forwards cost; the policies that a verdict is about, decoded on the test prompts; all others, replayed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,34 @@ from transformers import PreTrainedModel
 
 from accept_head.console import Progress
 from accept_head.cost import ForwardCosts
-from accept_head.files import read_json
+from accept_head.files import read_json, write_json
+from accept_head.fit.plan import COST_PROMPTS, COST_TOKENS
 from accept_head.inference.bench.kept import kept_runs
 from accept_head.inference.bench.measure import Stage, Timed, make_chunks
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.profile.device import conditions
+from accept_head.inference.profile.regression import regress_rounds
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.comparison import compare
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.walk import replay_fixed, replay_oracle
 from accept_head.inference.tune.rules import LEARNERS
 from accept_head.pair import Pair
-from accept_head.prompts import Prompt
+from accept_head.prompts import Prompt, load_prompts
 from accept_head.sampling import Sampling
 
 FIXED_K = (1, 2, 3, 4, 6, 8)
+
+
+def forward_costs(path: Path, pair: Pair, models: dict[str, Any], prompts: Path, sampling: Sampling) -> ForwardCosts:
+    """Measured in the decode loop, one request at a time; once."""
+    if not path.is_file():
+        ids = [prompt.ids for prompt in load_prompts(str(prompts), pair.tokenizer, max_prompts=COST_PROMPTS)]
+        costs = regress_rounds(pair, ids, sampling=sampling, max_new_tokens=COST_TOKENS).costs
+        write_json(path, asdict(costs) | conditions(models["target"], models["draft"], pair, "none"))
+    values = read_json(path)
+    return ForwardCosts(**{name: values[name] for name in ("t_draft", "t_target", "t_autoregressive")})
 
 
 def chosen_specs(tuned: Path) -> dict[str, str]:

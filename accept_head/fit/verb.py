@@ -18,26 +18,20 @@ from rich.console import Console
 
 from accept_head.checkpoint import checkpoint_fingerprint, reads_target
 from accept_head.console import make_console
-from accept_head.cost import ForwardCosts
 from accept_head.errors import InputError
 from accept_head.files import locked, read_json, writable_folder, write_json
-from accept_head.fit.decoding import chosen_specs, counts_by_kind, decoded, replayed_rows, shown_name
-from accept_head.fit.plan import (
-    BATCH,
-    COST_PROMPTS,
-    COST_TOKENS,
-    Plan,
-    check_disk,
-    measured_speed,
-    planned,
-    position_bytes,
-    seconds_of,
-    shown,
+from accept_head.fit.decoding import (
+    chosen_specs,
+    counts_by_kind,
+    decoded,
+    forward_costs,
+    replayed_rows,
+    shown_name,
 )
+from accept_head.fit.plan import BATCH, Plan, check_disk, measured_speed, planned, position_bytes, seconds_of, shown
 from accept_head.fit.prompts import SPLITS, read_all, write_splits
 from accept_head.fit.verdict import Verdict, costs_of_runs, judge
-from accept_head.inference.profile.device import conditions, device_name
-from accept_head.inference.profile.regression import regress_rounds
+from accept_head.inference.profile.device import device_name
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.tune.rules import RULES
 from accept_head.inference.verbs.report import report
@@ -267,16 +261,6 @@ def compared(
         **draft_options,
     )
     return verdict
-
-
-def forward_costs(path: Path, pair: Pair, models: dict[str, Any], prompts: Path, sampling: Sampling) -> ForwardCosts:
-    """Measured in the decode loop, one request at a time; once."""
-    if not path.is_file():
-        ids = [prompt.ids for prompt in load_prompts(str(prompts), pair.tokenizer, max_prompts=COST_PROMPTS)]
-        costs = regress_rounds(pair, ids, sampling=sampling, max_new_tokens=COST_TOKENS).costs
-        write_json(path, asdict(costs) | conditions(models["target"], models["draft"], pair, "none"))
-    values = read_json(path)
-    return ForwardCosts(**{name: values[name] for name in ("t_draft", "t_target", "t_autoregressive")})
 
 
 # --- what next -------------------------------------------------------------------------------------------------------

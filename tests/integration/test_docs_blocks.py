@@ -146,7 +146,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         "import torch": Run(),
     },
     "docs/batch.md": {
-        "--policy head:head,costs=costs.json": NotRun("options, and what they mean; their parser reads them"),
+        "--policy head:head:1,costs=auto": NotRun("options, and what they mean; their parser reads them"),
     },
     "docs/online.md": {
         "--policy head:head:0.65,online=true": NotRun("an option and a formula; its parser reads it"),
