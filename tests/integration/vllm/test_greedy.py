@@ -61,6 +61,7 @@ POLICIES = (
     "head:{before}:0.5,online=true",
     "head:{embedding}:0.5,online=true,train=true",
     "head:{before}:0.5,costs=0.2",
+    "head:{before}:1,costs=auto",
     "head:{both}:0.5,online=true,costs=0.2",
     "fixed:6,costs=0.3",
     "entropy:1.0",
