@@ -1,7 +1,7 @@
 """Costs of forwards learnt from the rounds that are served: `costs=auto`.
 
-    seconds of drafting  = γ_d·steps + β_d·(tokens fed) + α_d·steps·(context)
-    seconds of the rest  = γ_t + β_t·(tokens verified) + α_t·(context)
+    seconds of a draft step         = γ_d + β_d·(tokens fed) + α_d·(context)
+    seconds of a round's remainder  = γ_t + β_t·(tokens verified) + α_t·(context)
 
 with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The rest is all that
 is not drafting: verification, sampling, and what the host does between rounds.
@@ -76,9 +76,9 @@ class LearntCosts:
             return
         if forwards:
             fed = rows * forwards if host.drafts_stopped else fed
-            self.drafts.append((forwards, fed, forwards * context, outcome.draft_seconds))
+            self.drafts.append((fed / forwards, context, outcome.draft_seconds / forwards))
         tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
-        self.rests.append((1, tokens, context, outcome.seconds - outcome.draft_seconds))
+        self.rests.append((tokens, context, outcome.seconds - outcome.draft_seconds))
         self.rounds += 1
         if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:
             self.target = fitted(np.array(self.rests), 0.0, UNKNOWN)
@@ -89,9 +89,9 @@ class LearntCosts:
 
 
 def fitted(seen: np.ndarray, ratio: float, sure: float) -> BatchForwardCost:
-    """seen: (rounds, 4), forwards, tokens, context of all forwards, seconds; the last round last. ratio: what β / γ is
-    taken to be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that context costs nothing."""
-    features, seconds = seen[:, :3], seen[:, 3]
+    """seen: (rounds, 3), tokens, context and seconds of a forward; the last round last. ratio: what β / γ is taken to
+    be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that context costs nothing."""
+    features, seconds = np.insert(seen[:, :2], 0, 1.0, axis=1), seen[:, 2]
     scale = np.maximum(features.mean(0), 1e-9)
     recent = 0.5 ** (np.arange(len(seen))[::-1] / HALF_LIFE)
     prior, weights = np.sqrt(np.diag([0.0, sure, UNKNOWN])), recent

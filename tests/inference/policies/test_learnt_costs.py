@@ -91,12 +91,12 @@ def test_it_settles_where_the_true_costs_do(draft):
 
 
 def test_it_follows_a_machine_that_becomes_another():
-    """Drafting becomes thirty times as dear: within 200 rounds there are next to no drafts any more."""
+    """Drafting becomes thirty times as dear: after 90 rounds, fewer than it knew before, next to nothing is drafted."""
     policy, random = BatchStopPolicy(FixedPolicy(8), LearntCosts()), np.random.default_rng(2)
     cheap, _ = serve(policy, pair_costs(0.01, 0.0, 0.2), PACKED, 150, 2, 0.6, random)
     assert np.mean(cheap[50:]) > 2
-    dear, _ = serve(policy, pair_costs(0.3, 0.0, 0.2), PACKED, 250, 2, 0.6, random)
-    assert np.mean(dear[200:]) < 0.2
+    dear, _ = serve(policy, pair_costs(0.3, 0.0, 0.2), PACKED, 120, 2, 0.6, random)
+    assert np.mean(dear[90:]) < 0.2
 
 
 def test_a_spec_with_costs_auto_decodes_the_targets_text():
