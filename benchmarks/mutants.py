@@ -188,8 +188,8 @@ POLICIES = (
     Mutant(
         "vLLM: the token after a draft is not counted as the request's",
         "inference/adapters/vllm/host.py",
-        "end.length - now - 1))",
-        "end.length - now))",
+        "end.length - now - 1) for",
+        "end.length - now) for",
         ("inference/adapters/vllm/test_host.py::test_a_row_drafts_no_more_than_its_text_has_room_for",),
     ),
     Mutant(
@@ -552,8 +552,8 @@ CORE = (
     Mutant(
         "steps: the last token of a response is drafted, too",
         "inference/decode/steps.py",
-        "rows.max_lengths - rows.lengths - 1)",
-        "rows.max_lengths - rows.lengths)",
+        "rows.max_lengths - rows.lengths - 1,",
+        "rows.max_lengths - rows.lengths,",
         (DECODE + "forwards_and_tokens_add_up",),
     ),
     Mutant(
@@ -678,8 +678,8 @@ CORE = (
     Mutant(
         "collect: one random number couples and redraws",
         "training/collect/score.py",
-        "couple_with_target(p_of_x, q, x, accept_uniform, redraw_uniform)",
-        "couple_with_target(p_of_x, q, x, accept_uniform, accept_uniform)",
+        "p_of_x, q, x, accept_uniform, redraw_uniform)",
+        "p_of_x, q, x, accept_uniform, accept_uniform)",
         ("training/test_score.py::test_every_column_equals_that_of_a_slow_loop",),
     ),
     Mutant(

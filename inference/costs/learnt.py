@@ -3,8 +3,8 @@
     seconds of a draft step         = γ_d + β_d·(tokens fed) + α_d·(context)
     seconds of a round's remainder  = γ_t + β_t·(tokens verified) + α_t·(context)
 
-with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all that
-is not drafting: verification, sampling, and what the host does between rounds.
+with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all
+that is not drafting: verification, sampling, and what the host does between rounds.
 """
 
 from __future__ import annotations
