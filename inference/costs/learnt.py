@@ -72,6 +72,7 @@ class LearntCosts:
         sums = live, outcome.lengths * live, outcome.drafted * live, submitted
         numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), steps])
         rows, context, fed, verified, longest, forwards = numbers.tolist()  # one sync
+        self.rounds += 1
         if not rows:
             return
         if forwards:
@@ -79,7 +80,6 @@ class LearntCosts:
             self.drafts.append((fed / forwards, context, outcome.draft_seconds / forwards))
         tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
         self.rests.append((tokens, context, outcome.seconds - outcome.draft_seconds))
-        self.rounds += 1
         if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:
             self.target = fitted(np.array(self.rests), 0.0, UNKNOWN)
             if self.drafts:
