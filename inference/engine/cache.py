@@ -99,7 +99,7 @@ class CachedModel:
             self._run = compiled_call(self._call.__call__, model.device, tuned=compile == "max-autotune")
         self._base: Callable[..., Any] = base_model(model)
         self.packs = not self.static and self.attended is None and packs(model)
-        self._run_packed = packed_call(model, self._call)
+        self._run_packed: Callable[..., Any] = packed_call(model, self._call) if self.packs else self._call
         if self.attended:
             whole = partial(getattr, place, "whole")
             self._run, self._base = (self.attended.around(run, whole) for run in (self._run, self._base))
