@@ -231,12 +231,16 @@ def host_of(host: str, rows: int, dtype: str) -> InLoop | InVllm:
 
 
 def chosen_head(temperature: float) -> dict[str, str]:
-    head = (HOME / f"t{temperature:g}" / "heads" / "default").relative_to(REPOSITORY)
+    head = head_at(temperature).relative_to(REPOSITORY)
     for ladder in read_json(RESULTS / "eagle3.json")["ladder"]:
         for row in ladder["rows"]:
             if (ladder["temperature"], row["rung"], row["c"], row["tested_on"]) == (temperature, "default", C, "test"):
                 return {HEAD: "head:{}:{threshold},k_min={k_min},k_max={k_max}".format(head, **row["params"])}
     return {}
+
+
+def head_at(temperature: float) -> Path:
+    return HOME / f"t{temperature:g}" / "heads" / "default"
 
 
 @cache

@@ -1,15 +1,18 @@
 """Question: with several requests at once, does the head keep up with whatever is best there, without measured costs?
 
-Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, on unseen prompts, in our loop. Arms: no speculation, fixed K, one of
-them twice (the noise floor), and the shipped head and vLLM's estimator with `costs=auto`, which learn what a forward
-costs from the rounds they serve. All are held against the best of no speculation and the fixed K in that very cell,
-which nobody knows beforehand.
+Two pairs, on unseen prompts, in our loop and in vLLM: Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, and
+SmolLM2-135M-Instruct with its EAGLE-3 drafter. Arms: no speculation, fixed K, one of them twice (the noise floor), the
+head with a threshold chosen for one request at a time, and the head and vLLM's estimator with `costs=auto`, which learn
+what a forward costs from the rounds they serve. In vLLM, no speculation and fixed K are vLLM's own. All are held
+against the best of these in that very cell, which nobody knows beforehand.
 
 Every arm runs in turn on each part of the prompts, in random order, for ROUNDS rounds in which all rows have a request.
 Speed is tokens per second of these rounds. Rounds in which a request arrived are left out, as the clock would count its
 prompt, and so is the end of a part: rows that stand idle there are no matter of drafting.
 
 python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
+python benchmarks/load.py --pair smollm2 --parts 8
+.venv-vllm/bin/python benchmarks/load.py --host vllm --pair smollm2 --parts 8
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
+import eagle3
 import numpy as np
-from real_decoded import DRAFT, NAMES, REPOSITORY, SHIPPED, TARGET, prompts_file
+from real_decoded import DRAFT, NAMES, REPOSITORY, SHIPPED, TARGET, InVllm, prompts_file
 from record import RESULTS, write_result
 
 from accept_head import Sampling, load_pair
@@ -43,44 +47,68 @@ NEW_TOKENS, ROUNDS, K_MAX = 96, 50, 8
 LENGTHS, TWICE, HEAD = (1, 2, 3, 4), "fixed:2", "head, costs=auto"
 
 
+class Served(NamedTuple):
+    """A pair; and, by temperature, its heads with the threshold that was chosen for one request at a time."""
+
+    target: str
+    draft: str
+    heads: dict[float, str]
+    method: str  # vLLM's name for the kind of drafter
+
+
+PAIRS = {
+    "qwen": Served(
+        TARGET, DRAFT, {t: f"head:{(SHIPPED / NAMES[t]).relative_to(REPOSITORY)}" for t in NAMES}, "draft_model"
+    ),
+    "smollm2": Served(eagle3.TARGET, eagle3.DRAFTER, {t: eagle3.chosen_head(t)[eagle3.HEAD] for t in NAMES}, "eagle3"),
+}
+
+
 def main() -> None:
     keep_freed_blocks()
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", choices=HOSTS, default="loop")
+    parser.add_argument("--pair", choices=PAIRS, default="qwen")
     parser.add_argument("--batches", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0])
     parser.add_argument("--parts", type=int, default=4)
     options = parser.parse_args()
-    pair = load_pair(TARGET, DRAFT, dtype="bfloat16")
+    served = PAIRS[options.pair]
+    host = HOSTS[options.host](served, max(options.batches))
     for batch in options.batches:
         for temperature in options.temperatures:
-            cell = measured(pair, batch, temperature, options.parts)
+            place = {"host": options.host, "pair": options.pair, "batch": batch, "temperature": temperature}
+            specs = specs_of(served.heads[temperature])
+            cell = {**place, **measured(host, specs, options.parts, **place)}
             path = RESULTS / "load.json"
             others = read_json(path)["cells"] if path.is_file() else []
-            others = [each for each in others if (each["batch"], each["temperature"]) != (batch, temperature)]
+            others = [each for each in others if any(each[name] != value for name, value in place.items())]
             write_result("load", {"rounds": ROUNDS, "cells": [*others, cell]})
             print(json.dumps(cell, indent=1), flush=True)
 
 
-def specs_of(temperature: float) -> dict[str, str]:
-    """Arm → SPEC."""
-    head = (SHIPPED / NAMES[temperature]).relative_to(REPOSITORY)
+def specs_of(head: str) -> dict[str, str]:
+    """Arm → SPEC. With costs, the head has no threshold of its own."""
+    folder = head.partition(",")[0].split(":")[1]
     return {
         "none": "none",
         **{f"fixed:{k}": f"fixed:{k}" for k in LENGTHS},
         TWICE + TWIN: TWICE,
-        HEAD: f"head:{head}:1,k_max={K_MAX},costs=auto",
+        "head": head,
+        HEAD: f"head:{folder}:1,k_max={K_MAX},costs=auto",
         "vLLM's estimator, costs=auto": f"online-logistic:0,k_max={K_MAX},costs=auto",
     }
 
 
-def measured(pair: Pair, batch: int, temperature: float, parts: int) -> dict[str, Any]:
+def measured(
+    served: Loop | Vllm, specs: dict[str, str], parts: int, *, host: str, pair: str, batch: int, temperature: float
+) -> dict[str, Any]:
     """A cell of the result: all arms on all parts."""
-    specs, sampling = specs_of(temperature), Sampling(temperature=temperature, top_k=0)
-    policies = {name: make_policy(spec, pair) for name, spec in specs.items()}
-    prompts = [list(prompt.ids) for prompt in load_prompts(str(prompts_file("test")), pair.tokenizer)]
+    runs = served.arms(specs, batch, Sampling(temperature=temperature, top_k=0))
+    prompts = [list(prompt.ids) for prompt in load_prompts(str(prompts_file("test")), served.tokenizer)]
     order = np.random.default_rng(0).permutation(len(prompts))
-    path = REPOSITORY / "runs" / "load" / f"b{batch}_t{temperature:g}.jsonl"
+    path = REPOSITORY / "runs" / "load" / f"{host}_{pair}_b{batch}_t{temperature:g}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
     for part in range(parts):
@@ -88,11 +116,45 @@ def measured(pair: Pair, batch: int, temperature: float, parts: int) -> dict[str
         for index in np.random.default_rng(part).permutation(len(specs)):
             name = list(specs)[index]
             if not any(each[:2] == [part, name] for each in kept):
-                rounds = rounds_of(pair, policies[name], batch, texts, ROUNDS, sampling)
-                kept.append([part, name, *rounds.sum(0).tolist()])
+                kept.append([part, name, *runs[name](texts).sum(0).tolist()])
                 with path.open("a") as file:
                     file.write(json.dumps(kept[-1]) + "\n")
-    return {"batch": batch, "temperature": temperature, "parts": parts, **figures(kept, list(specs), parts)}
+    return {"parts": parts, **figures(kept, list(specs), parts)}
+
+
+Arm = Callable[[Sequence[list[int]]], np.ndarray]  # runs texts → (ROUNDS, 2 or more): tokens and seconds of rounds
+
+
+class Loop:
+    def __init__(self, served: Served, rows: int):
+        self.pair = load_pair(served.target, served.draft, dtype="bfloat16")
+        self.tokenizer = self.pair.tokenizer
+
+    def arms(self, specs: dict[str, str], rows: int, sampling: Sampling) -> dict[str, Arm]:
+        policies = {name: make_policy(spec, self.pair) for name, spec in specs.items()}
+        return {
+            name: lambda texts, policy=policy: rounds_of(self.pair, policy, rows, texts, ROUNDS, sampling)
+            for name, policy in policies.items()
+        }
+
+
+class Vllm:
+    def __init__(self, served: Served, rows: int):
+        self.host = InVllm(served.target, served.draft, rows, "bfloat16", k_max=K_MAX, method=served.method)
+        self.tokenizer = self.host.tokenizer
+
+    def arms(self, specs: dict[str, str], rows: int, sampling: Sampling) -> dict[str, Arm]:
+        drafting = {name: self.host.drafting(spec) for name, spec in specs.items()}
+
+        def run(texts: Sequence[list[int]], name: str) -> np.ndarray:
+            requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
+            steps = self.host.engines.run(drafting[name], requests, sampling, rows, ROUNDS).steps
+            return np.array([(step.tokens, step.seconds) for step in steps if step.is_full(rows)])
+
+        return {name: lambda texts, name=name: run(texts, name) for name in specs}
+
+
+HOSTS = {"loop": Loop, "vllm": Vllm}
 
 
 def rounds_of(
@@ -132,7 +194,7 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
     """Of each arm: tokens per second, and its gain over the best of no speculation and the fixed K, with an interval
     over the parts, which are drawn jointly for all arms."""
     sums = np.array([[next(each[2:] for each in kept if each[:2] == [part, name]) for part in range(parts)]
-                     for name in names])  # (arm, part, 4)  # fmt: skip
+                     for name in names])  # (arm, part, 2 or more)  # fmt: skip
     drawn = np.einsum("rp,apf->arf", draws(parts), sums)
     speeds, of_draws = (each[..., 0] / each[..., 1] for each in (sums.sum(1), drawn))
     fixed = [place for place, name in enumerate(names) if name == "none" or name in map("fixed:{}".format, LENGTHS)]
@@ -146,8 +208,7 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
             "over_best": float(speeds[place] / speeds[best] - 1),
             "over_best_ci95": interval(of_draws[place] / of_draws[best] - 1),
             "seconds_a_round": float(sums[place, :, 1].sum() / (parts * ROUNDS)),
-            "drafted_a_round": float(sums[place, :, 2].sum() / (parts * ROUNDS)),
-            "accepted_per_drafted": float(sums[place, :, 3].sum() / max(sums[place, :, 2].sum(), 1)),
+            "tokens_a_round": float(sums[place, :, 0].sum() / (parts * ROUNDS)),
         }
         for place, name in enumerate(names)
     ]

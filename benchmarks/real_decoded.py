@@ -176,17 +176,17 @@ class InVllm:
         self.engines = Engines(target, draft, k_max=k_max, rows=rows, dtype=dtype, **limits, **options)
         self.tokenizer = self.engines.tokenizer()
 
-    def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:
+    def drafting(self, spec: str) -> Any:
+        """vLLM itself has no speculation and any fixed K."""
         from vllm_engines import Drafting
 
-        def own(spec: str) -> Drafting:
-            """vLLM itself has no speculation and any fixed K."""
-            rule, _, k = spec.partition(":")
-            if rule == "none":
-                return Drafting()
-            return Drafting.fixed(int(k), self.engines.rows) if rule == "fixed" else Drafting(policy=spec)
+        rule, _, k = spec.partition(":")
+        if rule == "none":
+            return Drafting()
+        return Drafting.fixed(int(k), self.engines.rows) if rule == "fixed" else Drafting(policy=spec)
 
-        drafting = {name: own(spec) for name, spec in arms.items()}
+    def runner(self, arms: dict[str, str], batch: int, sampling: Sampling) -> Run:
+        drafting = {name: self.drafting(spec) for name, spec in arms.items()}
 
         def run(arm: str, requests: Sequence[Request]) -> tuple[float, float, int, list[Finished]]:
             found = self.engines.run(drafting[arm], requests, sampling, batch)

@@ -19,7 +19,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.decode.rows import DecodeStats, Finished, Request
@@ -72,8 +72,16 @@ class Engines:
     def tokenizer(self) -> Any:
         return self.plain.get_tokenizer()
 
-    def run(self, drafting: Drafting, requests: Sequence[Request], sampling: Sampling, rows: int) -> Run:
-        """Decode all requests, at most `rows` together, and time each step."""
+    def run(
+        self,
+        drafting: Drafting,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        rows: int,
+        full_steps: int | None = None,
+    ) -> Run:
+        """Decode requests, at most `rows` together, and time each step. full_steps: end after so many steps in which
+        `rows` requests decode; None = when all requests are done."""
         engine = self.plain if drafting.table is None and drafting.policy is None else self.speculative
         core = engine.engine_core.engine_core
         core.scheduler.max_num_active_reqs = rows
@@ -81,7 +89,7 @@ class Engines:
             self._set(drafting)
         metrics = drafting.host.metrics if drafting.host else None
         forwards = metrics.read()["draft_forwards"] if metrics else 0
-        run = _decode(engine, requests, sampling, f"{next(self.numbers)}-")
+        run = _decode(engine, requests, sampling, f"{next(self.numbers)}-", rows, full_steps)
         if metrics:
             forwards = metrics.read()["draft_forwards"] - forwards
         elif drafting.table is not None:
@@ -110,17 +118,36 @@ class Engines:
         return runner.drafter if hasattr(runner, "drafter") else runner.speculator
 
 
+class Step(NamedTuple):
+    """live: requests that the step decoded. tokens: that they got. arrived: whether it is the first for any of them,
+    which has the prompt in it."""
+
+    seconds: float
+    live: int
+    tokens: int
+    arrived: bool
+
+    def is_full(self, rows: int) -> bool:
+        return self.live == rows and not self.arrived
+
+
 @dataclass
 class Run:
-    """wall, cpu: seconds, prompts included. live: (steps,) requests that each step decoded."""
+    """wall, cpu: seconds, prompts included."""
 
     wall: float
     cpu: float
-    live: list[int]
+    steps: list[Step]
     finished: list[Finished]
 
+    @property
+    def live(self) -> list[int]:
+        return [step.live for step in self.steps]
 
-def _decode(engine: Any, requests: Sequence[Request], sampling: Sampling, prefix: str) -> Run:
+
+def _decode(
+    engine: Any, requests: Sequence[Request], sampling: Sampling, prefix: str, rows: int, full_steps: int | None
+) -> Run:
     from vllm import SamplingParams
 
     options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
@@ -130,19 +157,25 @@ def _decode(engine: Any, requests: Sequence[Request], sampling: Sampling, prefix
         parameters = SamplingParams(max_tokens=request.max_new_tokens, **options)
         engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, parameters)
     first: dict[str, float] = {}
-    steps: dict[str, int] = dict.fromkeys(by_id, 0)
-    live, finished = [], []
+    taken: dict[str, int] = dict.fromkeys(by_id, 0)  # steps
+    tokens: dict[str, int] = dict.fromkeys(by_id, 0)
+    steps, finished, last = list[Step](), list[Finished](), time.perf_counter()
     while engine.has_unfinished_requests():
         outputs = engine.step()
-        now = time.perf_counter()
-        live.append(len(outputs))
+        now, before, arrived = time.perf_counter(), sum(tokens.values()), False
         for output in outputs:
             name = output.request_id
+            arrived |= name not in first
             first.setdefault(name, now)
-            steps[name] += 1
+            taken[name] += 1
+            tokens[name] = len(output.outputs[0].token_ids)
             if output.finished:
-                finished.append(_finished(by_id[name], output, steps[name], now - first[name]))
-    return Run(time.perf_counter() - wall, time.process_time() - cpu, live, finished)
+                finished.append(_finished(by_id[name], output, taken[name], now - first[name]))
+        steps.append(Step(now - last, len(outputs), sum(tokens.values()) - before, arrived))
+        last = now
+        if full_steps is not None and sum(step.is_full(rows) for step in steps) == full_steps:
+            engine.abort_request(list(by_id))
+    return Run(time.perf_counter() - wall, time.process_time() - cpu, steps, finished)
 
 
 def _finished(request: Request, output: Any, steps: int, seconds: float) -> Finished:

@@ -75,8 +75,8 @@ class VerifyOutcome:
     tokens drafted after a rejection follow a text that was dropped. acceptance: a(Y), the probability with which Y was
     accepted; None when the test only knows accepted or rejected (greedy, `match`, other hosts). alternatives: at the
     same positions, (batch, most submitted, DRAWS); None where acceptance is None. seconds, draft_seconds: duration of
-    the whole round, and of drafting in it. Fields whose signal is not in `needs` are None. The host overwrites the
-    tensors when it verifies the next round.
+    the whole round, and of its drafting. draft_forwards: (), that drafting took. Fields whose signal is not in `needs`
+    are None. The host overwrites the tensors when it verifies the next round.
     """
 
     drafted: Tensor
@@ -89,6 +89,7 @@ class VerifyOutcome:
     alternatives: Alternatives | None = None
     seconds: float | None = None
     draft_seconds: float | None = None
+    draft_forwards: Tensor | int | None = None
 
     @property
     def judged(self) -> Tensor:

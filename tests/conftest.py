@@ -287,7 +287,7 @@ def embedded_traces(
     with (folder / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "made").exists():
-            collect(embedded_pair_folder, train, max_prompts=300, **options)
+            collect(embedded_pair_folder, train, max_prompts=180, **options)
             collect(embedded_pair_folder, dev, prompts="dev", seed=1, **options)
             (folder / "made").touch()
     return train, dev

@@ -76,6 +76,7 @@ def main() -> None:
     L.seed_everything(0)
     drafter = new_drafter(target, options)
     drafter.set_vocabulary(most_frequent(train, options.draft_vocab, drafter.output_size))
+    begin_as(drafter, target)
     save_eagle3(trained(drafter, target, train, held_out, options, work).to(torch.bfloat16), options.out)
 
 
@@ -192,11 +193,16 @@ def new_drafter(target: PreTrainedModel, options: argparse.Namespace) -> Eagle3D
         pad_token_id=wide.pad_token_id,
         eagle_config={"eagle_aux_hidden_state_layer_ids": options.layers},
     )
-    drafter = Eagle3Drafter(config)
-    with torch.no_grad():
-        drafter.model.embed_tokens.weight.copy_(target.get_input_embeddings().weight)
-    drafter.model.embed_tokens.requires_grad_(False)
-    return drafter
+    return Eagle3Drafter(config)
+
+
+@torch.no_grad()
+def begin_as(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
+    """The drafter has the target's embeddings for good. It begins with the target's norm and rows at the end."""
+    body = target.get_decoder()
+    drafter.model.embed_tokens.weight.copy_(body.embed_tokens.weight).requires_grad_(False)
+    drafter.model.norm.weight.copy_(body.norm.weight)
+    drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[drafter.t2d])
 
 
 class Distilled(L.LightningModule):

@@ -4,7 +4,8 @@
     seconds of a round's remainder  = γ_t + β_t·(tokens verified) + α_t·(context)
 
 with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all
-that is not drafting: verification, sampling, and what the host does between rounds.
+that is not drafting: verification, sampling, and what the host does between rounds. Policies only ask what a forward
+costs; that a policy's costs are learnt is the matter of `Drafting`, through which every decode loop asks it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from dataclasses import asdict
 import numpy as np
 import torch
 from scipy.optimize import nnls
-from torch import Tensor
 
 from accept_head.cost import BatchForwardCost, Quantity
-from accept_head.inference.costs.host import Host
+from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
 ROUNDS, HALF_LIFE = 256, 64  # rounds that are remembered, and after how many one counts half
@@ -28,15 +28,19 @@ PLAIN = 64  # a round without drafts after so many, to know what it costs
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less (Huber)
 REFITS = 10
 UNKNOWN, ALIKE = 0.01, 10.0  # rounds that a prior counts as; see `fitted`
+UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
 TINY = 1e-12  # seconds
 
 
 class LearntCosts:
-    """PairCosts that follow the clock. Until the first rounds were timed, forwards cost nothing."""
+    """PairCosts that follow the clock. host: the decode loop that tells the seconds. Until the first rounds were timed,
+    drafting costs next to nothing."""
 
     def __init__(self) -> None:
-        nothing = BatchForwardCost(alpha=0.0, beta=0.0, gamma=0.0, r_squared=0.0)
-        self.draft = self.target = nothing
+        self.host: Host = PADDED
+        self.draft, self.target = (
+            BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
+        )
         self.drafts, self.rests = (deque[tuple[float, ...]](maxlen=ROUNDS) for _ in range(2))
         self.rounds = 0
 
@@ -59,25 +63,28 @@ class LearntCosts:
             for name, one in (("draft", self.draft), ("target", self.target))
         )
 
-    def trial(self, longest: int) -> int | None:
-        """The draft length to try in this round; None in most rounds, once the costs are known."""
+    @property
+    def limit(self) -> int | None:
+        """The most tokens that a row may draft in this round. None in most rounds, once the costs are known."""
         if self.rounds < len(TRIAL):
-            return min(TRIAL[self.rounds], longest)
+            return TRIAL[self.rounds]
         return 0 if self.rounds % PLAIN == 0 else None
 
-    def observe(self, outcome: VerifyOutcome, steps: Tensor, host: Host) -> None:
-        """Learn from a round. steps: () int, its draft forwards."""
-        assert outcome.seconds is not None and outcome.draft_seconds is not None
+    def observe(self, outcome: VerifyOutcome) -> None:
+        """Learn from a round."""
+        host, steps = self.host, outcome.draft_forwards
+        assert outcome.seconds is not None and outcome.draft_seconds is not None and steps is not None
         live, submitted = outcome.live, outcome.submitted * outcome.live
         sums = live, outcome.lengths * live, outcome.drafted * live, submitted
-        numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), steps])
-        rows, context, fed, verified, longest, forwards = numbers.tolist()  # one sync
+        forwards = torch.as_tensor(steps, device=live.device)
+        numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), forwards])
+        rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
         self.rounds += 1
         if not rows:
             return
-        if forwards:
-            fed = rows * forwards if host.drafts_stopped else fed
-            self.drafts.append((fed / forwards, context, outcome.draft_seconds / forwards))
+        if ran:
+            fed = rows * ran if host.drafts_stopped else fed
+            self.drafts.append((fed / ran, context, outcome.draft_seconds / ran))
         tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
         self.rests.append((tokens, context, outcome.seconds - outcome.draft_seconds))
         if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:

@@ -69,6 +69,11 @@ class Drafted:
         self.slots = int(kept.max())
 
     @property
+    def forwards(self) -> Tensor:
+        """() int, draft forwards that were run."""
+        return (self.lengths + self.extra_forwards).max() + self.wasted
+
+    @property
     def counts(self) -> Drafted:
         """The counts alone, without distributions. Of `ids` only the first stays, to show that tokens were drawn."""
         return replace(self, wasted=0, ids=self.ids[:1], probabilities=[], scores=[])

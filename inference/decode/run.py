@@ -147,13 +147,14 @@ class Run:
             alternatives=alternatives,
             seconds=self._seconds() if Signal.SECONDS in needs else None,
             draft_seconds=self._drafted if Signal.SECONDS in needs else None,
+            draft_forwards=drafted.forwards if Signal.SECONDS in needs else None,
         )
 
     def observe(self, outcome: VerifyOutcome) -> list[Finished]:
         """Let the policy learn from the round → the finished responses."""
         finished = self.rows.sync(self.stopping)
         if self._learnt is None:
-            self.policy.observe(outcome)
+            self.drafting.observe(outcome)
         else:
             self._ask("learn", self.policy.observe, outcome, state=self.policy, mutates=self._learnt)
         return finished

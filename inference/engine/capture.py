@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from accept_head.inference.costs.learnt import LearntCosts
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
@@ -38,5 +40,6 @@ class Captured(Protocol):
 
 
 def capture_of(policy: object) -> Capture | None:
+    """None with costs that are learnt, too, which are numbers of the host."""
     found: Capture | None = getattr(policy, "capture", None)
-    return found
+    return None if isinstance(getattr(policy, "costs", None), LearntCosts) else found

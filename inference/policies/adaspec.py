@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.budget import Ranked, graph_size
 from accept_head.inference.policies.goodput import Probe
@@ -20,7 +21,7 @@ STRIDE = 32  # captured graphs have 1, 2, 4, 8, 16, 32, 64, 96, … tokens
 
 @named(
     "adaspec",
-    "COSTS",
+    "[COSTS]",
     "AdaSpec: draft, verify and drop by expected tokens/s, within an SLO",
     costs,
     tuning=Tuning(param="k_max", values=(8,), argument="COSTS"),
@@ -50,7 +51,8 @@ class AdaSpecPolicy(RowPolicy):
     the depth of other rows depends on the batch-wide stop, and so on the tokens that this row draws after Y_{r,i}.
 
     graph: a forward takes as long as the next larger captured graph, of 1, 2, 4, 8, 16, 32, 64, 96, … tokens. probe:
-    after so many rounds without drafts, draft one token if the limit allows (not in the paper).
+    after so many rounds without drafts, draft one token if the limit allows (not in the paper). costs: learnt while
+    serving when left out.
 
     Global by design: c̄ (it outlives `start`), λ, and the stop. Rows have no state but their lengths. Other differences
     to the release: c̄ includes every drafted token, at the end of the round (the release omits the step after which G
@@ -70,7 +72,7 @@ class AdaSpecPolicy(RowPolicy):
 
     def __init__(
         self,
-        costs: PairCosts,
+        costs: PairCosts | LearntCosts | None = None,
         *,
         slo_ms: float = 0.0,
         k_max: int = 8,
@@ -88,7 +90,8 @@ class AdaSpecPolicy(RowPolicy):
                 "ratio test",
                 stacklevel=2,
             )
-        self.costs, self.slo, self.max_draft_tokens, self.lossy, self.graph = costs, slo_ms / 1e3, k_max, lossy, graph
+        self.costs, self.slo = costs or LearntCosts(), slo_ms / 1e3
+        self.max_draft_tokens, self.lossy, self.graph = k_max, lossy, graph
         self.lossless: frozenset[Verifier] = frozenset({"match"}) if lossy else BOTH
         self.probe = Probe("adaspec", probe)
         for name in self.OF_A_ROUND:

@@ -18,7 +18,7 @@ from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
-from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, Signal, VerifyOutcome
+from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
 
 OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
 TINY = 1e-12  # seconds
@@ -40,8 +40,8 @@ class BatchStopPolicy(RowPolicy):
     seconds of a round come from averages over past rounds. λ is the speed of the past rounds, so it is never above the
     best one. It rises to the best speed from the side on which too much is drafted.
 
-    costs: measured, or learnt from the seconds of the rounds (`costs/learnt.py`): then the first rounds try a few
-    lengths. Ranks of one tensor-parallel group agree on each answer, so they may hold different costs.
+    costs: measured, or learnt from the seconds of the rounds. Ranks of one tensor-parallel group agree on each answer,
+    so they may hold different costs.
 
     A row whose own tokens do not pay drafts nothing: its first token counts f_r·ρ_1, with f_r = (4 + a + 2·√(1 + a)) /
     (4 + e), at most 1. a, e: its first tokens that were accepted, and that ρ_1 expected to be, in sums that decay with
@@ -97,10 +97,8 @@ class BatchStopPolicy(RowPolicy):
         if not 1 < memory < float("inf"):
             raise InputError(f"batch-stop memory is {memory}, expected a number of rows above 1")
         self.policy, self.inner, self.costs, self.host = policy, inner, costs, host
-        self.learnt = costs if isinstance(costs, LearntCosts) else None
         self.content = content_hash(policy)  # content_hash of the wrapper must depend on the wrapped policy
-        self.needs = inner.needs | ({Signal.SECONDS} if self.learnt else set())
-        self.max_draft_tokens, self.by_tenant = inner.max_draft_tokens, inner.by_tenant
+        self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.max_draft_tokens, inner.by_tenant
         self.in_chunks = inner.in_chunks or not inner.stops_early
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
@@ -129,10 +127,9 @@ class BatchStopPolicy(RowPolicy):
 
     @property
     def capture(self) -> Capture | None:
-        """None around a policy that learns, as its use of the outcome is unknown here, and with learnt costs, which the
-        host keeps."""
+        """None around a policy that learns, as its use of the outcome is unknown here."""
         held = capture_of(self.policy)
-        if held is None or self.inner.learns or not self.in_chunks or self.learnt:
+        if held is None or self.inner.learns or not self.in_chunks:
             return None
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
@@ -191,8 +188,6 @@ class BatchStopPolicy(RowPolicy):
         self.longest = torch.where(pays, self.max_draft_tokens, probes * 1)
         at_best = (OWN_PRIOR + accepted + 2 * (1 + accepted).sqrt()) / (OWN_PRIOR + expected)
         drafts = (gain * at_best.clamp(max=1) > self.token_price) | probes
-        if self.learnt and (trial := self.learnt.trial(self.max_draft_tokens)) is not None:
-            self.longest, drafts = torch.full_like(self.longest, trial), live
         self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
         self.decided, self.judged = [wanting * drafts * (self.longest > 0)], []
         return torch.minimum(budget, self.longest * drafts)
@@ -290,7 +285,5 @@ class BatchStopPolicy(RowPolicy):
         self.record *= 1 - 1 / OWN_MEMORY
         told = live & (submitted > 0)
         self.record += torch.stack([told & (accepted > 0), told * self.rho[0]])
-        if self.learnt:
-            self.learnt.observe(outcome, steps, self.host)
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.online.estimator import AcceptanceEstimator
 from accept_head.inference.policies.spec import Tuning, costs, named
@@ -53,7 +54,7 @@ class Ranked(NamedTuple):
 
 @named(
     "budget",
-    "COSTS",
+    "[COSTS]",
     "DSpark, vLLM: verify the batch's most likely candidates only",
     costs,
     tuning=Tuning(param="k_max", values=(4, 8), argument="COSTS"),
@@ -81,6 +82,8 @@ class BudgetPolicy(RowPolicy):
     drafts can get deeper again. A new row's ŝ are 1 down to the batch's depth. All this is known before the round.
     Without cap all rows draft k_max tokens, and the budget saves verification only; so does vLLM, whose drafts cost the
     same at any depth. Where drafting goes step by step, the unused steps cost time: cap is on by default.
+
+    costs: learnt while serving when left out.
     """
 
     needs = frozenset({Signal.MAX_PROB})
@@ -91,7 +94,7 @@ class BudgetPolicy(RowPolicy):
 
     def __init__(
         self,
-        costs: PairCosts,
+        costs: PairCosts | LearntCosts | None = None,
         *,
         k_max: int = 8,
         retrospective: bool = False,
@@ -100,7 +103,7 @@ class BudgetPolicy(RowPolicy):
     ):
         if k_max < 1:
             raise InputError(f"budget k_max is {k_max}, expected a positive integer")
-        self.costs, self.max_draft_tokens, self.graph = costs, k_max, graph
+        self.costs, self.max_draft_tokens, self.graph = costs or LearntCosts(), k_max, graph
         self.retrospective, self.cap = retrospective, cap
         self.lossless: frozenset[Verifier] = frozenset({"match"}) if retrospective else BOTH
         self.estimator = AcceptanceEstimator(k_max)

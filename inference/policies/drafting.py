@@ -21,7 +21,8 @@ from torch import Tensor
 
 from accept_head.errors import InputError
 from accept_head.inference.costs.host import Host
-from accept_head.inference.policy import BOTH, DraftPolicy, DraftStep, RowPolicy, Signal, Verifier
+from accept_head.inference.costs.learnt import LearntCosts
+from accept_head.inference.policy import BOTH, DraftPolicy, DraftStep, RowPolicy, Signal, Verifier, VerifyOutcome
 
 
 class DraftProgress(NamedTuple):
@@ -42,7 +43,8 @@ class Drafting:
     it judges a token by the draft's state at that token, so the token is fed before the policy is asked. learns: it
     uses the outcome.
 
-    host: what the decode loop spends time on, for a policy that weighs costs; None = as the policy has it. device: the
+    host: what the decode loop spends time on, for a policy that weighs costs; None = as the policy has it. Where a
+    policy's costs are LearntCosts, they are learnt here, and bound some rounds to try other lengths. device: the
     device of the policy's tensors, for a host that keeps a round's numbers on the CPU; None = the host's own. agree:
     gives all tensor-parallel ranks the same answer; None with one rank.
     """
@@ -56,12 +58,17 @@ class Drafting:
         agree: Callable[[Tensor], Tensor] | None = None,
     ):
         self.policy, self.device, self.agree, kind = policy, device, agree, type(policy)
-        if host is not None and hasattr(policy, "host"):
-            policy.host = host
+        costs = getattr(policy, "costs", None)
+        self.learnt = costs if isinstance(costs, LearntCosts) else None
+        for told in (policy, self.learnt):
+            if host is not None and hasattr(told, "host"):
+                told.host = host
         self.max_draft_tokens, self.needs = policy.max_draft_tokens, policy.needs
+        if self.learnt:
+            self.needs = self.needs | {Signal.SECONDS}
         self.constant = getattr(policy.start_round, "constant", False)
         self.asks = getattr(kind, "keep_drafting", None) is not RowPolicy.keep_drafting
-        self.learns = getattr(kind, "observe", None) is not RowPolicy.observe
+        self.learns = bool(self.learnt) or getattr(kind, "observe", None) is not RowPolicy.observe
         self.peeks, self.trims = hasattr(policy, "draw_next"), hasattr(policy, "trim")
         self.looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         self.by_tenant: bool = getattr(policy, "by_tenant", False)
@@ -111,6 +118,8 @@ class Drafting:
         """Start a round. live: (batch,) bool. room: the most tokens the host lets each row draft, (batch,) or one int
         for all."""
         answer = self.policy.start_round(self.on_device(live))
+        if self.learnt and (most := self.learnt.limit) is not None:
+            room = room.clamp(max=most) if isinstance(room, Tensor) else min(room, most)
         limit = room if isinstance(room, Tensor) else torch.full_like(live, room, dtype=torch.long)
         if self.constant:
             budget = limit.clamp(0, self.max_draft_tokens) * live
@@ -147,6 +156,12 @@ class Drafting:
         answer = self.policy.trim(self.on_device(drafted))  # type: ignore[attr-defined]
         kept = self._checked("trim", answer, len(drafted))
         return torch.minimum(kept, drafted).clamp(min=0)
+
+    def observe(self, outcome: VerifyOutcome) -> None:
+        """The round is verified."""
+        if self.learnt:
+            self.learnt.observe(outcome)
+        self.policy.observe(outcome)
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """The host's tensor on the policy's device."""

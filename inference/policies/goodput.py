@@ -7,6 +7,7 @@ from torch import Tensor
 
 from accept_head.cost import PairCosts
 from accept_head.errors import InputError
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture
 from accept_head.inference.policies.spec import Tuning, costs, named
 from accept_head.inference.policy import RowPolicy, VerifyOutcome
@@ -34,7 +35,7 @@ class Probe:
 
 @named(
     "goodput",
-    "COSTS",
+    "[COSTS]",
     "SmartSpec: the K with the best expected tokens/s for the batch",
     costs,
     tuning=Tuning(param="decay", values=(1.0, 0.99, 0.95), argument="COSTS"),
@@ -47,7 +48,7 @@ class GoodputPolicy(RowPolicy):
     where the value of k = 0 is multiplied by 1.1, as drafting has costs besides the forwards. a: accepted / judged
     tokens so far. The counts start as if a share `rate` of `prior` tokens had been accepted. decay: factor on the
     counts at each round with drafts; 1 = no decay, 0.95 averages over about 20 rounds. probe: one round of k = 1 after
-    so many rounds of k = 0.
+    so many rounds of k = 0. costs: learnt while serving when left out.
 
     The authors' code counts tokens accepted after a rejected one too, and divides by all k drafted tokens. Here tokens
     after a rejection are not judged and not counted: accepted per drafted would fall with the length of the draft. The
@@ -61,7 +62,7 @@ class GoodputPolicy(RowPolicy):
 
     def __init__(
         self,
-        costs: PairCosts,
+        costs: PairCosts | LearntCosts | None = None,
         *,
         rate: float = 0.7,
         prior: float = 20.0,
@@ -77,7 +78,7 @@ class GoodputPolicy(RowPolicy):
             raise InputError(f"goodput decay is {decay}, expected a number above 0 and at most 1")
         if k_max < 1:
             raise InputError(f"goodput k_max is {k_max}, expected a positive integer")
-        self.costs, self.decay, self.max_draft_tokens = costs, decay, k_max
+        self.costs, self.decay, self.max_draft_tokens = costs or LearntCosts(), decay, k_max
         self.probe = Probe("goodput", probe)
         self.rate, self.prior = rate, prior
         self.forget()

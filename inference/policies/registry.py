@@ -7,16 +7,14 @@ Importing all modules of this folder finds the policies.
 from __future__ import annotations
 
 from importlib import import_module
-from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.cost import PairCosts
 from accept_head.errors import InputError
 from accept_head.inference import policies
-from accept_head.inference.costs.files import pair_costs
 from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.spec import (
@@ -25,6 +23,7 @@ from accept_head.inference.policies.spec import (
     Malformed,
     Options,
     Spec,
+    costs,
     is_integer,
     is_number,
 )
@@ -49,12 +48,12 @@ def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape) -> DraftP
         raise InputError(f"policy {spec!r}: unknown, expected one of {', '.join(e.form for e in POLICIES.values())}")
     entry = POLICIES[name]
     options = _parse_options(spec, pairs, entry)
-    costs, shape = options.pop(COSTS, None), DraftShape.of(draft)
+    given, shape = options.pop(COSTS, None), DraftShape.of(draft)
     try:
         policy = entry.make(argument, shape, options)
     except Malformed:
         raise InputError(f"policy {spec!r}: expected {entry.form}") from None
-    return policy if costs is None else BatchStopPolicy(policy, costs)
+    return policy if given is None else BatchStopPolicy(policy, given)
 
 
 def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
@@ -73,19 +72,10 @@ def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
 
 
 def _costs_option(spec: str, value: str, entry: Spec) -> PairCosts | LearntCosts:
-    """Costs learnt while serving, from a file, or from c = t_draft / t_target for any batch."""
     if not entry.takes_costs:
         why = "which drafts nothing" if entry.name == "none" else f"whose argument they are: {entry.form}"
         raise InputError(f"policy {spec!r}: option costs is not for a policy {why}")
-    if value == "auto":
-        return LearntCosts()
-    if not is_number(value):
-        if not value:
-            raise InputError(f"policy {spec!r}: option costs is empty, expected auto, a file, or t_draft / t_target")
-        return pair_costs(Path(value))
-    if not 0 < float(value) < float("inf"):
-        raise InputError(f"policy {spec!r}: option costs is {value}, expected auto, a file, or t_draft / t_target > 0")
-    return PairCosts.constant(ForwardCosts(t_draft=float(value), t_target=1.0))
+    return costs(value)
 
 
 def parse_option(spec: str, key: str, value: str, kind: type) -> Any:

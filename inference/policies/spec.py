@@ -11,8 +11,11 @@ from typing import Any, NamedTuple, TypeVar, get_type_hints
 import torch
 from transformers import PreTrainedModel
 
+from accept_head.cost import ForwardCosts, PairCosts
+from accept_head.errors import InputError
 from accept_head.head.origin import Checkpoint
 from accept_head.inference.costs.files import forward_costs, pair_costs
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.policy import DraftPolicy
 from accept_head.pair import Pair, hidden_size, input_embeddings
 
@@ -78,7 +81,7 @@ class Spec:
     @property
     def takes_costs(self) -> bool:
         """Whether the option `costs` is allowed. It is not if the argument gives costs, or if nothing is drafted."""
-        return self.name != "none" and not self.argument.endswith("COSTS")
+        return self.name != "none" and "COSTS" not in self.argument
 
     @property
     def option_types(self) -> dict[str, type]:
@@ -135,9 +138,16 @@ def integer(text: str) -> int:
     return int(text)
 
 
-def costs(text: str) -> Any:
-    """Costs from a file that `accept-head profile` wrote."""
-    return pair_costs(Path(text))
+def costs(text: str) -> PairCosts | LearntCosts:
+    """Costs learnt while serving, from a file that `accept-head profile` wrote, or from c = t_draft / t_target for any
+    number of rows."""
+    if text == "auto":
+        return LearntCosts()
+    if text and not is_number(text):
+        return pair_costs(Path(text))
+    if not text or not 0 < float(text) < float("inf"):
+        raise InputError(f"costs is {text or 'empty'}, expected auto, a file, or t_draft / t_target > 0")
+    return PairCosts.constant(ForwardCosts(t_draft=float(text), t_target=1.0))
 
 
 def cost_ratio(text: str) -> float:

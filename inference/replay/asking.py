@@ -47,7 +47,7 @@ def replay(
     """
     check_k_max(name, policy.max_draft_tokens, traces)
     check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
-    if Signal.SECONDS in policy.needs and costs is None:
+    if Signal.SECONDS in Drafting(policy).needs and costs is None:
         raise InputError(f"{name} learns from the seconds of a round: its replay needs the forward costs")
     rows = _Rows(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives, host)
     while rows.live.any():
@@ -170,7 +170,7 @@ class _Rows:
         slots = slots.clamp(max=self.traces.of_responses - 1)
         lengths = self.prompts[self.response] + self.place - self.traces.starts[self.response]
         drafting, rest = self.seconds(forwards, submitted, int((lengths * live).sum()), int(live.sum()))
-        self.policy.observe(
+        self.drafting.observe(
             VerifyOutcome(
                 drafted=drafted,
                 submitted=submitted,
@@ -182,6 +182,7 @@ class _Rows:
                 alternatives=self.alternatives and self.alternatives.at(slots),
                 seconds=None if self.costs is None else drafting + rest,
                 draft_seconds=None if self.costs is None else drafting,
+                draft_forwards=int(forwards.max()),
             )
         )
 

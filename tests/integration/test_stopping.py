@@ -78,8 +78,14 @@ def check_stopped(verb, code, err, name):
     assert f"stopped by {name}" in line
 
 
-@pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("verb", ["collect", "train", "tune", "generate", "bench"])
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [
+        *((verb, "SIGTERM") for verb in ("collect", "train", "tune", "generate", "bench")),
+        ("collect", "SIGINT"),
+        *(pytest.param(verb, "SIGINT", marks=pytest.mark.slow) for verb in ("train", "tune", "generate", "bench")),
+    ],
+)
 def test_a_verb_stops_soon_and_says_how_to_go_on(verb, name, stopped, folder):
     code, err = stopped(verb, folder, name, 1.0 if verb == "tune" else 4.0)  # tune is done soon
     check_stopped(verb, code, err, name)

@@ -111,8 +111,8 @@ def build_host(
         metrics=_metrics(settings, limit),
         tenant_of=tenant_of,
     )
-    if host.metrics is not None and isinstance(policy, BatchStopPolicy):
-        host.metrics.costs = policy.learnt
+    if host.metrics is not None:
+        host.metrics.costs = host.drafting.learnt
     if settings.compile:
         _compile(host, policy, spec, device)
     if policy.max_draft_tokens < limit:

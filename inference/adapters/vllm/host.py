@@ -248,7 +248,7 @@ class PolicyHost:
         if self.drafting.learns:
             numbers = torch.tensor([self.kept, accepted, submitted, now, live], device=self.device)
             drafted, right, verified, texts, took_part = numbers.unbind(0)
-            self.policy.observe(
+            self.drafting.observe(
                 VerifyOutcome(
                     drafted=drafted,
                     submitted=verified,
@@ -257,6 +257,7 @@ class PolicyHost:
                     lengths=texts,
                     seconds=self.began - began,
                     draft_seconds=self.draft_seconds,
+                    draft_forwards=self.forwards,
                 )
             )
 

@@ -15,9 +15,11 @@ from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.costs.host import PACKED, PADDED, VLLM
 from accept_head.inference.costs.learnt import TRIAL, LearntCosts
+from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policy import Signal
 from accept_head.sampling import Sampling
 from tests.inference.support.rounds import begin, one_round, outcome
@@ -40,7 +42,7 @@ def seconds_of(costs, host, drafted, lengths):
 def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
     """Rounds whose seconds are the model's, give or take 3 %; a share `spoilt` takes ten times as long. Returns the
     longest draft of each, and its tokens and seconds by the model."""
-    Drafting(policy, host=host)
+    drafting = Drafting(policy, host=host)
     begin(policy, [100] * rows)
     lengths, longest, speed = [100] * rows, [], []
     for _ in range(rounds):
@@ -48,10 +50,12 @@ def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
         wins = random.random((rows, policy.max_draft_tokens)) < acceptance
         accepted = torch.minimum(drafted, torch.from_numpy(np.cumprod(wins, axis=1).sum(1)))
         noise = random.normal(1, 0.03, 2) * (10 if random.random() < spoilt else 1)
-        whole, drafting = seconds_of(costs, host, drafted.tolist(), lengths)
+        whole, draft_part = seconds_of(costs, host, drafted.tolist(), lengths)
         lengths = [length + 1 + int(new) for length, new in zip(lengths, accepted, strict=True)]
-        drafting, rest = drafting * noise[0], (whole - drafting) * noise[1]
-        policy.observe(outcome(drafted, accepted, lengths=lengths, seconds=drafting + rest, draft_seconds=drafting))
+        draft_part, rest = draft_part * noise[0], (whole - draft_part) * noise[1]
+        forwards = max(int(drafted.max()), int(host.feeds))
+        told = {"seconds": draft_part + rest, "draft_seconds": draft_part, "draft_forwards": forwards}
+        drafting.observe(outcome(drafted, accepted, lengths=lengths, **told))
         longest.append(int(drafted.max()))
         speed.append((rows + int(accepted.sum()), whole))
     return longest, np.array(speed)
@@ -61,7 +65,7 @@ def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
 @pytest.mark.parametrize("host", [PACKED, PADDED, VLLM], ids=["packed", "padded", "vllm"])
 def test_they_come_to_the_seconds_of_rounds(host, spoilt):
     policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
-    assert Signal.SECONDS in policy.needs and policy.capture is None
+    assert Signal.SECONDS in Drafting(policy).needs and capture_of(policy) is None
     serve(policy, COSTS, host, 120, 4, 0.7, np.random.default_rng(0), spoilt)
     for tokens in (4, 12, 20):
         context = 4 * 300
@@ -77,14 +81,20 @@ def test_the_first_rounds_try_several_lengths():
     assert longest == [min(3, length) for length in TRIAL]
 
 
+RULES = {
+    "batch stop": lambda costs: BatchStopPolicy(FixedPolicy(8), costs),
+    "goodput": lambda costs: GoodputPolicy(costs, k_max=8),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("draft", [0.01, 0.5])
-def test_it_settles_where_the_true_costs_do(draft):
+def test_it_settles_where_the_true_costs_do(draft, rule):
     """Drafting is nearly free, or dearer than verifying: a file with the true costs says how much to draft."""
     costs = pair_costs(draft, 0.02, 0.2, row=0.001)
     made = {}
     for name, given in (("told", costs), ("learnt", LearntCosts())):
-        policy = BatchStopPolicy(FixedPolicy(8), given)
-        _, speed = serve(policy, costs, PACKED, 300, 4, 0.6, np.random.default_rng(1))
+        _, speed = serve(RULES[rule](given), costs, PACKED, 300, 4, 0.6, np.random.default_rng(1))
         tokens, seconds = speed[100:].sum(0)
         made[name] = tokens / seconds
     assert made["learnt"] > 0.98 * made["told"], made
@@ -99,15 +109,16 @@ def test_it_follows_a_machine_that_becomes_another():
     assert np.mean(dear[90:]) < 0.2
 
 
-def test_a_spec_with_costs_auto_decodes_the_targets_text():
+@pytest.mark.parametrize("spec", ["confidence:0.2,k_max=6,costs=auto", "goodput,k_max=6", "adaspec:auto", "budget"])
+def test_costs_that_are_learnt_leave_the_text_the_targets(spec):
     """With a real clock, greedily: whatever it takes the costs to be."""
     pair = toy_pair()
     prompts = [[1], [2, 3, 4, 0], [4, 4], [0, 1, 2], [3]]
     options = {"max_new_tokens": 24, "end_token_ids": [], "sampling": Sampling(temperature=0), "batch_size": 3}
-    policy = make_policy("confidence:0.2,k_max=6,costs=auto", pair.draft)
+    policy = make_policy(spec, pair.draft)
     made = generate(pair.target, pair.draft, prompts, policy=policy, **options)
     assert made.tokens == generate(pair.target, pair.draft, prompts, policy="none", **options).tokens
-    assert policy.host == PACKED and policy.costs.rounds > len(TRIAL)
+    assert policy.costs.host == PACKED and policy.costs.rounds > len(TRIAL)
     assert policy.costs.target.gamma > 0 and policy.costs.draft.gamma > 0
 
 
@@ -116,19 +127,19 @@ def test_a_drafting_time_that_is_missing_would_show():
     policy = BatchStopPolicy(FixedPolicy(4), LearntCosts())
     begin(policy, [5])
     drafted, _ = one_round(policy, torch.ones(1, dtype=torch.bool))
-    told = outcome(drafted, drafted, lengths=[10], seconds=1.0, draft_seconds=0.9)
-    policy.observe(told)
+    told = outcome(drafted, drafted, lengths=[10], seconds=1.0, draft_seconds=0.9, draft_forwards=2)
+    for _ in TRIAL:
+        policy.costs.observe(told)
     assert float(policy.costs.verify_seconds(1, 5)) < 0.2
     with pytest.raises(AssertionError):
-        policy.observe(replace(told, draft_seconds=None))
+        policy.costs.observe(replace(told, draft_seconds=None))
 
 
 def test_vllms_metrics_say_what_is_believed(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ACCEPT_HEAD_METRICS_DIR", str(tmp_path))
     costs, metrics = LearntCosts(), DraftMetrics(4, logger=logging.getLogger("serving"))
-    policy = BatchStopPolicy(FixedPolicy(4), costs)
-    serve(policy, COSTS, VLLM, 60, 4, 0.7, np.random.default_rng(0))
-    metrics.costs = policy.learnt
+    serve(BatchStopPolicy(FixedPolicy(4), costs), COSTS, VLLM, 60, 4, 0.7, np.random.default_rng(0))
+    metrics.costs = costs
     with caplog.at_level("INFO", logger="serving"):
         metrics.log(metrics.flush())
     (file,) = tmp_path.iterdir()

@@ -189,7 +189,9 @@ def test_greedy_counts_are_those_of_the_loop(pair, traces, prompts, spec):
     assert np.array_equal(replayed(traces(GREEDY), spec, pair.draft), counted(pair, prompts, spec, GREEDY))
 
 
-@pytest.mark.parametrize("spec", COUNTED)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=() if "confidence" in spec else pytest.mark.slow) for spec in COUNTED]
+)
 def test_sampled_rates_are_those_of_the_loop(pair, traces, prompts, spec):
     """|z| > 3.89 fails, a false alarm in 10,000."""
     decoded = np.concatenate([counted(pair, prompts, spec, SAMPLED, seed) for seed in range(4)])
