@@ -61,7 +61,7 @@ class Drafting:
         costs = getattr(policy, "costs", None)
         self.learnt = costs if isinstance(costs, LearntCosts) else None
         for told in (policy, self.learnt):
-            if host is not None and hasattr(told, "host"):
+            if host is not None and told is not None and hasattr(told, "host"):
                 told.host = host
         self.max_draft_tokens, self.needs = policy.max_draft_tokens, policy.needs
         if self.learnt:
