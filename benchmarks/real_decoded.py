@@ -113,7 +113,8 @@ def timed(
     chunks = make_chunks(requests, [None] * len(requests), batch=batch)
     run = host.runner(arms, batch, Sampling(temperature=temperature, top_k=0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    runs = list(tqdm(kept_runs(run, list(arms), chunks, path), path.stem, total=len(arms) * len(chunks)))
+    done, new = kept_runs(run, list(arms), chunks, path)
+    runs = [*done, *tqdm(new, path.stem, total=len(arms) * len(chunks), initial=len(done))]
     return Cell(runs, chunks, list(arms), [FIXED], FIXED)
 
 

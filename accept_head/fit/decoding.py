@@ -72,8 +72,9 @@ def decoded(
     decoder = make_decoder(pair.target, pair.draft, requests, largest, batch_size=1, greedy=sampling.greedy)
     stage = Stage(decoder, pair, sampling)
     chunks = make_chunks(requests, [None] * len(requests), batch=1)
-    runs = kept_runs(lambda kind, chunk: stage.time(chunk, policies[kind], 0), list(specs), chunks, path)
-    return list(Progress(runs, "decode", total=len(specs) * len(chunks), unit="run"))
+    done, new = kept_runs(lambda kind, chunk: stage.time(chunk, policies[kind], 0), list(specs), chunks, path)
+    every = len(specs) * len(chunks)
+    return [*done, *Progress(new, "decode", total=every, initial=len(done), unit="run")]
 
 
 def counts_by_kind(runs: Sequence[Timed]) -> dict[str, np.ndarray]:

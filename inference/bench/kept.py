@@ -17,14 +17,20 @@ from accept_head.inference.decode.rows import DecodeStats, Finished, Request
 Run = Callable[[str, Sequence[Request]], tuple[float, float, int, list[Finished]]]
 
 
-def kept_runs(run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path, *, seed: int = 0) -> Iterator[Timed]:
-    """Run every arm on every chunk, in a random order for each chunk, but for what the file has. A policy that learns
-    begins anew when a comparison goes on."""
+def kept_runs(
+    run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path, *, seed: int = 0
+) -> tuple[list[Timed], Iterator[Timed]]:
+    """The runs that the file has, and those that are still to do: of every arm on every chunk, in a random order for
+    each chunk. A policy that learns begins anew when a comparison goes on."""
     requests = {request.index: request for chunk in chunks for request in chunk.requests}
     lines = path.read_text().splitlines() if path.is_file() else []
     done = [each for line in lines if (each := _read(line, requests)) is not None]
-    yield from done
-    known = {(each.chunk, each.arm) for each in done}
+    return done, _new_runs(run, arms, chunks, path, {(each.chunk, each.arm) for each in done}, seed)
+
+
+def _new_runs(
+    run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path, known: set[tuple[int, str]], seed: int
+) -> Iterator[Timed]:
     if len(known) < len(arms) * len(chunks):
         for arm in arms:  # the first run of each is slower
             run(arm, chunks[0].requests[:1])

@@ -106,12 +106,17 @@ def test_kept_runs_go_on_where_they_were(tmp_path):
         return expected[asked[-1]][3:]
 
     path = tmp_path / "runs.jsonl"
-    whole = list(kept_runs(run, KINDS, chunks, path))
+    kept, new = kept_runs(run, KINDS, chunks, path)
+    assert not kept
+    whole = list(new)
     assert sorted(asked) == sorted(expected) and {(each.chunk, each.arm): each for each in whole} == expected
     lines = path.read_text().splitlines()
     half = lines[10][: lines[10].index("]") + 1]  # killed in the middle of a line, just where a list ends
     path.write_text("\n".join([*lines[:10], half]))
     asked.clear()
-    again = list(kept_runs(run, KINDS, chunks, path))
+    kept, new = kept_runs(run, KINDS, chunks, path)
+    assert len(kept) == 9
+    again = [*kept, *new]
     assert len(asked) == len(expected) - 9 and {(each.chunk, each.arm): each for each in again} == expected
-    assert list(kept_runs(run, KINDS, chunks, path)) == again
+    kept, new = kept_runs(run, KINDS, chunks, path)
+    assert kept == again and not list(new)
