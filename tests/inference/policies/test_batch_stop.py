@@ -436,7 +436,7 @@ def test_wrong_costs_are_refused(spec, words):
 
 def test_the_list_of_policies_tells_of_costs(capsys):
     assert main(["--list-policies"]) == 0
-    assert "costs=FILE" in capsys.readouterr().out
+    assert "costs=COSTS" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
