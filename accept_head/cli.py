@@ -164,8 +164,8 @@ def _policies() -> str:
             "adaspec,lossy=true and budget,retrospective=true, which sampling refuses without --verifier match or "
             "--allow_lossy:",
             *lines,
-            "COSTS is auto (learnt while serving), a file (accept-head profile) or t_draft / t_target; every policy "
-            "that drafts and whose argument it is not also takes costs=COSTS: a round ends when what the batch expects "
-            "to gain no longer pays for a step",
+            "COSTS is auto (learnt in serving; leviathan cannot), a file (accept-head profile) or t_draft / t_target. "
+            "Every policy that drafts and whose argument it is not also takes costs=COSTS: a round ends when what the "
+            "batch expects to gain no longer pays for a step",
         ]
     )

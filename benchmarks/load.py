@@ -4,7 +4,7 @@ Two pairs, on unseen prompts, in our loop and in vLLM: Qwen2.5-Coder-Instruct, 0
 SmolLM2-135M-Instruct with its EAGLE-3 drafter. Arms: no speculation, fixed K, one of them twice (the noise floor), the
 head with a threshold chosen for one request at a time, and the head and vLLM's estimator with `costs=auto`, which learn
 what a forward costs from the rounds they serve. In vLLM, no speculation and fixed K are vLLM's own. All are held
-against the best of these in that very cell, which nobody knows beforehand.
+against the best of those two in that very cell, which nobody knows beforehand.
 
 Every arm runs in turn on each part of the prompts, in random order, for ROUNDS rounds in which all rows have a request.
 Speed is tokens per second of these rounds. Rounds in which a request arrived are left out, as the clock would count its
@@ -122,7 +122,7 @@ def measured(
     return {"parts": parts, **figures(kept, list(specs), parts)}
 
 
-Arm = Callable[[Sequence[list[int]]], np.ndarray]  # runs texts → (ROUNDS, 2 or more): tokens and seconds of rounds
+Arm = Callable[[Sequence[list[int]]], np.ndarray]  # runs texts → (ROUNDS, 2): tokens and seconds of rounds
 
 
 class Loop:
@@ -160,8 +160,7 @@ HOSTS = {"loop": Loop, "vllm": Vllm}
 def rounds_of(
     pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[int]], count: int, sampling: Sampling
 ) -> np.ndarray:
-    """(count, 4): tokens, seconds, drafted and accepted tokens of rounds in which all rows have a request and none has
-    just arrived."""
+    """(count, 2): tokens and seconds of rounds in which all rows have a request and none has just arrived."""
     requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
     decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=rows, greedy=sampling.greedy)
     seen: list[tuple[float, ...]] = []
@@ -169,11 +168,10 @@ def rounds_of(
 
     def watch(round_: Round) -> None:
         nonlocal last, there
-        now, before, outcome = time.perf_counter(), there, round_.outcome
+        now, before = time.perf_counter(), there
         there = [-1 if request is None else request.index for request in round_.rows.requests]
         if there == before:
-            accepted, drafted = float(outcome.accepted.sum()), float(outcome.drafted.sum())
-            seen.append((accepted + rows, now - last, drafted, accepted))
+            seen.append((int(round_.outcome.accepted.sum()) + rows, now - last))
         last = now
 
         if len(seen) == count:
@@ -194,7 +192,7 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
     """Of each arm: tokens per second, and its gain over the best of no speculation and the fixed K, with an interval
     over the parts, which are drawn jointly for all arms."""
     sums = np.array([[next(each[2:] for each in kept if each[:2] == [part, name]) for part in range(parts)]
-                     for name in names])  # (arm, part, 2 or more)  # fmt: skip
+                     for name in names])  # (arm, part, 2)  # fmt: skip
     drawn = np.einsum("rp,apf->arf", draws(parts), sums)
     speeds, of_draws = (each[..., 0] / each[..., 1] for each in (sums.sum(1), drawn))
     fixed = [place for place, name in enumerate(names) if name == "none" or name in map("fixed:{}".format, LENGTHS)]

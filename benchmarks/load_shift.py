@@ -55,9 +55,7 @@ def main() -> None:
     phases = []
     for phase in PHASES:
         texts = texts_of(phase, prompts)
-        clocks = {
-            name: rounds_of(pair, policies[name], phase.rows, texts, ROUNDS[name], SAMPLING)[:, :2] for name in specs
-        }
+        clocks = {name: rounds_of(pair, policies[name], phase.rows, texts, ROUNDS[name], SAMPLING) for name in specs}
         phases.append({"phase": phase.name, **compared(clocks)})
         print(json.dumps(phases[-1], indent=1), flush=True)
     write_result("load_shift", {"specs": specs, "rounds": ROUNDS, "phases": phases})

@@ -88,6 +88,13 @@ POLICIES = (
         ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
     ),
     Mutant(
+        "costs=auto: no round tries another length",
+        "inference/policies/drafting.py",
+        "room.clamp(max=most)",
+        "room",
+        ("inference/policies/test_learnt_costs.py::test_the_first_rounds_try_several_lengths",),
+    ),
+    Mutant(
         "costs: a request that does not pay drafts on",
         "inference/policies/batch_stop.py",
         "at_best.clamp(max=1) > self.token_price",
