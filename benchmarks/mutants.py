@@ -95,6 +95,23 @@ POLICIES = (
         ("inference/policies/test_learnt_costs.py::test_the_first_rounds_try_several_lengths",),
     ),
     Mutant(
+        "vllm: a preempted request's drafter is fed what its new blocks have already",
+        "inference/adapters/vllm/unfed.py",
+        "if each is not None and each.end == spans[row].begin]",
+        "if each is not None]",
+        ("inference/adapters/vllm/test_unfed.py::test_what_the_target_was_fed_anew_has_not_been_missed",),
+    ),
+    Mutant(
+        "vllm: what the drafter missed is written to another request's blocks",
+        "inference/adapters/vllm/unfed.py",
+        "table[row_of, at // block_size]",
+        "table[0, at // block_size]",
+        (
+            "inference/adapters/vllm/test_unfed.py"
+            "::test_inputs_are_the_missed_tokens_of_these_rows_in_the_requests_own_blocks",
+        ),
+    ),
+    Mutant(
         "costs: a request that does not pay drafts on",
         "inference/policies/batch_stop.py",
         "at_best.clamp(max=1) > self.token_price",

@@ -18,4 +18,5 @@ class Host:
 
 PADDED = Host(verifies_padding=True, drafts_stopped=True, feeds=False)  # our loop, where it has fixed shapes
 PACKED = Host(verifies_padding=False, drafts_stopped=False, feeds=False)  # our loop on a CPU
-VLLM = Host(verifies_padding=False, drafts_stopped=True, feeds=True)
+VLLM_V1 = Host(verifies_padding=False, drafts_stopped=True, feeds=False)  # vLLM's model runners
+VLLM_V2 = Host(verifies_padding=False, drafts_stopped=True, feeds=True)

@@ -21,6 +21,7 @@ from accept_head.inference.adapters.vllm.settings import (
     installed_version,
     is_the_tested,
 )
+from accept_head.inference.costs.host import VLLM_V1, Host
 from accept_head.inference.engine.compiled import compiled
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -91,10 +92,15 @@ def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
 
 
 def build_host(
-    vllm_config: Any, device: torch.device, model: nn.Module, tenant_of: Callable[[str], str] | None = None
+    vllm_config: Any,
+    device: torch.device,
+    model: nn.Module,
+    tenant_of: Callable[[str], str] | None = None,
+    *,
+    runner: Host = VLLM_V1,
 ) -> PolicyHost | None:
-    """The host of the configured policy; None if there is none. model: the draft. tenant_of: as in PolicyHost. Raises
-    InputError as `build_policy` and PolicyHost do."""
+    """The host of the configured policy; None if there is none. model: the draft. tenant_of: as in PolicyHost. runner:
+    what vLLM's model runner takes time for. Raises InputError as `build_policy` and PolicyHost do."""
     policy = build_policy(vllm_config, device, model)
     settings = Settings.of(vllm_config)
     if policy is None or settings is None:
@@ -103,6 +109,7 @@ def build_host(
     limit = spec.num_speculative_tokens
     host = PolicyHost(
         policy,
+        host=runner,
         rows=vllm_config.scheduler_config.max_num_seqs,
         limit=limit,
         device=device,

@@ -27,7 +27,7 @@ from accept_head.inference.adapters.vllm.counts import VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.adapters.vllm.stopwatch import Stopwatch
-from accept_head.inference.costs.host import VLLM
+from accept_head.inference.costs.host import VLLM_V1, Host
 from accept_head.inference.policies.drafting import Drafting, check_lossless
 from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome
 
@@ -58,10 +58,10 @@ class Ending(NamedTuple):
 
 
 class PolicyHost:
-    """Asks a policy for vLLM's draft loop. rows: the most requests at once. limit: the most tokens a round. greedy:
-    drafts are argmax, which makes every rule lossless. agree: gives all tensor-parallel ranks the same (batch,) numbers
-    or bools; None with one rank. metrics: counts rounds; None = no counts. tenant_of: a request's tenant, "" = unnamed;
-    None if tenants are unknown.
+    """Asks a policy for vLLM's draft loop. host: what that loop takes time for. rows: the most requests at once. limit:
+    the most tokens a round. greedy: drafts are argmax, which makes every rule lossless. agree: gives all ranks of a
+    tensor-parallel group the same (batch,) numbers or bools; None with one. metrics: counts rounds; None = no counts.
+    tenant_of: a request's tenant, "" = unnamed; None if tenants are unknown.
 
     Raises InputError when the policy needs signals that vLLM does not give, or would bias sampled output.
     """
@@ -70,6 +70,7 @@ class PolicyHost:
         self,
         policy: DraftPolicy,
         *,
+        host: Host = VLLM_V1,
         rows: int,
         limit: int,
         device: torch.device,
@@ -81,7 +82,7 @@ class PolicyHost:
         if unknown := policy.needs - KNOWN - OPTIONAL:
             names = ", ".join(sorted(signal.name for signal in unknown))
             raise InputError(f"policy {type(policy).__name__} needs {names}, which vLLM does not give")
-        self.drafting = Drafting(policy, host=VLLM, device=device, agree=agree)
+        self.drafting = Drafting(policy, host=host, device=device, agree=agree)
         if self.drafting.by_tenant and tenant_of is None:
             raise InputError(
                 "the policy goes by tenants (per_tenant, tenant_share), but vLLM's V2 model runner does not show whose "
@@ -132,8 +133,7 @@ class PolicyHost:
             self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
         self.end_ids = None if ends is None else _padded([end.token_ids for end in ends])
         self.context, self.live = lengths, list(live)  # at the start of this round
-        self.depth = self.forwards = 0
-        self.pending = None
+        self.pending, self.depth, self.forwards = None, 0, 0
         self.most = int(self.progress.budget.max()) if live else 0
         self.more = self.most > 0
         return self.most
@@ -184,9 +184,9 @@ class PolicyHost:
         self._look()
         return self.more
 
-    def end(self) -> list[int]:
-        """End the round → the number of drafted tokens of each row to verify."""
-        self.forwards = max(self.forwards, 1)  # even without a draft, accepted tokens are fed
+    def end(self, others: int = 0) -> list[int]:
+        """End the round → each row's drafted tokens to verify. others: draft forwards that `advance` did not see."""
+        self.forwards += others
         drafted = submitted = self.progress.lengths
         if self.drafting.trims and self.depth:  # at depth 0 there is nothing to drop
             with self.stopwatch.timing():

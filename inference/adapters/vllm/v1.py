@@ -18,6 +18,7 @@ from accept_head.inference.adapters.vllm.build import build_host, build_policy
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
 from accept_head.inference.adapters.vllm.host import Ending, EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.settings import K_MAX, TENANT, check_hooks
+from accept_head.inference.adapters.vllm.unfed import Span, Unfed, catching_up
 
 HOOKS = (
     "load_model",
@@ -38,6 +39,8 @@ class PolicyRounds(SpecDecodeBaseProposer):
         self.runner = runner
         self.host: PolicyHost | None = None
         self.verified: tuple[list[int], Tensor] | None = None  # drafted tokens of each request, and sampled ones
+        limit = self.max_num_tokens - self.max_batch_size  # of vLLM's buffers; a draft model takes one more a request
+        self.unfed = Unfed(limit, reads_states=self.pass_hidden_states_to_model)
         if build_policy(vllm_config, device) is not None:
             check_hooks(type(self), HOOKS)
             fix_cpu_sampling()
@@ -87,13 +90,29 @@ class PolicyRounds(SpecDecodeBaseProposer):
             most = self.host.begin(requests, live, lengths, num_speculative_tokens, verdict, ends)
         self.drawn_ids: list[Tensor] = []
         self.drawn_from: list[Tensor] = []
-        with contextlib.suppress(EndOfRound):
-            super().propose(most, **inputs)
-        counts = self.host.end()
+        counts = self.host.end(self._feed(most, inputs, may_wait=verified is None or not any(verified[0])))
         self._last_draft_probs = torch.stack(self.drawn_from, dim=1) if self.drawn_from else None
         self.drawn_from = []  # vLLM's memory plan has room for one of them
         with host_reads():
             return _ragged(self.drawn_ids, counts)
+
+    def _feed(self, most: int, inputs: dict[str, Any], *, may_wait: bool) -> int:
+        """Feed the drafter and let it draft at most so many tokens → its forwards from which no token could be drawn.
+        may_wait: it need not be fed if no token is wanted, as the target was fed nothing that it rejected."""
+        metadata, batch = inputs["common_attn_metadata"], self.runner.input_batch
+        ends = metadata.seq_lens_cpu_upper_bound.tolist()
+        counts = metadata.query_start_loc_cpu.diff().tolist()
+        spans = [
+            Span(request, end - count, end) for request, end, count in zip(batch.req_ids, ends, counts, strict=False)
+        ]
+        may_wait = may_wait and not most and not self.uses_mrope and not self.supports_mm_inputs
+        if may_wait and self.unfed.put_off(spans, inputs["target_hidden_states"], self.runner.requests):
+            return 0
+        if missed := self.unfed.take(spans):
+            super().propose(0, **catching_up(missed, batch.token_ids_cpu, inputs, self.block_size))
+        with contextlib.suppress(EndOfRound):
+            super().propose(most, **inputs)
+        return bool(missed) + (not most)
 
     def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
         """Called once a draft forward. hidden_states: (batch, hidden), after the final norm."""

@@ -27,6 +27,7 @@ from accept_head.inference.adapters.vllm.build import (
 from accept_head.inference.adapters.vllm.host import EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.ragged import check_handler, leave_lengths
 from accept_head.inference.adapters.vllm.settings import check_hooks
+from accept_head.inference.costs.host import VLLM_V2
 
 HOOKS = ("propose", "sample_draft", "compute_draft_logits", "load_model", "_maybe_predict_acceptance")
 
@@ -48,7 +49,7 @@ class PolicyRounds(DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         if not self.enable_adaptive_verification:
-            self.host = build_host(self.vllm_config, self.device, self.model)
+            self.host = build_host(self.vllm_config, self.device, self.model, runner=VLLM_V2)
         elif policy := build_policy(self.vllm_config, self.device, self.model):
             self.acceptance_estimator = HeadAcceptanceEstimator(
                 head_of(policy), self.max_num_reqs, self.num_speculative_steps, self.device

@@ -13,7 +13,7 @@ import torch
 from accept_head import InputError
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
-from accept_head.inference.costs.host import PACKED, PADDED, VLLM
+from accept_head.inference.costs.host import PACKED, PADDED, VLLM_V2
 from accept_head.inference.costs.learnt import TRIAL, LearntCosts
 from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
@@ -62,7 +62,7 @@ def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
 
 
 @pytest.mark.parametrize("spoilt", [0.0, 0.1])
-@pytest.mark.parametrize("host", [PACKED, PADDED, VLLM], ids=["packed", "padded", "vllm"])
+@pytest.mark.parametrize("host", [PACKED, PADDED, VLLM_V2], ids=["packed", "padded", "vllm"])
 def test_they_come_to_the_seconds_of_rounds(host, spoilt):
     policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
     assert Signal.SECONDS in Drafting(policy).needs and capture_of(policy) is None
@@ -138,7 +138,7 @@ def test_a_drafting_time_that_is_missing_would_show():
 def test_vllms_metrics_say_what_is_believed(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("ACCEPT_HEAD_METRICS_DIR", str(tmp_path))
     costs, metrics = LearntCosts(), DraftMetrics(4, logger=logging.getLogger("serving"))
-    serve(BatchStopPolicy(FixedPolicy(4), costs), COSTS, VLLM, 60, 4, 0.7, np.random.default_rng(0))
+    serve(BatchStopPolicy(FixedPolicy(4), costs), COSTS, VLLM_V2, 60, 4, 0.7, np.random.default_rng(0))
     metrics.costs = costs
     with caplog.at_level("INFO", logger="serving"):
         metrics.log(metrics.flush())

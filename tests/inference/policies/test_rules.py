@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError
 from accept_head.inference import generate
-from accept_head.inference.costs.host import PACKED, PADDED, VLLM, Host
+from accept_head.inference.costs.host import PACKED, PADDED, VLLM_V1, VLLM_V2, Host
 from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
@@ -321,9 +321,9 @@ LOADS = {
 HOSTS = {
     "": PADDED,
     ", packed": PACKED,
-    ", vllm": VLLM,
+    ", vllm v2": VLLM_V2,
     ", padded, feeds": Host(verifies_padding=True, drafts_stopped=True, feeds=True),
-    ", feeds nothing": Host(verifies_padding=False, drafts_stopped=True, feeds=False),
+    ", vllm v1": VLLM_V1,
 }
 
 

@@ -10,6 +10,7 @@ import torch
 
 from accept_head import AcceptanceHead, Pair
 from accept_head.inference import generate
+from accept_head.inference.costs.host import VLLM_V1, VLLM_V2
 from accept_head.inference.decode.round import Round
 from accept_head.inference.policies.online.signals import prior_base
 
@@ -32,7 +33,8 @@ def use(llm: Any, policy: str | None) -> Any:
     drafter = drafter_of(llm)
     drafter.vllm_config.additional_config = {"accept_head": {"policy": policy}} if policy else {}
     whose = getattr(drafter, "tenant_of", None)
-    drafter.host = build_host(drafter.vllm_config, drafter.device, drafter.model, whose)
+    runner = VLLM_V1 if whose else VLLM_V2
+    drafter.host = build_host(drafter.vllm_config, drafter.device, drafter.model, whose, runner=runner)
     return drafter.host
 
 
