@@ -443,8 +443,8 @@ POLICIES = (
     Mutant(
         "head, `online=true,train=true`: a token after the rejected one is remembered as judged",
         "inference/policies/online/training.py",
-        "(depth < told) & labels",
-        "(depth <= told) & labels",
+        "(depth < judged) & labels",
+        "(depth <= judged) & labels",
         (MEMORY + "of_outcomes_alone_the_first_rejected_token_is_the_last_that_is_learnt",),
     ),
     Mutant(

@@ -20,8 +20,8 @@ KEEP = {M_MMAP_THRESHOLD: 2_000_000_000, M_TRIM_THRESHOLD: 2_000_000_000, M_TOP_
 def keep_freed_blocks() -> None:
     """Tell glibc to keep freed memory. Does nothing when the user has set the allocator, when there is a GPU, or with
     another libc."""
-    told = any(name.startswith("MALLOC_") for name in os.environ)
-    if told or platform.libc_ver()[0] != "glibc" or Path("/dev/nvidiactl").exists():
+    already_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if already_set or platform.libc_ver()[0] != "glibc" or Path("/dev/nvidiactl").exists():
         return
     libc = ctypes.CDLL(None)
     for parameter, value in KEEP.items():

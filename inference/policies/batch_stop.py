@@ -283,7 +283,7 @@ class BatchStopPolicy(RowPolicy):
         self.idle[...] = torch.where(self.longest > 0, 0, self.idle + 1)
         self.lengths[...] = outcome.lengths
         self.record *= 1 - 1 / OWN_MEMORY
-        told = live & (submitted > 0)
-        self.record += torch.stack([told & (accepted > 0), told * self.rho[0]])
+        tried = live & (submitted > 0)
+        self.record += torch.stack([tried & (accepted > 0), tried * self.rho[0]])
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -60,9 +60,9 @@ class Drafting:
         self.policy, self.device, self.agree, kind = policy, device, agree, type(policy)
         costs = getattr(policy, "costs", None)
         self.learnt = costs if isinstance(costs, LearntCosts) else None
-        for told in (policy, self.learnt):
-            if host is not None and told is not None and hasattr(told, "host"):
-                told.host = host
+        for each in (policy, self.learnt):
+            if host is not None and each is not None and hasattr(each, "host"):
+                each.host = host
         self.max_draft_tokens, self.needs = policy.max_draft_tokens, policy.needs
         if self.learnt:
             self.needs = self.needs | {Signal.SECONDS}

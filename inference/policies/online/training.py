@@ -155,9 +155,9 @@ class OnlineTraining:
         """Learn from the round whose tokens were judged last."""
         tokens, self.round = self.round, []
         if self.memory is not None:
-            labels, told = outcome.labels(len(tokens)), torch.where(outcome.live, outcome.judged, 0)
+            labels, judged = outcome.labels(len(tokens)), torch.where(outcome.live, outcome.judged, 0)
             for depth, (place, rows) in enumerate(tokens):
-                here, counts = slice(place, place + rows), (depth < told) & labels[:, depth].isfinite()
+                here, counts = slice(place, place + rows), (depth < judged) & labels[:, depth].isfinite()
                 self.memory.label[here, 0] = torch.where(counts, labels[:, depth], 0.0)
                 self.memory.weight[here, 0] = counts.float()
                 self._note_alternatives(outcome.alternatives, depth, here, counts)
@@ -165,15 +165,15 @@ class OnlineTraining:
         if self.rounds % self.INTERVAL == 0 and self.noted >= self.FEWEST:
             self._train(len(outcome.live), correction)
 
-    def _note_alternatives(self, told: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
+    def _note_alternatives(self, drawn: Alternatives | None, depth: int, here: slice, counts: Tensor) -> None:
         """Remember the alternatives at a depth, if the host gives any. counts: (rows,) bool, rows to learn from."""
-        if not self.judges_alternatives or told is None or depth >= told.token_ids.shape[1]:
+        if not self.judges_alternatives or drawn is None or depth >= drawn.token_ids.shape[1]:
             return
         assert self.memory is not None
-        known = counts[:, None] & told.acceptance[:, depth].isfinite()
-        self.memory.token_ids[here, 1:] = told.token_ids[:, depth]
-        self.memory.logprob[here, 1:] = torch.where(known, told.logprob[:, depth].float(), 0.0)
-        self.memory.label[here, 1:] = torch.where(known, told.acceptance[:, depth].float(), 0.0)
+        known = counts[:, None] & drawn.acceptance[:, depth].isfinite()
+        self.memory.token_ids[here, 1:] = drawn.token_ids[:, depth]
+        self.memory.logprob[here, 1:] = torch.where(known, drawn.logprob[:, depth].float(), 0.0)
+        self.memory.label[here, 1:] = torch.where(known, drawn.acceptance[:, depth].float(), 0.0)
         self.memory.weight[here, 1:] = known.float()
 
     # --- steps -------------------------------------------------------------------------------------------------------
