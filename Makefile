@@ -10,7 +10,7 @@ VLLM_READY := $(VLLM_VENV)/ready
 export OMP_NUM_THREADS ?= 1
 
 # Files of tests side by side, a process a core, each with one thread.
-PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile
+PARALLEL ?= --numprocesses=auto --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all test-vllm vllm-env lint docs pair clean
 

@@ -28,6 +28,11 @@ CHAT_TEMPLATE = (
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The file with the longest tests first, so that no process is left alone with it."""
+    items.sort(key=lambda item: item.path.name != "test_rehearsal.py")
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

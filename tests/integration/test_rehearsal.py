@@ -26,7 +26,7 @@ def test_there_are_such_tests() -> None:
 @pytest.mark.timeout(9000)  # it rehearses the GPU benchmark, too
 @pytest.mark.parametrize("file", FILES)
 def test_on_a_pretended_gpu(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", str(FOLDER / file), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", str(FOLDER / file), "-p", "no:cacheprovider", "--show-capture=no"]
     environment = {**os.environ, "ACCEPT_HEAD_REHEARSAL": "1", "CUDA_VISIBLE_DEVICES": ""}
     for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
         del environment[name]

@@ -96,6 +96,7 @@ def differences(folder, other, name):
     return np.mean(different)
 
 
+@pytest.mark.slow
 def test_a_rerun_after_kill_9_leaves_the_same_shards(
     greedy, arguments, console_script, cli_environment, run_warm, tmp_path
 ):

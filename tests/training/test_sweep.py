@@ -134,6 +134,7 @@ def interrupted(killed, tmp_path):
     return tmp_path / "heads"
 
 
+@pytest.mark.slow
 def test_a_rerun_after_kill_9_gives_the_undisturbed_sweep_and_the_heads_trained_alone(interrupted, train, tmp_path):
     undisturbed = train(tmp_path / "undisturbed", *LONG)
     resumed = train(interrupted, *LONG)

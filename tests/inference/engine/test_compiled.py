@@ -62,6 +62,7 @@ def drawn(batch, seed=0, dtype=torch.float32):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_one_compilation_serves_all_batches_and_all_weights_of_a_shape(compilations):
     calls = []
     for seed in (0, 1):
