@@ -19,10 +19,9 @@ def score_tokens(traces: CoupledTraces, policy: ThresholdPolicy, floor: float = 
     floor: the lowest level of interest. A rollout token gets the score 0 if every round that reaches it has a statistic
     below the floor. A round that drafts it, forced by k_min, is below all levels already and cannot rise again.
     """
-    if not policy.reads & HIDDEN:
-        step = draft_step(traces, slice(None), torch.device("cpu"))
-        return policy.score(step).float()
     device, numbers = _device_of(policy), (2,) if policy.predicts_next else ()
+    if not policy.reads & HIDDEN:
+        return policy.score(draft_step(traces, slice(None), device)).float().cpu()
     on = torch.zeros(traces.of_responses, *numbers)
     off = torch.zeros(len(traces.rejected), traces.k_max - 1, *numbers)
     for positions, rollouts, fed, hidden in traces.hidden():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections import Counter
 from contextlib import nullcontext
@@ -14,8 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from accept_head.cli import main
 from accept_head.files import read_json
 from accept_head.head.network import AcceptanceHead
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.signals import prior_base
+from accept_head.inference.replay.scores import score_tokens
 from accept_head.trace.shards import read_traces
 from accept_head.training.learn.module import HeadTraining
+from tests.inference.support.made_up import HIDDEN, make_sample
+from tests.inference.support.toy import random_head
 from tests.rehearsal.pretend_cuda import pretend_cuda
 
 TINY = Path(__file__).parents[2] / "checkpoints" / "tiny"
@@ -115,3 +121,14 @@ def test_a_micro_batch_waits_once_for_its_loss(kind, train, tmp_path, monkeypatc
     inputs = sum(count for (_, place), count in waits.items() if place.startswith("training/learn/batches.py"))
     assert len(reads) > len(seen)  # of dev traces, too
     assert inputs == 3 * len(reads)
+
+
+@pytest.mark.parametrize("kind", ["base", "state"])
+def test_traces_are_scored_as_on_a_cpu(kind, tmp_path, waits):
+    """A head that is a base alone reads no states."""
+    head = prior_base() if kind == "base" else random_head(HIDDEN, reads="before", signals=True)
+    traces = make_sample(5, responses=30).couple(tmp_path)
+    here = score_tokens(traces, HeadPolicy(head, 0.5))
+    there = score_tokens(traces, HeadPolicy(copy.deepcopy(head).to("cuda"), 0.5))
+    assert there.device.type == "cpu" and len(here.unique()) > 20
+    torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
