@@ -153,12 +153,12 @@ def by_our_loop(embedded_pair_folder, tmp_path_factory):
 
 def assert_same_records(one: Path, other: Path, backend: str) -> None:
     (config, first), (default, second) = read_traces(one), read_traces(other)
-    assert (config.backend, default.backend) == (backend, None)
-    assert config.fingerprint() != default.fingerprint() == replace(config, backend=None).fingerprint()
+    assert (config.backend, default.backend) == (backend, "loop")
+    assert config.fingerprint() != default.fingerprint() == replace(config, backend="loop").fingerprint()
     for row, expected in zip(first, second, strict=True):
         for name, values in expected.items():
-            close = pytest.approx(values, abs=1e-4) if name in ("divergence", "draft_entropy") else values
-            assert row[name] == close
+            numbers = isinstance(values, list) and isinstance(values[0], float)  # the loop scores while it decodes
+            assert row[name] == (pytest.approx(values, abs=1e-4) if numbers else values)
 
 
 @pytest.mark.slow
