@@ -368,6 +368,20 @@ CORE = (
         ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
     ),
     Mutant(
+        "costs=auto: a round without drafts is taken for one with drafts",
+        "inference/costs/learnt.py",
+        "(verified > 0, tokens",
+        "(True, tokens",
+        ("inference/policies/test_learnt_costs.py::test_a_round_without_drafts_has_costs_of_its_own[0.35]",),
+    ),
+    Mutant(
+        "costs: the first draft of a round is not charged for what makes the round another",
+        "inference/policies/batch_stop.py",
+        "self.step_price) + speed * more",
+        "self.step_price)",
+        (rule("Told by costs, other when plain"),),
+    ),
+    Mutant(
         "costs=auto: no round tries another length",
         "inference/policies/drafting.py",
         "room.clamp(max=most)",

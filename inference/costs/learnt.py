@@ -4,14 +4,15 @@
     seconds of a round's remainder  = γ_t + β_t·(tokens verified) + α_t·(context)
 
 with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all
-that is not drafting: verification, sampling, and what the host does between rounds. Policies only ask what a forward
-costs; that a policy's costs are learnt is the matter of `Drafting`, through which every decode loop asks it.
+that is not drafting: verification, sampling, and what the host does between rounds. A round without drafts has a γ of
+its own, as hosts and kernels go other ways there. Policies only ask what a forward costs; that a policy's costs are
+learnt is the matter of `Drafting`, through which every decode loop asks it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ class LearntCosts:
         self.draft, self.target = (
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
         )
+        self.plain = self.target
+        # Of a forward: whether the round drafted, tokens, context, seconds.
         self.drafts, self.rests = (deque[tuple[float, ...]](maxlen=ROUNDS) for _ in range(2))
         self.rounds = 0
 
@@ -52,15 +55,20 @@ class LearntCosts:
         """As PairCosts."""
         return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
 
+    def plain_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
+        """As PairCosts."""
+        return self.plain.seconds(context_tokens=context_tokens, batch_tokens=rows)
+
     def believed(self) -> dict[str, dict[str, float]]:
-        """Each model's coefficients, in seconds, and the share of the variance that they explain."""
-        return {"draft": asdict(self.draft), "target": asdict(self.target)}
+        """The coefficients of each forward, in seconds, and the share of the variance that they explain. plain: the
+        target's in a round without drafts."""
+        return {name: asdict(getattr(self, name)) for name in ("draft", "target", "plain")}
 
     def __str__(self) -> str:
         """In milliseconds: of a forward, of each of its tokens, and of 1000 tokens of context."""
         return ", ".join(
             f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
-            for name, one in (("draft", self.draft), ("target", self.target))
+            for name, one in (("draft", self.draft), ("target", self.target), ("plain", self.plain))
         )
 
     @property
@@ -84,33 +92,38 @@ class LearntCosts:
             return
         if ran:
             fed = rows * ran if host.drafts_stopped else fed
-            self.drafts.append((fed / ran, context, outcome.draft_seconds / ran))
+            self.drafts.append((1, fed / ran, context, outcome.draft_seconds / ran))
         tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
-        self.rests.append((tokens, context, outcome.seconds - outcome.draft_seconds))
+        self.rests.append((verified > 0, tokens, context, outcome.seconds - outcome.draft_seconds))
         if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:
-            self.target = fitted(np.array(self.rests), 0.0, UNKNOWN)
+            self.target, self.plain = fitted(np.array(self.rests), 0.0, UNKNOWN)
             if self.drafts:
                 # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
                 # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
-                self.draft = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
+                self.draft, _ = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
 
 
-def fitted(seen: np.ndarray, ratio: float, sure: float) -> BatchForwardCost:
-    """seen: (rounds, 3), tokens, context and seconds of a forward; the last round last. ratio: what β / γ is taken to
-    be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that context costs nothing."""
-    features, seconds = np.insert(seen[:, :2], 0, 1.0, axis=1), seen[:, 2]
+def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCost, BatchForwardCost]:
+    """A forward's costs in rounds with drafts, and in others. seen: (rounds, 4), whether the round drafted, tokens,
+    context and seconds; the last round last. ratio: what β / γ is taken to be, as if so many rounds, `sure`, said so.
+    As little as UNKNOWN says that context costs nothing, and that both kinds of rounds have the same γ."""
+    drafted, seconds = seen[:, :1], seen[:, 3]
+    features = np.concatenate([drafted, 1 - drafted, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
+    scale[:2] = 1.0
     recent = 0.5 ** (np.arange(len(seen))[::-1] / HALF_LIFE)
-    prior, weights = np.sqrt(np.diag([0.0, sure, UNKNOWN])), recent
-    prior[1, 0] = -prior[1, 1] * ratio * scale[1] / scale[0]
+    prior, weights = np.sqrt(np.diag([0.0, UNKNOWN, sure, UNKNOWN])), recent
+    prior[1, 0] = -prior[1, 1]
+    prior[2, 0] = -prior[2, 2] * ratio * scale[2]
     for _ in range(REFITS):
         root = np.sqrt(weights)
         equations = np.concatenate([features / scale * root[:, None], prior])
-        terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(3)]))
+        terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(4)]))
         off = np.abs(seconds - features / scale @ terms)
         limit = max(TIMES_OFF * float(np.median(off)), 1e-9)
         weights = recent * np.minimum(1, limit / np.maximum(off, limit))
     spread = seconds - np.average(seconds, weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
-    gamma, beta, alpha = (terms / scale).tolist()
-    return BatchForwardCost(alpha=alpha, beta=beta, gamma=gamma, r_squared=r_squared)
+    *gammas, beta, alpha = (terms / scale).tolist()
+    with_drafts = BatchForwardCost(alpha=alpha, beta=beta, gamma=gammas[0], r_squared=r_squared)
+    return with_drafts, replace(with_drafts, gamma=gammas[1])

@@ -31,14 +31,15 @@ class BatchStopPolicy(RowPolicy):
 
         gain_r = S_r·β̂_r·ρ_{k+1}                       tokens that row r is expected to gain by one more
         the batch goes on  ⇔  Σ_{r∈R} [gain_r − λ·t_one]₊ > λ·t_step,       and row r with it  ⇔  gain_r > λ·t_one
-        λ = B·τ / (seconds of an average round), at least B / t_target(B)                      tokens/s, Dinkelbach
+        λ = B·τ / (seconds of an average round), at least B / t_plain(B)                       tokens/s, Dinkelbach
 
     S_r: product of the policy's predictions for the row's tokens, 1 if it predicts nothing. β̂_r: its prediction for
     the next token, 1 if it makes none. t_one: seconds of one more token of the row. t_step: of a draft step, however
     many rows take part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops
-    saves nothing: verifying then belongs to the step. So does drafting, if stopped rows are drafted on. τ and the
-    seconds of a round come from averages over past rounds. λ is the speed of the past rounds, so it is never above the
-    best one. It rises to the best speed from the side on which too much is drafted.
+    saves nothing: verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with
+    drafts costs more than one without, whatever it drafts, that belongs to the first step. τ and the seconds of a round
+    come from averages over past rounds. λ is the speed of the past rounds, so it is never above the best one. It rises
+    to the best speed from the side on which too much is drafted.
 
     costs: measured, or learnt from the seconds of the rounds. Ranks of one tensor-parallel group agree on each answer,
     so they may hold different costs.
@@ -107,8 +108,8 @@ class BatchStopPolicy(RowPolicy):
         # Per depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64, as they
         # are sums over many rounds and enter differences of nearly equal numbers.
         self.accepted, self.before, self.after = (torch.zeros(depths, dtype=torch.float64) for _ in range(3))
-        # Sums of rows, emitted tokens, draft steps, and verified drafted tokens.
-        self.totals = torch.zeros(4, dtype=torch.float64)
+        # Sums of rows, emitted tokens, draft steps, verified drafted tokens, and rows of rounds with drafts.
+        self.totals = torch.zeros(5, dtype=torch.float64)
         self.lengths, self.idle = torch.zeros(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
         # (2, batch): first tokens of each row that were accepted, and that were expected to be.
         self.record = torch.zeros(2, 0, dtype=torch.float64)
@@ -223,21 +224,22 @@ class BatchStopPolicy(RowPolicy):
     def _set_prices(self, live: Tensor) -> Tensor:
         """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
         rows, context = live.sum().double(), (self.lengths * live).sum().double()
-        drafting, plain = self.costs.draft_seconds(rows, context), self.costs.verify_seconds(rows, context)
+        drafting, plain = self.costs.draft_seconds(rows, context), self.costs.plain_seconds(rows, context)
         drafted = self.costs.draft_seconds(rows + 1, context) - drafting  # one more token
-        verified = self.costs.verify_seconds(rows + 1, context) - plain
+        verify = self.costs.verify_seconds(rows, context)
+        verified, more = self.costs.verify_seconds(rows + 1, context) - verify, verify - plain  # more: of any drafts
         nothing = 0.0 * rows
         drafted_by_row, drafted_by_step = (nothing, drafted) if self.host.drafts_stopped else (drafted, nothing)
         verified_by_row, verified_by_step = (nothing, verified) if self.host.verifies_padding else (verified, nothing)
         step = drafting - rows * (drafted - drafted_by_step)
-        emitted, steps, tokens = self.totals[1:] / self.totals[0]
-        seconds = plain + steps * step + rows * tokens * (verified + drafted_by_row)
+        emitted, steps, tokens, share = self.totals[1:] / self.totals[0]
+        seconds = plain + steps * step + rows * tokens * (verified + drafted_by_row) + share * more
         least = plain + self.host.feeds * drafting
         speed = torch.maximum(rows * emitted / seconds.clamp(min=TINY), rows / least.clamp(min=TINY))  # λ
         self.token_price = speed * (verified_by_row + drafted_by_row)
         column = speed * rows * verified_by_step
         self.step_price = speed * step + column
-        return column if self.host.feeds else self.step_price
+        return (column if self.host.feeds else self.step_price) + speed * more
 
     def _ratios(self) -> Tensor:
         """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
@@ -279,7 +281,8 @@ class BatchStopPolicy(RowPolicy):
         steps = torch.where(longest > 0, torch.maximum(longest, self.steps), int(self.host.feeds))
         verified = rows * (submitted * live).max() if self.host.verifies_padding else (submitted * live).sum()
         self.totals *= keep
-        self.totals += torch.stack([rows, ((accepted + 1) * live).sum(), rows * steps, verified])
+        emitted = ((accepted + 1) * live).sum()
+        self.totals += torch.stack([rows, emitted, rows * steps, verified, rows * (longest > 0)])
         self.idle[...] = torch.where(self.longest > 0, 0, self.idle + 1)
         self.lengths[...] = outcome.lengths
         self.record *= 1 - 1 / OWN_MEMORY

@@ -493,7 +493,7 @@ def test_steps_in_vain_are_counted():
         policy.keep_drafting(DraftStep(depth, None, live, hidden, hidden))
     policy.observe(outcome([2], [1], lengths=[5]))
     keep = 1 - 1 / 500
-    assert policy.totals.tolist() == pytest.approx([keep + 1, keep + 2, 3, 2])
+    assert policy.totals.tolist() == pytest.approx([keep + 1, keep + 2, 3, 2, 1])
     peeking = begin(BatchStopPolicy(AdaEdlPolicy(0.9, k_max=5), pair_costs(1e-9)), [3])
     peeking.start_round(live)
     for depth, entropy in ((1, 0.01), (2, 3.0)):
@@ -501,7 +501,7 @@ def test_steps_in_vain_are_counted():
         if peeking.draw_next(step).all():
             peeking.keep_drafting(step)
     peeking.observe(outcome([1], [1], lengths=[5]))
-    assert peeking.totals.tolist() == pytest.approx([keep + 1, keep + 2, 2, 1])
+    assert peeking.totals.tolist() == pytest.approx([keep + 1, keep + 2, 2, 1, 1])
     assert peeking.before.tolist() == [1, 1, 0, 0, 0] and peeking.accepted.tolist() == [1, 0, 0, 0, 0]
 
 

@@ -102,7 +102,7 @@ def test_it_forgets_in_the_same_memory():
         places, captures = [each.data_ptr() for each in policy.capture.learnt], backend.captures
         assert float(policy.totals[0]) > 5
         policy.forget()
-        assert policy.totals.tolist() == [1, 1, 0, 0] and not policy.accepted.any()
+        assert policy.totals.tolist() == [1, 1, 0, 0, 0] and not policy.accepted.any()
         assert run(decoder, policy) == first
         assert [each.data_ptr() for each in policy.capture.learnt] == places and backend.captures == captures
 

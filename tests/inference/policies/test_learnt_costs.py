@@ -23,7 +23,7 @@ from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policy import Signal
 from accept_head.sampling import Sampling
 from tests.inference.support.rounds import begin, one_round, outcome
-from tests.inference.support.scalar_rules import pair_costs
+from tests.inference.support.scalar_rules import OtherWhenPlain, pair_costs
 from tests.inference.support.toy import toy_pair
 
 COSTS = pair_costs(0.02, 0.004, 0.1, row=0.001, context=1e-5)
@@ -36,7 +36,8 @@ def seconds_of(costs, host, drafted, lengths):
     fed = rows * steps if host.drafts_stopped else sum(drafted)
     drafting = steps * (costs.draft.gamma + costs.draft.alpha * context) + fed * costs.draft.beta
     verified = rows * (1 + longest) if host.verifies_padding else rows + sum(drafted)
-    return drafting + float(costs.verify_seconds(verified, context)), drafting
+    rest = costs.verify_seconds(verified, context) if longest else costs.plain_seconds(rows, context)
+    return drafting + float(rest), drafting
 
 
 def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
@@ -73,6 +74,19 @@ def test_they_come_to_the_seconds_of_rounds(host, spoilt):
         assert float(policy.costs.verify_seconds(tokens, context)) == pytest.approx(right, rel=0.1)
     right = float(COSTS.draft_seconds(4, 4 * 300))
     assert float(policy.costs.draft_seconds(4, 4 * 300)) == pytest.approx(right, rel=0.1)
+
+
+@pytest.mark.parametrize("acceptance", [0.35, 0.7])
+def test_a_round_without_drafts_has_costs_of_its_own(acceptance):
+    """It takes a fifth less than its tokens say. So drafting is given up where it pays by the other rounds alone."""
+    costs = OtherWhenPlain(**vars(pair_costs(0.005, 0.004, 0.1)))
+    policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
+    longest, _ = serve(policy, costs, PACKED, 250, 4, acceptance, np.random.default_rng(0))
+    plain = float(policy.costs.plain_seconds(4, 4 * 300)), float(costs.plain_seconds(4, 4 * 300))
+    assert plain[0] == pytest.approx(plain[1], rel=0.05)
+    right = float(costs.verify_seconds(8, 4 * 300))
+    assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.1)
+    assert (np.mean(longest[100:]) < 0.3) == (acceptance == 0.35)
 
 
 def test_the_first_rounds_try_several_lengths():
@@ -119,7 +133,7 @@ def test_costs_that_are_learnt_leave_the_text_the_targets(spec):
     made = generate(pair.target, pair.draft, prompts, policy=policy, **options)
     assert made.tokens == generate(pair.target, pair.draft, prompts, policy="none", **options).tokens
     assert policy.costs.host == PACKED and policy.costs.rounds > len(TRIAL)
-    assert policy.costs.target.gamma > 0 and policy.costs.draft.gamma > 0
+    assert policy.costs.verify_seconds(6, 60) > 0 and policy.costs.draft_seconds(3, 60) > 0
 
 
 def test_a_drafting_time_that_is_missing_would_show():

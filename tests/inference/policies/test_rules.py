@@ -50,6 +50,7 @@ from tests.inference.support.scalar_rules import (
     Capped,
     FirstBelow,
     MeanOfBatch,
+    OtherWhenPlain,
     Persisting,
     ScalarAdaEdl,
     ScalarAdaSpec,
@@ -317,6 +318,7 @@ def of_loads(ahead):
 LOADS = {
     "light": pair_costs(0.1, 0.02, row=0.002, context=1e-4),
     "heavy": pair_costs(0.15, 0.15, context=1e-4),
+    "other when plain": OtherWhenPlain(**vars(pair_costs(0.1, 0.02, row=0.002, context=1e-4))),
 }
 HOSTS = {
     "": PADDED,

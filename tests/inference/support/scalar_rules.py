@@ -23,6 +23,13 @@ def pair_costs(draft, token=0.0, target=1.0, row=0.0, context=0.0):
     )
 
 
+class OtherWhenPlain(PairCosts):
+    """A round without drafts takes four fifths of what its tokens say."""
+
+    def plain_seconds(self, rows, context_tokens):
+        return 0.8 * self.verify_seconds(rows, context_tokens)
+
+
 def costs_of(draft=1e-3, token=2e-3, context=0.0):
     return pair_costs(draft, token, target=10e-3, row=draft / 20, context=context)
 
@@ -634,6 +641,7 @@ class ScalarBatchStop(Reference):
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
         self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, 0.0, 0.0, 0
+        self.speculating = 0.0
         self.longest, self.records = set(), {}
 
     def admit(self, row, length):
@@ -654,12 +662,15 @@ class ScalarBatchStop(Reference):
 
     def price(self, lengths):
         rows, context = len(lengths), sum(lengths)
-        n, tau, ell = (x / self.row_rounds for x in (self.steps, self.emitted, self.verified_tokens))
+        sums = self.steps, self.emitted, self.verified_tokens, self.speculating
+        n, tau, ell, share = (x / self.row_rounds for x in sums)
         drafting = n * self.draft_time(rows, context)
         if not self.host.drafts_stopped:
             drafting = n * self.draft_time(0, context) + rows * ell * self.costs.draft.beta
-        speed = rows * tau / (drafting + self.verify_time(rows * (1 + ell), context))
-        plain = self.host.feeds * self.draft_time(rows, context) + self.verify_time(rows, context)
+        alone = float(self.costs.plain_seconds(rows, context))
+        more = self.verify_time(rows, context) - alone
+        speed = rows * tau / (drafting + self.verify_time(rows * (1 + ell), context) - (1 - share) * more)
+        plain = self.host.feeds * self.draft_time(rows, context) + alone
         speed = max(speed, rows / plain)
         one, step = 0.0, speed * self.draft_time(rows if self.host.drafts_stopped else 0, context)
         first = 0.0 if self.host.feeds else step
@@ -669,7 +680,7 @@ class ScalarBatchStop(Reference):
             one += speed * self.costs.target.beta
         if not self.host.drafts_stopped:
             one += speed * self.costs.draft.beta
-        return one, step, first
+        return one, step, first + speed * more
 
     def drafts(self, live, given, lengths):
         one, step, first = self.price(lengths)
@@ -736,9 +747,10 @@ class ScalarBatchStop(Reference):
         self.steps = keep * self.steps + steps * len(rounds)
         verified = sum(widest if self.host.verifies_padding else each.submitted for each in rounds)
         self.verified_tokens = keep * self.verified_tokens + verified
+        self.speculating = keep * self.speculating + len(rounds) * any(each.drafted for each in rounds)
 
     def state(self):
-        totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens]
+        totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.speculating]
         record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
         return {
             "accepted": self.accepted,
