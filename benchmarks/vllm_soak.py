@@ -43,6 +43,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from record import REPOSITORY, TINY, write_result
 from transformers import AutoTokenizer
 
+from accept_head.inference.adapters.vllm.metrics import FOLDER
 from accept_head.inference.adapters.vllm.settings import installed_version
 
 TARGET, DRAFT, HEAD = (str(TINY.relative_to(REPOSITORY) / name) for name in ("target", "draft", "heads/sampled"))
@@ -333,7 +334,8 @@ def environment() -> dict[str, str]:
     ours = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     # oneDNN keeps what it made for each of the last 1,024 shapes: with any batch size that is new memory grows, until
     # that is full, after many thousand requests. With room for 4 a leak can be told from it.
-    return {**os.environ, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
+    inherited = {name: value for name, value in os.environ.items() if name != FOLDER}  # not the counts of other engines
+    return {**inherited, **ours, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "4"}
 
 
 # --- one server's run ------------------------------------------------------------------------------------------------
