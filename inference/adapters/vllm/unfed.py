@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+STATES = 512  # tokens whose states are kept: some 25 MB of a 70B target, for which vLLM has planned no memory
+
 
 class Span(NamedTuple):
     """The tokens of a request that the target was fed in this round: positions begin to end − 1."""
@@ -39,7 +41,7 @@ class Unfed:
     fed the target's states; tokens alone need not be kept, as vLLM knows them."""
 
     def __init__(self, limit: int, *, reads_states: bool):
-        self.limit, self.reads_states = limit, reads_states
+        self.limit, self.reads_states = min(limit, STATES) if reads_states else limit, reads_states
         self.missing: dict[str, Missing] = {}
 
     def put_off(self, spans: Sequence[Span], states: Tensor, known: Container[str]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from accept_head.inference.adapters.vllm.unfed import Span, Unfed, catching_up
+from accept_head.inference.adapters.vllm.unfed import STATES, Span, Unfed, catching_up
 
 
 def states_of(*spans):
@@ -44,6 +44,11 @@ def test_no_more_is_put_off_than_a_forward_takes_and_requests_that_ended_cost_no
     assert put_off(unfed, ("a", 0, 4)) and not put_off(unfed, ("a", 4, 5), ("b", 0, 2))
     assert taken(unfed, ("a", 4, 5)) == {0: (0, 4, [0, 1, 2, 3])}, "what does not fit changes nothing"
     assert put_off(unfed, ("a", 5, 9)) and not put_off(unfed, ("b", 0, 3)) and put_off(unfed, ("b", 0, 3), known="bc")
+
+
+def test_few_states_are_kept_and_any_number_of_tokens():
+    long = ("a", 0, STATES + 1)
+    assert not put_off(Unfed(10_000, reads_states=True), long) and put_off(Unfed(10_000, reads_states=False), long)
 
 
 def test_inputs_are_the_missed_tokens_of_these_rows_in_the_requests_own_blocks():
