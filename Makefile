@@ -28,9 +28,9 @@ test-all: $(READY) lint
 # in its interpreter what they compute, and through its compiler what a GPU would be given.
 VLLM_TESTS ?= -m "not slow"
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm $(VLLM_TESTS)
-	TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest tests/inference/kernels --ignore tests/inference/kernels/test_compile.py
-	$(VLLM_VENV)/bin/python -m pytest tests/inference/kernels/test_compile.py
+	$(VLLM_VENV)/bin/python -m pytest tests/integration/vllm $(VLLM_TESTS) $(PARALLEL) --maxprocesses=2
+	TRITON_INTERPRET=1 $(VLLM_VENV)/bin/python -m pytest tests/inference/kernels --ignore tests/inference/kernels/test_compile.py $(PARALLEL)
+	$(VLLM_VENV)/bin/python -m pytest tests/inference/kernels/test_compile.py $(PARALLEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .

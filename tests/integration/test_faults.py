@@ -361,9 +361,10 @@ def long_runs(random_traces_folder, random_pair_folder, pair, collect_words, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dying", [0, 1])
-@pytest.mark.parametrize("verb", ["collect", "train"])
-@pytest.mark.parametrize("launched_by", ["accelerate", "torchrun"])
+@pytest.mark.parametrize(
+    ("launched_by", "verb", "dying"),
+    [("accelerate", "collect", 1), ("accelerate", "train", 0), ("torchrun", "collect", 0), ("torchrun", "train", 1)],
+)
 def test_when_a_rank_is_killed_the_others_end_within_a_minute_and_it_is_named(
     long_runs, start_ranks, tmp_path, launched_by, verb, dying
 ):

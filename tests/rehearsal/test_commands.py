@@ -48,7 +48,7 @@ def test_bench(tmp_path, waits):
 
 NO_TRITON = "no Triton on a GPU: torch's operations only"  # kernels are what is not pretended
 PARTS = {
-    "overhead": ["--temperatures", "1"],
+    "overhead": ["--temperatures", "1", "--batches", "3"],
     "head_sweep": [],
     "collect_speed": [],
     "greedy_divergence": [],

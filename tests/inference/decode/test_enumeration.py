@@ -144,7 +144,7 @@ def test_with_an_end_token(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_pairs(policy):
-    for seed in range(100, 110, 2):
+    for seed in range(100, 106, 2):
         assert together(POLICIES[policy], vocab=4, seed=seed) < PROVED
         assert together(POLICIES[policy], length=5, sampling=SAMPLINGS["p=.8"], seed=seed) < PROVED
 
@@ -158,7 +158,7 @@ def test_every_row_of_a_batch_without_filters(policy, row):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", EVERYWHERE)
 def test_four_tokens_of_a_row_alone(policy):
     assert distance(POLICIES[policy], length=4) < PROVED
 

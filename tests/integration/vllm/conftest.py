@@ -16,6 +16,7 @@ import pytest
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # two on shared cores are many times slower than one
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # or all engines side by side would share one core
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB, on a CPU
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where tests can look into it

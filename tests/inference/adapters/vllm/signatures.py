@@ -37,6 +37,7 @@ HOOKED = {
     ("v1/sample/ops/topk_topp_sampler.py", ""): ("apply_top_k_top_p",),
     ("utils/cpu_triton_utils.py", ""): ("_expand_kernel_impl",),
     ("config/vllm.py", "VllmConfig"): ("__post_init__",),
+    ("v1/attention/backend.py", "CommonAttentionMetadata"): ("__init__",),
 }  # fmt: skip
 
 
@@ -55,7 +56,13 @@ def functions(path: Path, owner: str) -> dict[str, str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     if owner:
         nodes = next((list(each.body) for each in nodes if isinstance(each, ast.ClassDef) and each.name == owner), [])
-    return {each.name: parameters(each.args) for each in nodes if isinstance(each, ast.FunctionDef)}
+    found = {each.name: parameters(each.args) for each in nodes if isinstance(each, ast.FunctionDef)}
+    fields = [each for each in nodes if isinstance(each, ast.AnnAssign)] if owner else []
+    return {"__init__": of_dataclass(fields), **found} if fields else found
+
+
+def of_dataclass(fields: list[ast.AnnAssign]) -> str:
+    return ", ".join(["self", *(f"{ast.unparse(each.target)}{'=None' * bool(each.value)}" for each in fields)])
 
 
 def parameters(args: ast.arguments) -> str:

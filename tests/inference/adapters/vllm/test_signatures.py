@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
@@ -51,6 +52,17 @@ def test_inputs_are_where_our_rounds_look_for_them(release):
         RELEASES[release]["v1/spec_decode/llm_base_proposer.py SpecDecodeBaseProposer.propose"]
     ).parameters
     assert "common_attn_metadata" in names
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_metadata_of_a_forward_that_catches_up_has_the_fields_it_is_given(repository, release):
+    tree = ast.parse((repository / "inference" / "adapters" / "vllm" / "unfed.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "type(now)"]
+    (given,) = [[each.arg for each in call.keywords] for call in calls]
+    its = signature(RELEASES[release]["v1/attention/backend.py CommonAttentionMetadata.__init__"])
+    its.bind("self", **dict.fromkeys(given))
+    with pytest.raises(TypeError):
+        its.bind("self", **dict.fromkeys(given[1:]))
 
 
 def test_a_parameter_that_an_override_does_not_take_is_found():
