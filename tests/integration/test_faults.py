@@ -269,7 +269,7 @@ def test_a_disk_that_others_fill_while_it_trains_is_one_line(verbs, disk, consol
     command = [console_script, *map(str, words(folder)), "--epochs", "5000"]
     process = subprocess.Popen(command, env=cli_environment, stderr=subprocess.PIPE, text=True)
     wait_until((folder / "head-run" / "last.ckpt").exists, process)
-    with (folder / "others").open("wb") as file, contextlib.suppress(OSError):
+    with (folder / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(1 << 16)):
             pass
     _, err = process.communicate(timeout=240)

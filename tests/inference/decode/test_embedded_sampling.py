@@ -47,7 +47,7 @@ POLICIES = {
     "head before": lambda: head_policy("before"),
     "head drawn, lag 1": lambda: head_policy("drawn", lag=1),
 }
-LONG_POLICIES = ("confidence:0.4", "head drawn, lag 1")
+LONG_POLICIES = ("head drawn, lag 1",)
 
 
 class SharingModel(CachedModel):
