@@ -28,9 +28,12 @@ CHAT_TEMPLATE = (
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
+LONGEST = ("test_rehearsal.py", "test_sampled.py")  # one of them inside vLLM
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The file with the longest tests first, so that no process is left alone with it."""
-    items.sort(key=lambda item: item.path.name != "test_rehearsal.py")
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture(scope="session")

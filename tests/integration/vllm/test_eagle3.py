@@ -75,7 +75,7 @@ def test_long_samples_follow_the_target(
 
 
 @pytest.mark.slow
-def test_twenty_thousand_samples_are_those_of_vllm_without_speculation(
+def test_ten_thousand_samples_are_those_of_vllm_without_speculation(
     speculative: Any, plain: Any, prompts: Sequence[list[int]], generate: Any
 ) -> None:
     host = use(speculative, "max-prob:0.3,k_max=4")
