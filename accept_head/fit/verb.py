@@ -276,7 +276,9 @@ def next_commands(verdict: Verdict, folder: Path, models: dict[str, Any], sampli
     temperature = ("--temperature", f"{sampling.temperature:g}")
     prompts = ("--prompts", folder / "prompts" / "test.jsonl", "--out", folder / "out.jsonl")
     as_asked = (*temperature, "--top_k", sampling.top_k, "--dtype", models["dtype"])
-    chosen = ("--head", head) if verdict.use == "head" else ("--policy", policy)
+    # vLLM serves any number of requests, for which no threshold was chosen. A fixed K is vLLM's own.
+    costs = "" if policy.startswith("fixed:") else ",costs=auto"
+    chosen = ("--head", head) if verdict.use == "head" else ("--policy", policy + costs)
     commands = [
         ("generate", *pair, *prompts, "--policy", policy, *as_asked),
         ("vllm-config", *pair, *chosen, *temperature, "--out", folder / "serve.yaml"),

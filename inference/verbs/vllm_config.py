@@ -34,10 +34,11 @@ def vllm_config(
         target: Target model: a folder or a name on the Hub.
         draft: Draft model, with the target's vocabulary; or an EAGLE-3 drafter.
         head: Head folder. Threshold and bounds stay in its decoding.json, which is read when vLLM starts: one in vLLM's
-            own options would make it compile both models again whenever it changes.
-        policy: Another policy, or a head with a threshold; `accept-head --list-policies` prints what there is.
+            own options would make it compile both models again whenever it changes. With costs=auto, so a round also
+            ends when drafting no longer pays for all requests together; --policy head:HEAD is the threshold alone.
+        policy: Another policy, as it is; `accept-head --list-policies` prints what there is.
         tuned: JSON file by `accept-head tune`: the fastest policy in it that vLLM can run; with --head, that head as
-            tuned there.
+            tuned there. A head gets costs=auto here, too.
         batch_map: JSON file by `accept-head profile --batch_map`: how many tokens a round may draft, by the number of
             requests. Alone, or as a limit on what a policy decides.
         temperature: That requests will have. Above 0 the draft samples; at 0 it takes its likeliest token, of which

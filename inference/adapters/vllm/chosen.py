@@ -16,13 +16,15 @@ from accept_head.inference.policy import DraftPolicy
 
 
 def chosen_spec(head: str | None, policy: str | None, tuned: str | None, shape: DraftShape) -> str | None:
-    """One SPEC with absolute paths, since vLLM may start in any folder. None: only vLLM's own rules."""
+    """One SPEC with absolute paths, since vLLM may start in any folder. None: only vLLM's own rules. A head that `tune`
+    chose a threshold for, with one request at a time, also gets costs=auto: vLLM serves any number."""
     if policy is not None and (head is not None or tuned is not None):
         raise InputError(f"--policy {policy}: expected without --head and --tuned, which say the policy too")
     if tuned is not None:
-        return absolute(tuned_spec(Path(tuned), head, shape))
+        spec = absolute(tuned_spec(Path(tuned), head, shape))
+        return f"{spec},{COSTS}=auto" if spec.startswith("head:") else spec
     if head is not None:
-        return f"head:{_held(head)}"
+        return f"head:{_held(head)},{COSTS}=auto"
     return absolute(policy) if policy is not None else None
 
 

@@ -81,8 +81,8 @@ def test_a_head(written, here):
     options = written("--head", "head", "--temperature", "1", "--tensor_parallel_size", "2")
     assert options.model == str(here / "target")
     assert options.async_scheduling is False and options.tensor_parallel_size == 2
-    assert options.additional_config == {"accept_head": {"policy": f"head:{here / 'head'}"}}
-    assert Settings.of(options) == Settings(policy=f"head:{here / 'head'}")
+    assert options.additional_config == {"accept_head": {"policy": f"head:{here / 'head'},costs=auto"}}
+    assert Settings.of(options) == Settings(policy=f"head:{here / 'head'},costs=auto")
     assert options.speculative_config == {
         "method": "draft_model",
         "model": str(here / "draft"),
@@ -106,7 +106,7 @@ def test_the_adapter_accepts_the_whole_configuration(written, here):
     options.enforce_eager, options.max_num_seqs = True, 70
     config = options.create_engine_config()
     spec = config.speculative_config
-    assert Settings.of(config) == Settings(policy=f"head:{here / 'head'}")
+    assert Settings.of(config) == Settings(policy=f"head:{here / 'head'},costs=auto")
     assert (spec.method, spec.num_speculative_tokens, spec.draft_sample_method) == ("draft_model", 5, "greedy")
     assert spec.draft_model_config.model == str(here / "draft")
     by_requests = build_dynamic_sd_schedule_lookup(spec.num_speculative_tokens_per_batch_size, 70, 5)

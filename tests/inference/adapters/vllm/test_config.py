@@ -114,7 +114,7 @@ def test_a_tuned_head(run, here):
             "draft_sample_method": "probabilistic",
         },
         "no-async-scheduling": True,
-        "additional-config": {"accept_head": {"policy": f"head:{here / 'head'}"}},
+        "additional-config": {"accept_head": {"policy": f"head:{here / 'head'},costs=auto"}},
     }
     assert command[:3] == ["vllm", "serve", str(here / "target")]
     assert f"# vllm serve --config {here / 'vllm.yaml'}" in comments
@@ -131,7 +131,7 @@ def test_a_head_that_reads_the_drafts_embeddings(run, here):
     """Of which there are none here, only their shape."""
     make_head(here / "embedding", reads="before", embedding_std=0.1, decoding={"threshold": 0.5, "k_max": 4})
     options, _, _ = run("--head", "embedding")
-    assert options["additional-config"] == {"accept_head": {"policy": f"head:{here / 'embedding'}"}}
+    assert options["additional-config"] == {"accept_head": {"policy": f"head:{here / 'embedding'},costs=auto"}}
 
 
 def test_without_out_it_only_prints(here, capsys):
@@ -202,7 +202,7 @@ def test_a_table_alone_and_as_a_limit_for_a_head(run, here):
     assert alone == run("--policy", "batch-map:table.json")[0]
     both, _, _ = run("--batch_map", "table.json", "--head", "head")
     assert both["speculative-config"] == alone["speculative-config"]  # 5 of the table, not 7 of the head
-    assert both["no-async-scheduling"] and both["additional-config"]["accept_head"]["policy"].endswith("head")
+    assert both["no-async-scheduling"] and both["additional-config"]["accept_head"]["policy"].endswith("head,costs=auto")
     shorter, _, _ = run("--batch_map", "table.json", "--head", "before")
     assert shorter["speculative-config"]["num_speculative_tokens"] == 4  # of the head; vLLM cuts the table's 5
 
@@ -240,7 +240,7 @@ def test_paths_come_through_shell_and_yaml(run, here, odd):
     options, command, _ = run("--target", names[0], "--draft", names[1], "--head", names[2])
     assert command[2] == options["model"] == names[0]
     assert options["speculative-config"]["model"] == names[1]
-    assert options["additional-config"]["accept_head"]["policy"] == f"head:{names[2]}"
+    assert options["additional-config"]["accept_head"]["policy"] == f"head:{names[2]},costs=auto"
 
 
 # --- --tuned ---------------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def tuned(here, *rows):
 def test_the_fastest_that_vllm_can_run(run, here):
     rows = [("none", 100.0), ("fixed:3", 120.0), ("head:head:0.3,k_max=6", 150.0), ("dsde:4", 170.0), (None, 300.0)]
     options, _, _ = run(*tuned(here, *rows))
-    assert options["additional-config"]["accept_head"]["policy"] == f"head:{here / 'head'}:0.3,k_max=6"
+    assert options["additional-config"]["accept_head"]["policy"] == f"head:{here / 'head'}:0.3,k_max=6,costs=auto"
     options, _, _ = run(*tuned(here, *rows[:2]))
     assert "additional-config" not in options and options["speculative-config"]["num_speculative_tokens"] == 3
 
@@ -263,7 +263,7 @@ def test_the_fastest_that_vllm_can_run(run, here):
 def test_a_head_as_it_was_tuned_there(run, here):
     rows = [("fixed:3", 160.0), ("head:before:0.2", 150.0), (f"head:{here}/head:0.3,k_max=6", 140.0), ("none", 145.0)]
     options, _, _ = run("--head", "head", *tuned(here, *rows))
-    assert options["additional-config"]["accept_head"]["policy"] == f"head:{here / 'head'}:0.3,k_max=6"
+    assert options["additional-config"]["accept_head"]["policy"] == f"head:{here / 'head'}:0.3,k_max=6,costs=auto"
 
 
 @pytest.mark.parametrize(
