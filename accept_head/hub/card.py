@@ -176,7 +176,7 @@ def _usage(facts: CardFacts) -> str:
         "num_speculative_tokens": (facts.decoding or {}).get("k_max", (traces and traces.depths) or 8),
         "draft_sample_method": "greedy" if greedy else "probabilistic",
     }
-    plugin = json.dumps({"accept_head": {"policy": policy}})
+    plugin = json.dumps({"accept_head": {"policy": f"{policy},costs=auto"}})  # it serves any number of requests
     temperature = "" if traces is None else f" --temperature {traces.sampling.temperature:g}"
     in_transformers = (
         f"""

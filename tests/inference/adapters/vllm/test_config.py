@@ -202,7 +202,8 @@ def test_a_table_alone_and_as_a_limit_for_a_head(run, here):
     assert alone == run("--policy", "batch-map:table.json")[0]
     both, _, _ = run("--batch_map", "table.json", "--head", "head")
     assert both["speculative-config"] == alone["speculative-config"]  # 5 of the table, not 7 of the head
-    assert both["no-async-scheduling"] and both["additional-config"]["accept_head"]["policy"].endswith("head,costs=auto")
+    assert both["no-async-scheduling"]
+    assert both["additional-config"]["accept_head"]["policy"] == f"head:{here / 'head'},costs=auto"
     shorter, _, _ = run("--batch_map", "table.json", "--head", "before")
     assert shorter["speculative-config"]["num_speculative_tokens"] == 4  # of the head; vLLM cuts the table's 5
 
