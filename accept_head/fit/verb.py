@@ -31,6 +31,7 @@ from accept_head.fit.decoding import (
 from accept_head.fit.plan import BATCH, Plan, check_disk, measured_speed, planned, position_bytes, seconds_of, shown
 from accept_head.fit.prompts import SPLITS, read_all, write_splits
 from accept_head.fit.verdict import Verdict, costs_of_runs, judge
+from accept_head.inference.policies.registry import for_any_load
 from accept_head.inference.profile.device import device_name
 from accept_head.inference.replay.coupled import load_coupled
 from accept_head.inference.tune.rules import RULES
@@ -276,9 +277,7 @@ def next_commands(verdict: Verdict, folder: Path, models: dict[str, Any], sampli
     temperature = ("--temperature", f"{sampling.temperature:g}")
     prompts = ("--prompts", folder / "prompts" / "test.jsonl", "--out", folder / "out.jsonl")
     as_asked = (*temperature, "--top_k", sampling.top_k, "--dtype", models["dtype"])
-    # vLLM serves any number of requests, for which no threshold was chosen. A fixed K is vLLM's own.
-    costs = "" if policy.startswith("fixed:") else ",costs=auto"
-    chosen = ("--head", head) if verdict.use == "head" else ("--policy", policy + costs)
+    chosen = ("--head", head) if verdict.use == "head" else ("--policy", for_any_load(policy))
     commands = [
         ("generate", *pair, *prompts, "--policy", policy, *as_asked),
         ("vllm-config", *pair, *chosen, *temperature, "--out", folder / "serve.yaml"),

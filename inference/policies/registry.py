@@ -56,6 +56,15 @@ def make_policy(spec: str, draft: Pair | PreTrainedModel | DraftShape) -> DraftP
     return policy if given is None else BatchStopPolicy(policy, given)
 
 
+def for_any_load(spec: str) -> str:
+    """The SPEC with costs=auto: a threshold is chosen for one request at a time. Unchanged if its policy has costs or
+    takes none, and for lengths that vLLM drafts by itself."""
+    name = spec.partition(",")[0].partition(":")[0]
+    if name in ("fixed", "batch-map") or not POLICIES[name].takes_costs or f",{COSTS}=" in spec:
+        return spec
+    return f"{spec},{COSTS}=auto"
+
+
 def _parse_options(spec: str, pairs: list[str], entry: Spec) -> Options:
     known = entry.option_types
     options: Options = {}

@@ -38,7 +38,7 @@ def vllm_config(
             ends when drafting no longer pays for all requests together; --policy head:HEAD is the threshold alone.
         policy: Another policy, as it is; `accept-head --list-policies` prints what there is.
         tuned: JSON file by `accept-head tune`: the fastest policy in it that vLLM can run; with --head, that head as
-            tuned there. A head gets costs=auto here, too.
+            tuned there. With costs=auto, too.
         batch_map: JSON file by `accept-head profile --batch_map`: how many tokens a round may draft, by the number of
             requests. Alone, or as a limit on what a policy decides.
         temperature: That requests will have. Above 0 the draft samples; at 0 it takes its likeliest token, of which

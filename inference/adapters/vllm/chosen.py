@@ -10,21 +10,20 @@ import torch
 from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.inference.adapters.vllm.host import PolicyHost
-from accept_head.inference.policies.registry import COSTS, POLICIES, make_policy
+from accept_head.inference.policies.registry import COSTS, POLICIES, for_any_load, make_policy
 from accept_head.inference.policies.spec import DraftShape
 from accept_head.inference.policy import DraftPolicy
 
 
 def chosen_spec(head: str | None, policy: str | None, tuned: str | None, shape: DraftShape) -> str | None:
-    """One SPEC with absolute paths, since vLLM may start in any folder. None: only vLLM's own rules. A head that `tune`
-    chose a threshold for, with one request at a time, also gets costs=auto: vLLM serves any number."""
+    """One SPEC with absolute paths, since vLLM may start in any folder. None: only vLLM's own rules. What `tune`
+    chose, with one request at a time, also gets costs=auto: vLLM serves any number."""
     if policy is not None and (head is not None or tuned is not None):
         raise InputError(f"--policy {policy}: expected without --head and --tuned, which say the policy too")
     if tuned is not None:
-        spec = absolute(tuned_spec(Path(tuned), head, shape))
-        return f"{spec},{COSTS}=auto" if spec.startswith("head:") else spec
+        return for_any_load(absolute(tuned_spec(Path(tuned), head, shape)))
     if head is not None:
-        return f"head:{_held(head)},{COSTS}=auto"
+        return for_any_load(f"head:{_held(head)}")
     return absolute(policy) if policy is not None else None
 
 

@@ -14,7 +14,7 @@ from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.entropy import EntropyPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policies.registry import POLICIES
+from accept_head.inference.policies.registry import POLICIES, for_any_load
 from accept_head.pair import hidden_size
 from tests.inference.support.toy import TOKENS, llama, pair_of, random_head
 
@@ -216,6 +216,22 @@ WRONG = {
     "head:PATH/nowhere:0.5": ["PATH/nowhere"],
     "head:PATH/config.json:0.5": ["PATH/config.json"],
 }
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["cumulative-confidence:0.7", "max-prob:0.5,k_max=6", "adaedl:0.4", "hf-heuristic", "online-logistic:0.3",
+     "online-signals:0.6"],
+)  # fmt: skip
+def test_what_was_tuned_for_one_request_learns_costs_for_any_load(spec):
+    assert for_any_load(spec) == f"{spec},costs=auto"
+    make_policy(for_any_load(spec), DRAFT)
+
+
+@pytest.mark.parametrize("spec", ["none", "fixed:3", "leviathan:0.2", "goodput", "max-prob:0.5,costs=0.2"])
+def test_what_takes_no_costs_or_has_them_stays_as_it_is(spec):
+    assert for_any_load(spec) == spec
+    make_policy(spec, DRAFT)
 
 
 def refusal(spec, draft=DRAFT):
