@@ -3,7 +3,7 @@
     overhead = wall ÷ Σ forwards at their floor,  Σ = Σ_rounds [ N_draft·t_draft + t_target(width of the round) ]
 
 Target and draft of the shapes of Llama 3 8B and Llama 3.2 1B, random weights, bf16; what is accepted, and what the
-head says, is recorded of the embedded pair (recorded_rounds.py), so that lengths are realistic. A floor is the median
+head says, is recorded of a published pair (recorded_rounds.py), so that lengths are realistic. A floor is the median
 of one forward alone over a cache that is half filled, replayed as a CUDA graph between two events; on a CPU, by the
 clock. Nothing that a forward does not do is in the floor: sampling, signals, head, policy, verification and
 bookkeeping all count as overhead.
@@ -12,7 +12,11 @@ A policy decodes wave after wave of as many requests as there are rows, in one r
 are live, without the first of a wave, which has the prompts in it; without the first wave, a warm-up; and without
 rounds in which a graph was captured, which are counted beside it.
 
-python benchmarks/gpu/overhead.py [--batches 1 8 32 128] [--temperatures 0 1] [--tiny]
+As all policies see the same acceptance, their tokens per second compare them at these sizes by the clock. `head` has
+the threshold that suits one request; beside it are costs of the floors, and costs that it learns. `switches` are cells
+in which one thing is turned off: what it earns is their wall over that of the cell with everything on.
+
+python benchmarks/gpu/overhead.py [--batches 1 8 32 128] [--temperatures 0 1] [--switches 1 32] [--tiny]
 """
 
 from __future__ import annotations
@@ -21,19 +25,25 @@ import argparse
 import gc
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from cells import Cell, open_cells, part_parser
-from graph_modes import captures, decoder_options, modes
+from graph_modes import Mode, captures, decoder_options, modes
 from recorded_loop import RecordedDecoder, RecordedHead, random_head, recorded_requests
 from recorded_rounds import K_MAX, RECORDED, RecordedRounds
 from shapes import build_pair
 
 from accept_head import Sampling
+from accept_head.cost import BatchForwardCost, PairCosts
+from accept_head.inference.bench.figures import TWIN
+from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
 from accept_head.inference.decode.rows import Request
@@ -42,6 +52,9 @@ from accept_head.inference.engine.attention.choice import choose
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.memory import plan_memory
 from accept_head.inference.engine.proof import check_served
+from accept_head.inference.kernels import head as kernels_of_head
+from accept_head.inference.kernels import usable
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.profile.device import finish
@@ -50,11 +63,16 @@ from accept_head.pair import Pair
 PROMPT_TOKENS = 256
 TOP_K = 50
 BATCHES = (1, 8, 32, 128)
-POLICIES = ("none", "fixed:1", "fixed:4", f"fixed:{K_MAX}", "head")
+LENGTHS = (1, 2, 3, 4, 6, K_MAX)
+TWICE, AUTO, FLOORS = "fixed:2", "head, costs=auto", "head, costs of the floors"
+POLICIES = ("none", *map("fixed:{}".format, LENGTHS), TWICE + TWIN, "head", FLOORS, AUTO)
+SWITCHED = ("none", "fixed:4", "head")
 REPLAYS = 20  # of a floor
-WAVES = {1: 4, 8: 2}  # that count, of a policy; 1 for other sizes
+WAVES = {1: 8}  # that count, of a policy; 2 for other sizes
 FLOOR_SECONDS = 6  # guesses of what a cell takes
-LOOP_SECONDS = {1: 25, 8: 20, 32: 20, 128: 30}
+LOOP_SECONDS = {1: 40, 8: 25, 32: 25, 128: 35}
+SWITCHED_SECONDS = 12
+KERNELS = ("signals", "the head", "sampling", "verification", "the loop")  # as Check names them
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ def main() -> int:
     parser = part_parser(__doc__)
     parser.add_argument("--batches", type=int, nargs="+", help="1 8 32 128 when left out")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--switches", type=int, nargs="*", default=[], help="batch sizes at which switches are turned")
     options = parser.parse_args()
     return run(options)
 
@@ -85,11 +104,11 @@ def main() -> int:
 def run(options: argparse.Namespace) -> int:
     """1 if a cell could not be measured."""
     records = {0.0: RecordedRounds.load(RECORDED / "greedy.npz"), 1.0: RecordedRounds.load(RECORDED / "sampled.npz")}
-    usable, without = modes()
+    ways, without = modes()
     cells, _ = open_cells(
         "overhead",
         options,
-        acceptance="recorded: traces of the embedded pair (checkpoints/tiny) and its trained heads drive what is "
+        acceptance="recorded: traces of Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, and its heads drive what is "
         "accepted and what the head says; the models have random weights",
         sampling=f"top_k {TOP_K} at temperature 1, as people decode, whatever the records were sampled with",
         records={f"{temperature:g}": record.about for temperature, record in records.items()},
@@ -99,31 +118,80 @@ def run(options: argparse.Namespace) -> int:
     pair = build_pair(options.tiny)
     head = random_head(pair.draft)
     batches = options.batches or ([1, 3] if options.tiny else BATCHES)
-    floors: dict[tuple[int, int], Cell] = {}
-    # What the aim is about first: minutes are few. How often the host asks is compared at batch 1 only.
-    for (mode, chunk), batch, temperature in itertools.product(usable, batches, options.temperatures):
-        if batch > 1 and (mode, chunk) == ("graphs", 1):
-            continue
+    floors: dict[int, Cell] = {}
+
+    def measured(batch: int, temperature: float, way: Way, policies: Sequence[str], name: str, needs: float) -> None:
         record = records[float(bool(temperature))].to(pair.target.device)
         sampling = Sampling(temperature=temperature, top_k=TOP_K if temperature else 0)
         scene = Scene(pair, head, record, sampling, 16 if options.tiny else PROMPT_TOKENS, options.tiny)
-        place = batch, scene.half  # a forward does not know the temperature
-        if place not in floors:
-            floors[place] = cells.measure(
+        if batch not in floors:  # a forward does not know the temperature
+            floors[batch] = cells.measure(
                 f"floor, batch {batch}, context {scene.half}",
                 {"batch": batch},
-                lambda b=batch, s=scene: measure_floors(s, b),
+                lambda: measure_floors(scene, batch),
                 needs=FLOOR_SECONDS,
             )
         cells.measure(
-            f"{mode}{'' if chunk is None else f', chunk {chunk}'}, batch {batch}, temperature {temperature:g}",
-            {"batch": batch, "temperature": temperature, "compile": mode, "chunk": chunk, "top_k": sampling.top_k},
-            lambda b=batch, m=mode, c=chunk, f=floors[place], s=scene: measure_loop(s, b, m, c, f["seconds"]),
-            needs=LOOP_SECONDS.get(batch, 30),
-            after=[floors[place]],
+            f"{name}, batch {batch}, temperature {temperature:g}",
+            {"batch": batch, "temperature": temperature, "top_k": sampling.top_k, **settings_of(way)},
+            lambda: measure_loop(scene, batch, way, floors[batch]["seconds"], policies),
+            needs=needs,
+            after=[floors[batch]],
         )
         clear()
+
+    best = Way(*ways[0])
+    for batch, temperature in itertools.product(batches, options.temperatures):
+        measured(batch, temperature, best, POLICIES, named(best), LOOP_SECONDS.get(batch, 30))
+    for batch in options.switches:
+        for name, way in switches(best, ways).items():
+            measured(batch, 1.0, way, SWITCHED, f"switches, {name}", SWITCHED_SECONDS)
     return cells.status
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the loop runs. without: operations that torch does though there are kernels."""
+
+    compile: str
+    chunk: Any
+    attention: str = "auto"
+    without: tuple[str, ...] = ()
+
+
+def settings_of(way: Way) -> dict[str, Any]:
+    """As they are read from a file."""
+    return asdict(way) | {"without": list(way.without)}
+
+
+def named(way: Way) -> str:
+    return way.compile + ("" if way.chunk is None else f", chunk {way.chunk}")
+
+
+def switches(best: Way, others: Sequence[Mode]) -> dict[str, Way]:
+    """Everything on, twice; then one thing off, or other than it is."""
+    ways = {"all": best, "all" + TWIN: best}
+    ways |= {named(Way(*each)): Way(*each) for each in others[1:]}
+    if best.compile == "graphs":
+        ways |= {f"chunk {chunk}": replace(best, chunk=chunk) for chunk in (2, 4)}
+        ways |= {"attention sdpa": replace(best, attention="sdpa"), "no kernels": replace(best, without=KERNELS)}
+        ways |= {f"no kernels for {name}": replace(best, without=(name,)) for name in KERNELS}
+    return ways
+
+
+@contextmanager
+def in_torch(operations: Sequence[str]) -> Iterator[None]:
+    """Torch does these operations, whatever has kernels."""
+    used, passes = usable.usable, usable.passes
+    with ExitStack() as stack:
+        if operations:
+            served = lambda tensor, check: check.operation not in operations and used(tensor, check)  # noqa: E731
+            for module in list(sys.modules.values()):
+                if getattr(module, "usable", None) is used:
+                    stack.enter_context(patch.object(module, "usable", served))
+            passed = lambda check, device: check.operation not in operations and passes(check, device)  # noqa: E731
+            stack.enter_context(patch.object(kernels_of_head, "passes", passed))
+        yield
 
 
 @torch.no_grad()
@@ -183,12 +251,19 @@ def floor_seconds(forward: Callable[[], object], device: torch.device) -> tuple[
     return statistics.median(times), way
 
 
-def measure_loop(scene: Scene, batch: int, mode: str, chunk: Any, floors: dict[str, float]) -> Cell:
+def measure_loop(
+    scene: Scene, batch: int, way: Way, floors: dict[str, float], policies: Sequence[str] = POLICIES
+) -> Cell:
     """Every policy at this batch size, one after the other."""
-    decoder = make_recorded(scene, batch, mode, chunk)
-    waves = 1 + (1 if scene.tiny else WAVES.get(batch, 1))
+    with in_torch(way.without):
+        return _measure_loop(scene, batch, way, floors, policies)
+
+
+def _measure_loop(scene: Scene, batch: int, way: Way, floors: dict[str, float], names: Sequence[str]) -> Cell:
+    decoder = make_recorded(scene, batch, way)
+    waves = 1 + (1 if scene.tiny else WAVES.get(batch, 2))
     policies = []
-    for name in POLICIES:
+    for name in names:
         requests = [
             recorded_requests(
                 scene.record,
@@ -199,12 +274,14 @@ def measure_loop(scene: Scene, batch: int, mode: str, chunk: Any, floors: dict[s
             )
             for wave in range(waves)
         ]
-        timed = decode(decoder, requests, make(name, decoder, scene), scene)
-        policies.append({"policy": name, **timed.summary(floors)})
+        policy = make(name, decoder, scene, batch, floors)
+        timed = decode(decoder, requests, policy, scene)
+        believed = {"believed": policy.costs.believed()} if name == AUTO else {}
+        policies.append({"policy": name, **timed.summary(floors), **believed})
     return {"policies": policies, "worst_overhead": max(row["overhead"] for row in policies)}
 
 
-def make_recorded(scene: Scene, batch: int, mode: str, chunk: Any = None) -> RecordedDecoder:
+def make_recorded(scene: Scene, batch: int, way: Way) -> RecordedDecoder:
     pair = scene.pair
     plan = plan_memory(
         pair.target,
@@ -215,28 +292,46 @@ def make_recorded(scene: Scene, batch: int, mode: str, chunk: Any = None) -> Rec
         vocab_size=pair.vocab_size,
         greedy=scene.sampling.greedy,
         longest_prompt=scene.prompt_tokens,
-        graphs=mode == "graphs",
+        graphs=way.compile == "graphs",
     )
     plan.check_fits(pair.target.device)
-    decoder = RecordedDecoder(pair.target, pair.draft, plan, **decoder_options(mode, chunk))
+    options = decoder_options(way.compile, way.chunk) | {"attention": way.attention}
+    decoder = RecordedDecoder(pair.target, pair.draft, plan, **options)
     decoder.record, decoder.prompt_tokens = scene.record, scene.prompt_tokens
     return decoder
 
 
-def make(name: str, decoder: RecordedDecoder, scene: Scene) -> DraftPolicy:
+def make(name: str, decoder: RecordedDecoder, scene: Scene, batch: int, floors: dict[str, float]) -> Any:
     about = scene.record.about
     if name == "head":
         return RecordedHead(scene.head, about["threshold"], decoder, k_min=about["k_min"], k_max=about["k_max"])
-    return FixedPolicy(0 if name == "none" else int(name.partition(":")[2]))
+    if name.startswith("head"):  # which ends a round by costs alone
+        costs = LearntCosts() if name == AUTO else costs_of(floors, batch)
+        return BatchStopPolicy(RecordedHead(scene.head, 1.0, decoder, k_min=1, k_max=about["k_max"]), costs)
+    return FixedPolicy(0 if name == "none" else int(name.removesuffix(TWIN).partition(":")[2]))
+
+
+def costs_of(floors: dict[str, float], batch: int) -> PairCosts:
+    """The line through the target's narrowest and widest forward; of the draft there is one."""
+    one, most = floors["target 1"], floors[f"target {K_MAX + 1}"]
+    beta = max(0.0, most - one) / (K_MAX * batch)
+    return PairCosts(
+        draft=BatchForwardCost(alpha=0.0, beta=0.0, gamma=floors["draft 1"], r_squared=1.0),
+        target=BatchForwardCost(alpha=0.0, beta=beta, gamma=one - beta * batch, r_squared=1.0),
+    )
 
 
 class Rounds:
     """The rounds that count. wall: their seconds; drafts, widths: of each, the draft forwards that it needed and the
     tokens a row that the target was given; tokens: that they emitted. captures: seconds of rounds that made graphs."""
 
-    def __init__(self, walls: list[float], counted: torch.Tensor, captures: list[float]):
-        """counted: (rounds, 3, rows) drafted, submitted and accepted tokens."""
+    def __init__(self, waves: list[int], walls: list[float], counted: torch.Tensor, captures: list[float]):
+        """waves: of each round. counted: (rounds, 3, rows) drafted, submitted and accepted tokens."""
         self.wall, self.captures = sum(walls), captures
+        self.waves: dict[int, list[float]] = {}
+        for wave, wall, tokens in zip(waves, walls, (counted[:, 2] + 1).sum(-1).tolist(), strict=True):
+            sums = self.waves.setdefault(wave, [0, 0.0])
+            sums[0], sums[1] = sums[0] + tokens, sums[1] + wall
         self.drafts = counted[:, 0].amax(-1).tolist()
         self.widths = (counted[:, 1].amax(-1) + 1).tolist()
         self.tokens = int((counted[:, 2] + 1).sum())
@@ -252,6 +347,7 @@ class Rounds:
             "wall_seconds": self.wall,
             "forward_seconds": drafting + verifying,
             "tokens_per_second": self.tokens / self.wall,
+            "tokens_and_seconds_of_waves": list(self.waves.values()),
             "overhead_ms_a_round": 1e3 * (self.wall - drafting - verifying) / len(self.widths),
             "rounds_with_captures": len(self.captures),
             "seconds_of_rounds_with_captures": sum(self.captures),
@@ -286,13 +382,14 @@ def decode(decoder: RecordedDecoder, waves: list[list[Request]], policy: DraftPo
     )
     for _ in run:
         pass
-    walls, counted, capturing = [], [], []
+    numbers, walls, counted, capturing = [], [], [], []
     for before, after in itertools.pairwise(seen):
         if 0 < after[0] == before[0]:
             captured = after[1] > before[1]
             (capturing if captured else walls).append(after[2] - before[2])
             counted += [] if captured else [after[3]]
-    return Rounds(walls, torch.stack(counted).cpu(), capturing)
+            numbers += [] if captured else [after[0]]
+    return Rounds(numbers, walls, torch.stack(counted).cpu(), capturing)
 
 
 def clear() -> None:

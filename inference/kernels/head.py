@@ -28,6 +28,7 @@ from accept_head.signals import SIGNALS
 MOST_ROWS = 64
 ROWS_AT_ONCE, PRODUCTS_AT_ONCE = 8, 8192  # per program
 DOT_ROWS, DOT_BLOCK, DOT_STAGES = 16, 256, 4  # the same with tensor cores
+DOT_LEAST = 64  # numbers at once, of which each of four warps multiplies no fewer than 16
 FEW_CHANNELS = 512
 HALF = (torch.bfloat16, torch.float16)
 TABLE_ROWS = 1 << 14  # rows of the embedding table that are computed at once
@@ -254,7 +255,7 @@ def _run(
                 **shape,
                 **how,
             )
-        shape["BLOCK"] = min(shape["BLOCK"], power_of_two(channels))
+        shape["BLOCK"] = min(shape["BLOCK"], max(power_of_two(channels), DOT_LEAST if shape["DOT"] else 1))
         blocks = list(zip(packed.weights, packed.biases, strict=True))
         last = blocks.pop() if blocks and not with_state else None
         for weight, bias in blocks:

@@ -43,6 +43,8 @@ from tests.inference.support.replayed import standing_in
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "benchmarks" / "gpu"
+PLAIN = overhead.Way("none", None)
+FLOORS = {"draft 1": 2.0} | {f"target {width}": 10.0 for width in range(1, 10)}
 PARTING = (15, 21)  # test prompts at which it was seen
 
 
@@ -79,15 +81,15 @@ def recorded(
     return record, traces, recorded_rounds.endless(traces), policy
 
 
-def decoded(record: Any, pair: Any, name: str, batch: int = 5, mode: Any = ("none", None)) -> list[Any]:
+def decoded(record: Any, pair: Any, name: str, batch: int = 5, way: Any = PLAIN) -> list[Any]:
     """Statistics of each response of the record, decoded by the recorded loop with models of another seed."""
     head = recorded_loop.random_head(pair.draft, seed=3)
     scene = overhead.Scene(pair, head, record, Sampling(temperature=0), 7, True)
-    decoder = overhead.make_recorded(scene, batch, *mode)
+    decoder = overhead.make_recorded(scene, batch, way)
     requests = recorded_loop.recorded_requests(record, record.responses, prompt_tokens=7, vocab_size=pair.vocab_size)
     run = decoder.run(
         requests,
-        policy=overhead.make(name, decoder, scene),
+        policy=overhead.make(name, decoder, scene, batch, FLOORS),
         processing=Processing(scene.sampling, pair.vocab_size),
         stopping=Stopping([], [], torch.device("cpu")),
     )
@@ -102,7 +104,7 @@ def test_the_recorded_loop_is_the_same_in_graphs_and_chunks(recorded: Any, other
     few = replace(record, leading=record.leading[: 5 * record.tokens], scores=record.scores[: 5 * record.tokens])
     plain = counts_of(decoded(few, other_pair, name, batch=2))
     with standing_in():
-        captured = counts_of(decoded(few, other_pair, name, batch=2, mode=("graphs", 3)))
+        captured = counts_of(decoded(few, other_pair, name, batch=2, way=overhead.Way("graphs", 3)))
     np.testing.assert_array_equal(captured, plain)
 
 
@@ -132,18 +134,17 @@ def test_the_recorded_loop_has_the_lengths_of_replay(recorded: Any, other_pair: 
 
 
 def test_rounds_that_capture_are_counted_apart(recorded: Any, other_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overhead, "POLICIES", ("none", "fixed:8", "head"))
+    names = ("none", "fixed:8", "head")
     head = recorded_loop.random_head(other_pair.draft, seed=3)
     scene = overhead.Scene(other_pair, head, recorded[0], Sampling(temperature=0), 7, True)
-    floors = {"draft 1": 2.0} | {f"target {width}": 10.0 for width in range(1, 10)}
-    plain = overhead.measure_loop(scene, 2, "none", None, floors)["policies"]
+    plain = overhead.measure_loop(scene, 2, PLAIN, FLOORS, names)["policies"]
     before = overhead.captures()
     with standing_in():
-        overhead.measure_loop(scene, 2, "graphs", 2, floors)
+        overhead.measure_loop(scene, 2, overhead.Way("graphs", 2), FLOORS, names)
     assert overhead.captures() > before + 10  # they are counted where they are made
     asked = itertools.count()
     monkeypatch.setattr(overhead, "captures", lambda: next(asked) // 5)  # as if every fifth round made one
-    captured = overhead.measure_loop(scene, 2, "none", None, floors)["policies"]
+    captured = overhead.measure_loop(scene, 2, PLAIN, FLOORS, names)["policies"]
     for one, other in zip(plain, captured, strict=True):
         # Of each wave all rounds but the first, as far as both rows are live; the first wave is a warm-up.
         assert one["rounds_with_captures"] == 0 < one["rounds"]
@@ -151,6 +152,9 @@ def test_rounds_that_capture_are_counted_apart(recorded: Any, other_pair: Any, m
         assert other["rounds_with_captures"] == pytest.approx(one["rounds"] / 5, abs=2)
         assert other["rounds_with_captures"] == 0 or other["seconds_of_rounds_with_captures"] > 0
         assert one["forward_seconds"] == 2 * one["draft_forwards"] + 10 * one["rounds"]
+        assert np.sum(one["tokens_and_seconds_of_waves"], 0).tolist() == pytest.approx(
+            [one["tokens"], one["wall_seconds"]]
+        )
         assert one["overhead"] == pytest.approx(one["wall_seconds"] / one["forward_seconds"])
     none, longest, _ = plain
     assert none["draft_forwards"] == 0 and none["rounds"] == none["tokens"] / 2 == recorded[0].tokens - 1

@@ -106,6 +106,7 @@ HEADS = {
     "paper": {"depth": 3, "signals": ()},
     "wide, both": {"depth": 1, "width": 1024, "embedding_std": 0.02, "predicts": "both"},
     "linear": {"depth": 0, "width": 256},
+    "narrow": {"depth": 2, "width": 24},
 }
 
 
