@@ -87,6 +87,9 @@ class PairCosts:
         """Seconds of one target forward in a round without drafts, one token per row."""
         return self.verify_seconds(rows, context_tokens)
 
+    def forget(self) -> None:
+        """Measured costs stay."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCounts:

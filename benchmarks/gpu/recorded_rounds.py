@@ -5,12 +5,12 @@ A pair of random weights accepts nothing, so its lengths would be nobody's. Thes
 whatever position it starts and whatever the policy. The extracts that are committed here were made with
 
     python benchmarks/gpu/recorded_rounds.py --traces benchmarks/traces/qwen2.5-coder/t1/test \\
-        --head checkpoints/qwen2.5-coder/sampled:THRESHOLD1 --out benchmarks/gpu/recorded/sampled.npz
+        --head checkpoints/qwen2.5-coder/sampled:0.4993 --out benchmarks/gpu/recorded/sampled.npz
     python benchmarks/gpu/recorded_rounds.py --traces benchmarks/traces/qwen2.5-coder/t0/test \\
-        --head checkpoints/qwen2.5-coder/greedy:THRESHOLD0 --out benchmarks/gpu/recorded/greedy.npz
+        --head checkpoints/qwen2.5-coder/greedy:0.5026 --out benchmarks/gpu/recorded/greedy.npz
 
-with the thresholds that `accept-head tune --t_draft 0.18 --t_target 1` finds on the dev traces beside them: 0.18 is
-about what the bytes of a 1B and an 8B model say.
+with the thresholds that `accept-head tune --t_draft 0.18 --t_target 1 --k_max 8` finds on the dev traces beside them:
+0.18 is about what the bytes of a 1B and an 8B model say.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ with non-negative coefficients, from the last rounds. Context and tokens are sum
 that is not drafting: verification, sampling, and what the host does between rounds. A round without drafts has a γ of
 its own, as hosts and kernels go other ways there. Policies only ask what a forward costs; that a policy's costs are
 learnt is the matter of `Drafting`, through which every decode loop asks it.
+
+What is believed lies in tensors on the policy's device that change in place, so that CUDA graphs can contain it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 from scipy.optimize import nnls
+from torch import Tensor
 
 from accept_head.cost import BatchForwardCost, Quantity
 from accept_head.inference.costs.host import PADDED, Host
@@ -26,6 +29,7 @@ ROUNDS, HALF_LIFE = 256, 64  # rounds that are remembered, and after how many on
 OFTEN, SELDOM = 16, 8  # a fit after each of the first rounds, then after every eighth
 TRIAL = (2, 0, 4, 0, 1, 3)  # draft lengths of the first rounds: no cost is known without some of each kind
 PLAIN = 64  # a round without drafts after so many, to know what it costs
+NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less (Huber)
 REFITS = 10
 UNKNOWN, ALIKE = 0.01, 10.0  # rounds that a prior counts as; see `fitted`
@@ -35,10 +39,19 @@ TINY = 1e-12  # seconds
 
 class LearntCosts:
     """PairCosts that follow the clock. host: the decode loop that tells the seconds. Until the first rounds were timed,
-    drafting costs next to nothing."""
+    drafting costs next to nothing.
+
+    coefficients: (3, 3) float64, α, β and γ of the draft, of the target, and of the target in rounds without drafts.
+    limit: () int64, the most tokens that a row may draft in this round.
+    """
 
     def __init__(self) -> None:
         self.host: Host = PADDED
+        self.coefficients, self.limit = torch.zeros(3, 3, dtype=torch.float64), torch.zeros((), dtype=torch.long)
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset to the initial state, in the same memory."""
         self.draft, self.target = (
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
         )
@@ -46,18 +59,32 @@ class LearntCosts:
         # Of a forward: whether the round drafted, tokens, context, seconds.
         self.drafts, self.rests = (deque[tuple[float, ...]](maxlen=ROUNDS) for _ in range(2))
         self.rounds = 0
+        self._set_coefficients()
+        self.limit.fill_(limit_of(0))
+
+    def start(self, device: torch.device) -> None:
+        """A decode loop on this device begins. Keeps what was learnt."""
+        self.coefficients, self.limit = self.coefficients.to(device), self.limit.to(device)
 
     def draft_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
         """As PairCosts."""
-        return self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)
+        return self._seconds(0, rows, context_tokens)
 
     def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
         """As PairCosts."""
-        return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
+        return self._seconds(1, batch_tokens, context_tokens)
 
     def plain_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
         """As PairCosts."""
-        return self.plain.seconds(context_tokens=context_tokens, batch_tokens=rows)
+        return self._seconds(2, rows, context_tokens)
+
+    def _seconds(self, forward: int, tokens: Quantity, context: Quantity) -> Tensor:
+        alpha, beta, gamma = self.coefficients[forward]
+        return alpha * context + beta * tokens + gamma
+
+    def _set_coefficients(self) -> None:
+        believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.target, self.plain)]
+        self.coefficients.copy_(torch.tensor(believed, dtype=torch.float64))
 
     def believed(self) -> dict[str, dict[str, float]]:
         """The coefficients of each forward, in seconds, and the share of the variance that they explain. plain: the
@@ -71,13 +98,6 @@ class LearntCosts:
             for name, one in (("draft", self.draft), ("target", self.target), ("plain", self.plain))
         )
 
-    @property
-    def limit(self) -> int | None:
-        """The most tokens that a row may draft in this round. None in most rounds, once the costs are known."""
-        if self.rounds < len(TRIAL):
-            return TRIAL[self.rounds]
-        return 0 if self.rounds % PLAIN == 0 else None
-
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from a round."""
         host, steps = self.host, outcome.draft_forwards
@@ -88,6 +108,8 @@ class LearntCosts:
         numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), forwards])
         rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
         self.rounds += 1
+        if (limit := limit_of(self.rounds)) != limit_of(self.rounds - 1):
+            self.limit.fill_(limit)
         if not rows:
             return
         if ran:
@@ -101,6 +123,14 @@ class LearntCosts:
                 # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
                 # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
                 self.draft, _ = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
+            self._set_coefficients()
+
+
+def limit_of(rounds: int) -> int:
+    """The most tokens that a row may draft after so many rounds: in most, once the costs are known, any."""
+    if rounds < len(TRIAL):
+        return TRIAL[rounds]
+    return 0 if rounds % PLAIN == 0 else NO_LIMIT
 
 
 def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCost, BatchForwardCost]:

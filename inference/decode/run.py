@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -156,7 +157,9 @@ class Run:
         if self._learnt is None:
             self.drafting.observe(outcome)
         else:
-            self._ask("learn", self.policy.observe, outcome, state=self.policy, mutates=self._learnt)
+            self.drafting.learn_costs(outcome)
+            timeless = replace(outcome, seconds=None, draft_seconds=None, draft_forwards=None)
+            self._ask("learn", self.policy.observe, timeless, state=self.policy, mutates=self._learnt)
         return finished
 
     def _seconds(self) -> float:

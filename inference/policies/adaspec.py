@@ -101,6 +101,7 @@ class AdaSpecPolicy(RowPolicy):
     def forget(self) -> None:
         self.confidence = torch.tensor(self.CONFIDENCE)  # c̄
         self.confidences, self.drafted = torch.zeros(()), torch.zeros(())  # Σ q(Y), number of tokens
+        self.costs.forget()
 
     def start(self, batch: int, device: torch.device) -> None:
         self.probe.start(device)

@@ -121,10 +121,11 @@ class BatchStopPolicy(RowPolicy):
         self.forget()
 
     def forget(self) -> None:
-        """Reset the sums in place, to those of one row that drafted nothing."""
+        """Reset the sums in place, to those of one row that drafted nothing; and the costs, if they are learnt."""
         for sums in (self.accepted, self.before, self.after, self.totals):
             sums[...] = 0.0
         self.totals[:2] = 1.0
+        self.costs.forget()
 
     @property
     def capture(self) -> Capture | None:

@@ -112,6 +112,7 @@ class BudgetPolicy(RowPolicy):
 
     def forget(self) -> None:
         self.estimator.forget()
+        self.costs.forget()
 
     @property
     def in_chunks(self) -> bool:

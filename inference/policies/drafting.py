@@ -84,6 +84,8 @@ class Drafting:
 
     def start(self, batch: int, device: torch.device) -> None:
         """A batch of this many rows begins; nothing is known of any."""
+        if self.learnt:
+            self.learnt.start(device)
         if hasattr(self.policy, "start"):
             self.policy.start(batch, device)
 
@@ -118,9 +120,9 @@ class Drafting:
         """Start a round. live: (batch,) bool. room: the most tokens the host lets each row draft, (batch,) or one int
         for all."""
         answer = self.policy.start_round(self.on_device(live))
-        if self.learnt and (most := self.learnt.limit) is not None:
-            room = room.clamp(max=most) if isinstance(room, Tensor) else min(room, most)
         limit = room if isinstance(room, Tensor) else torch.full_like(live, room, dtype=torch.long)
+        if self.learnt:
+            limit = torch.minimum(limit, self.learnt.limit.to(limit.device))
         if self.constant:
             budget = limit.clamp(0, self.max_draft_tokens) * live
         else:
@@ -159,9 +161,13 @@ class Drafting:
 
     def observe(self, outcome: VerifyOutcome) -> None:
         """The round is verified."""
+        self.learn_costs(outcome)
+        self.policy.observe(outcome)
+
+    def learn_costs(self, outcome: VerifyOutcome) -> None:
+        """The part of `observe` that is the host's."""
         if self.learnt:
             self.learnt.observe(outcome)
-        self.policy.observe(outcome)
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """The host's tensor on the policy's device."""

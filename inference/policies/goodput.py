@@ -85,6 +85,7 @@ class GoodputPolicy(RowPolicy):
 
     def forget(self) -> None:
         self.accepted, self.judged = torch.tensor(self.rate * self.prior), torch.tensor(float(self.prior))
+        self.costs.forget()
 
     def start(self, batch: int, device: torch.device) -> None:
         self.probe.start(device)

@@ -40,7 +40,7 @@ def test_generate(compile, tmp_path, waits, monkeypatch):
 @pytest.mark.slow
 def test_bench(tmp_path, waits):
     out = tmp_path / "bench.json"
-    options = ["--policy", "max-prob:0.5,k_max=4", "--policy+", HEAD, "--fixed", "2", "--repeats", "1"]
+    options = ["--policy", f"{HEAD},costs=auto", "--policy+", HEAD, "--fixed", "2", "--repeats", "1"]
     options += ["--temperature", "1", "--compile", "graphs", "--batch_size", "2", "--out", str(out)]
     assert main(["bench", *MODELS, *PROMPTS, *options]) == 0
     assert read_json(out)["device"] == "pretended"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from accept_head import Sampling
 from accept_head.inference import make_policy
+from accept_head.inference.costs.learnt import TRIAL, LearntCosts
+from accept_head.inference.decode import run as run_of_the_loop
 from accept_head.inference.decode.captured import read_by_steps
 from accept_head.inference.engine import cache
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
@@ -92,6 +96,39 @@ def test_captured_or_not_it_decodes_and_learns_alike(name, sampling: Sampling, c
             key[0] for each in graphs.captured.policies.values() for key in each.graphs.captured
         }
         assert not any(each.graphs.refused for each in graphs.captured.policies.values())
+
+
+class Clock:
+    """Every look at it takes a tenth of a second, every third two."""
+
+    def __init__(self):
+        self.looks = itertools.count(1)
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 0.2 if next(self.looks) % 3 == 0 else 0.1
+        return self.now
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
+def test_costs_that_are_learnt_reach_captured_steps(sampling, monkeypatch):
+    """What the host learns between rounds changes what they do, with no new capture."""
+    plain, captured = (BatchStopPolicy(INNER["max-prob"](), LearntCosts(), probe=4) for _ in "ab")
+    decoder, answers = new_decoder(sampling=sampling), []
+    with standing_in() as backend:
+        graphs = new_decoder("graphs", sampling=sampling)
+        for policy, used in ((plain, decoder), (captured, graphs)):
+            monkeypatch.setattr(run_of_the_loop, "time", Clock())
+            answers.append([run(used, policy, sampling=sampling) for _ in range(3)])
+        asked = [key for each in graphs.captured.policies.values() for key in each.graphs.captured]
+        assert {"begin", "learn"} <= {key[0] for key in asked} and backend.replays > 3 * backend.captures
+    assert answers[0] == answers[1]
+    assert plain.costs.believed() == captured.costs.believed() and plain.costs.rounds > 3 * len(TRIAL)
+    assert captured.costs.coefficients[0, 2] == captured.costs.draft.gamma != LearntCosts().draft.gamma
+    drafted = [stats.drafted for *_, stats in answers[1][-1]]
+    captured.forget()
+    assert captured.costs.rounds == 0 and captured.costs.limit == TRIAL[0]
+    assert any(drafted)
 
 
 def test_it_forgets_in_the_same_memory():
