@@ -94,7 +94,7 @@ class Scene:
 
 def main() -> int:
     parser = part_parser(__doc__)
-    parser.add_argument("--batches", type=int, nargs="+", help="1 8 32 128 when left out")
+    parser.add_argument("--batches", type=int, nargs="*", help="1 8 32 128 when left out")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--switches", type=int, nargs="*", default=[], help="batch sizes at which switches are turned")
     options = parser.parse_args()
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
     )
     pair = build_pair(options.tiny)
     head = random_head(pair.draft)
-    batches = options.batches or ([1, 3] if options.tiny else BATCHES)
+    batches = ([1, 3] if options.tiny else BATCHES) if options.batches is None else options.batches
     floors: dict[int, Cell] = {}
 
     def measured(batch: int, temperature: float, way: Way, policies: Sequence[str], name: str, needs: float) -> None:
