@@ -25,12 +25,15 @@ from accept_head.cost import BatchForwardCost, Quantity
 from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
-ROUNDS, HALF_LIFE = 256, 64  # rounds that are remembered, and after how many one counts half
-OFTEN, SELDOM = 16, 8  # a fit after each of the first rounds, then after every eighth
-TRIAL = (2, 0, 4, 0, 1, 3)  # draft lengths of the first rounds: no cost is known without some of each kind
+ROUNDS, HALF_LIFE = 128, 64  # rounds that are remembered, and after how many one counts half
+OFTEN, SELDOM = 24, 8  # a fit after each of the first rounds, then after every eighth
+# Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
+# kernels are compiled and graphs captured, which takes a hundred times as long; from that nothing is learnt.
+TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
+AGAIN = 128  # after so many rounds without drafts one token is drafted at no price: nothing is remembered of its cost
 NO_LIMIT = 1 << 30
-TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less (Huber)
+TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS = 10
 UNKNOWN, ALIKE = 0.01, 10.0  # rounds that a prior counts as; see `fitted`
 UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
@@ -56,11 +59,10 @@ class LearntCosts:
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
         )
         self.plain = self.target
-        # Of a forward: whether the round drafted, tokens, context, seconds.
-        self.drafts, self.rests = (deque[tuple[float, ...]](maxlen=ROUNDS) for _ in range(2))
-        self.rounds = 0
-        self._set_coefficients()
-        self.limit.fill_(limit_of(0))
+        # Of a forward: whether the round drafted, tokens, context, seconds, the round's number.
+        self.drafts, self.rests = (deque[tuple[float, ...]]() for _ in range(2))
+        self.rounds = self.undrafted = 0  # and of these, the last in which nothing was drafted
+        self._tell_policy(limit=limit_of(0))
 
     def start(self, device: torch.device) -> None:
         """A decode loop on this device begins. Keeps what was learnt."""
@@ -82,9 +84,13 @@ class LearntCosts:
         alpha, beta, gamma = self.coefficients[forward]
         return alpha * context + beta * tokens + gamma
 
-    def _set_coefficients(self) -> None:
+    def _tell_policy(self, limit: int) -> None:
+        """Set coefficients and limit."""
         believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.target, self.plain)]
+        if self.undrafted >= AGAIN:
+            believed[0], limit = [0.0, 0.0, 0.0], 1
         self.coefficients.copy_(torch.tensor(believed, dtype=torch.float64))
+        self.limit.fill_(limit)
 
     def believed(self) -> dict[str, dict[str, float]]:
         """The coefficients of each forward, in seconds, and the share of the variance that they explain. plain: the
@@ -108,41 +114,53 @@ class LearntCosts:
         numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), forwards])
         rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
         self.rounds += 1
-        if (limit := limit_of(self.rounds)) != limit_of(self.rounds - 1):
-            self.limit.fill_(limit)
-        if not rows:
-            return
-        if ran:
-            fed = rows * ran if host.drafts_stopped else fed
-            self.drafts.append((1, fed / ran, context, outcome.draft_seconds / ran))
-        tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
-        self.rests.append((verified > 0, tokens, context, outcome.seconds - outcome.draft_seconds))
-        if len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0:
-            self.target, self.plain = fitted(np.array(self.rests), 0.0, UNKNOWN)
-            if self.drafts:
-                # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
-                # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
-                self.draft, _ = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
-            self._set_coefficients()
+        again, self.undrafted = self.undrafted >= AGAIN, 0 if ran else self.undrafted + 1
+        fits = False
+        if rows and self.rounds > len(TRIAL):
+            if ran:
+                fed = rows * ran if host.drafts_stopped else fed
+                self.drafts.append((1, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
+            tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
+            rest = outcome.seconds - outcome.draft_seconds
+            self.rests.append((verified > 0, tokens, context, rest, self.rounds))
+            fits = again or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
+            if fits:
+                self._fit()
+        limit = limit_of(self.rounds)
+        if fits or self.undrafted >= AGAIN or limit != limit_of(self.rounds - 1):
+            self._tell_policy(limit)
+
+    def _fit(self) -> None:
+        for seen in (self.drafts, self.rests):
+            while seen and seen[0][-1] <= self.rounds - ROUNDS:
+                seen.popleft()
+        self.target, self.plain = fitted(np.array(self.rests), 0.0, UNKNOWN)
+        if self.drafts:
+            # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
+            # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
+            self.draft, _ = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
 
 
 def limit_of(rounds: int) -> int:
     """The most tokens that a row may draft after so many rounds: in most, once the costs are known, any."""
-    if rounds < len(TRIAL):
-        return TRIAL[rounds]
+    if rounds < 2 * len(TRIAL):
+        return TRIAL[rounds % len(TRIAL)]
     return 0 if rounds % PLAIN == 0 else NO_LIMIT
 
 
 def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """A forward's costs in rounds with drafts, and in others. seen: (rounds, 4), whether the round drafted, tokens,
-    context and seconds; the last round last. ratio: what β / γ is taken to be, as if so many rounds, `sure`, said so.
-    As little as UNKNOWN says that context costs nothing, and that both kinds of rounds have the same γ."""
+    """A forward's costs in rounds with drafts, and in others. seen: (n, 5), whether the round drafted, tokens, context,
+    seconds, and the round's number; the last round last. ratio: what β / γ is taken to be, as if so many rounds,
+    `sure`, said so. As little as UNKNOWN says that context costs nothing, and that both kinds of rounds have the same
+    γ."""
     drafted, seconds = seen[:, :1], seen[:, 3]
     features = np.concatenate([drafted, 1 - drafted, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
-    recent = 0.5 ** (np.arange(len(seen))[::-1] / HALF_LIFE)
-    prior, weights = np.sqrt(np.diag([0.0, UNKNOWN, sure, UNKNOWN])), recent
+    recent = 0.5 ** ((seen[-1, 4] - seen[:, 4]) / HALF_LIFE)
+    prior = np.sqrt(np.diag([0.0, UNKNOWN, sure, UNKNOWN]))
+    # From the beginning, as few rounds have no line that an outlier among them does not bend.
+    weights = recent * np.minimum(1, TIMES_OFF * float(np.median(seconds)) / np.maximum(seconds, TINY)) ** 2
     prior[1, 0] = -prior[1, 1]
     prior[2, 0] = -prior[2, 2] * ratio * scale[2]
     for _ in range(REFITS):
@@ -151,7 +169,7 @@ def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCos
         terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(4)]))
         off = np.abs(seconds - features / scale @ terms)
         limit = max(TIMES_OFF * float(np.median(off)), 1e-9)
-        weights = recent * np.minimum(1, limit / np.maximum(off, limit))
+        weights = recent * np.minimum(1, limit / np.maximum(off, limit)) ** 2
     spread = seconds - np.average(seconds, weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
     *gammas, beta, alpha = (terms / scale).tolist()

@@ -8,6 +8,7 @@ from importlib import import_module
 from inspect import signature
 
 import torch
+import torch.nn.attention
 from torch import Tensor
 
 from accept_head.inference.engine.attention.backend import Backend, Kernel
@@ -103,7 +104,7 @@ def _varlen_attend(
 
 def _wants_key_offsets() -> bool:
     """Whether the kernel needs the key offsets. torch's own, FlashAttention 2, does; its replacements do not."""
-    current = getattr(import_module("torch.nn.attention"), "current_flash_attention_impl", lambda: None)
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     return current() in (None, "FA2")
 
 
