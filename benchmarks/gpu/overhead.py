@@ -70,8 +70,8 @@ SWITCHED = ("none", "fixed:4", "head")
 REPLAYS = 20  # of a floor
 WAVES = {1: 8}  # that count, of a policy; 2 for other sizes
 FLOOR_SECONDS = 6  # guesses of what a cell takes
-LOOP_SECONDS = {1: 40, 8: 25, 32: 25, 128: 35}
-SWITCHED_SECONDS = 12
+LOOP_SECONDS = {1: 90, 8: 50, 32: 50, 128: 60}
+SWITCHED_SECONDS = 25
 KERNELS = ("signals", "the head", "sampling", "verification", "the loop")  # as Check names them
 
 

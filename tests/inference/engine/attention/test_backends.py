@@ -29,7 +29,7 @@ from accept_head import InputError
 from accept_head.inference import generate
 from accept_head.inference.engine import cache
 from accept_head.inference.engine import proof as support
-from accept_head.inference.engine.attention import choice, varlen
+from accept_head.inference.engine.attention import choice
 from accept_head.inference.engine.attention import varlen as our_varlen
 from accept_head.inference.engine.attention.backend import KERNELS
 from accept_head.inference.engine.attention.choice import choose
@@ -287,7 +287,7 @@ def test_auto_takes_the_first_that_is_there_and_serves_the_model(monkeypatch):
 
 def test_torch_compile_traces_what_varlen_asks_of_torch():
     """On an H100 it stopped at an import in the middle of it."""
-    traced = torch.compile(lambda x: x + 1 if varlen._wants_key_offsets() else x, fullgraph=True, backend="eager")
+    traced = torch.compile(lambda x: x + 1 if our_varlen._wants_key_offsets() else x, fullgraph=True, backend="eager")
     assert traced(torch.zeros(1)) == 1
 
 
