@@ -361,10 +361,10 @@ CORE = (
         ("inference/policies/test_learnt_costs.py::test_they_come_to_the_seconds_of_rounds[packed-0.0]",),
     ),
     Mutant(
-        "costs=auto: old rounds count as much as new ones",
+        "costs=auto: no round is ever forgotten",
         "inference/costs/learnt.py",
-        "recent = 0.5 ** ((seen[-1, 4] - seen[:, 4]) / HALF_LIFE)",
-        "recent = np.ones(len(seen))",
+        "seen[0][-1] <= self.rounds - ROUNDS",
+        "False",
         ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
     ),
     Mutant(
@@ -372,7 +372,7 @@ CORE = (
         "inference/costs/learnt.py",
         "(verified > 0, tokens",
         "(True, tokens",
-        ("inference/policies/test_learnt_costs.py::test_a_round_without_drafts_has_costs_of_its_own[0.35]",),
+        ("inference/policies/test_learnt_costs.py::test_a_round_without_drafts_has_costs_of_its_own[0.7]",),
     ),
     Mutant(
         "costs: the first draft of a round is not charged for what makes the round another",

@@ -25,7 +25,7 @@ from accept_head.cost import BatchForwardCost, Quantity
 from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
-ROUNDS, HALF_LIFE = 128, 64  # rounds that are remembered, and after how many one counts half
+ROUNDS = 128  # that are remembered
 OFTEN, SELDOM = 24, 8  # a fit after each of the first rounds, then after every eighth
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
 # kernels are compiled and graphs captured, which takes a hundred times as long; from that nothing is learnt.
@@ -134,11 +134,11 @@ class LearntCosts:
         for seen in (self.drafts, self.rests):
             while seen and seen[0][-1] <= self.rounds - ROUNDS:
                 seen.popleft()
-        self.target, self.plain = fitted(np.array(self.rests), 0.0, UNKNOWN)
+        self.target, self.plain = fitted(np.array(self.rests)[:, :4], 0.0, UNKNOWN)
         if self.drafts:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
             # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
-            self.draft, _ = fitted(np.array(self.drafts), self.target.beta / max(self.target.gamma, TINY), ALIKE)
+            self.draft, _ = fitted(np.array(self.drafts)[:, :4], self.target.beta / max(self.target.gamma, TINY), ALIKE)
 
 
 def limit_of(rounds: int) -> int:
@@ -149,18 +149,16 @@ def limit_of(rounds: int) -> int:
 
 
 def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """A forward's costs in rounds with drafts, and in others. seen: (n, 5), whether the round drafted, tokens, context,
-    seconds, and the round's number; the last round last. ratio: what β / γ is taken to be, as if so many rounds,
-    `sure`, said so. As little as UNKNOWN says that context costs nothing, and that both kinds of rounds have the same
-    γ."""
+    """A forward's costs in rounds with drafts, and in others. seen: (n, 4), whether the round drafted, tokens, context
+    and seconds. ratio: what β / γ is taken to be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that
+    context costs nothing, and that both kinds of rounds have the same γ."""
     drafted, seconds = seen[:, :1], seen[:, 3]
     features = np.concatenate([drafted, 1 - drafted, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
-    recent = 0.5 ** ((seen[-1, 4] - seen[:, 4]) / HALF_LIFE)
     prior = np.sqrt(np.diag([0.0, UNKNOWN, sure, UNKNOWN]))
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
-    weights = recent * np.minimum(1, TIMES_OFF * float(np.median(seconds)) / np.maximum(seconds, TINY)) ** 2
+    weights = np.minimum(1, TIMES_OFF * float(np.median(seconds)) / np.maximum(seconds, TINY)) ** 2
     prior[1, 0] = -prior[1, 1]
     prior[2, 0] = -prior[2, 2] * ratio * scale[2]
     for _ in range(REFITS):
@@ -169,7 +167,7 @@ def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCos
         terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(4)]))
         off = np.abs(seconds - features / scale @ terms)
         limit = max(TIMES_OFF * float(np.median(off)), 1e-9)
-        weights = recent * np.minimum(1, limit / np.maximum(off, limit)) ** 2
+        weights = np.minimum(1, limit / np.maximum(off, limit)) ** 2
     spread = seconds - np.average(seconds, weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
     *gammas, beta, alpha = (terms / scale).tolist()
