@@ -103,7 +103,8 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     """1 if a cell could not be measured."""
-    records = {0.0: RecordedRounds.load(RECORDED / "greedy.npz"), 1.0: RecordedRounds.load(RECORDED / "sampled.npz")}
+    names = {0.0: "greedy", 1.0: "sampled"}
+    records = {each: RecordedRounds.load(RECORDED / f"{name}.npz").shuffled() for each, name in names.items()}
     ways, without = modes()
     cells, _ = open_cells(
         "overhead",

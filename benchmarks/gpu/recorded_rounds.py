@@ -61,6 +61,12 @@ class RecordedRounds:
         moved = {name: getattr(self, name).to(device) for name in ("leading", "scores")}
         return replace(self, **moved)
 
+    def shuffled(self, seed: int = 0) -> RecordedRounds:
+        """The same responses in random order: traces have theirs by domain, and a batch should be of all."""
+        order = torch.randperm(self.responses, generator=torch.Generator().manual_seed(seed))
+        places = (order[:, None] * self.tokens + torch.arange(self.tokens)).reshape(-1)
+        return replace(self, leading=self.leading[places], scores=self.scores[places])
+
     def save(self, path: Path) -> None:
         arrays = {
             "tokens": np.array(self.tokens),

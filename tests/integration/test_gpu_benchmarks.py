@@ -170,6 +170,15 @@ def test_another_record_gives_other_lengths(recorded: Any, other_pair: Any) -> N
     assert (counts_of(decoded(surest, other_pair, "head"))[:, 3] <= record.tokens).all()
 
 
+def test_a_shuffled_record_has_the_same_responses() -> None:
+    leading = torch.arange(5)[:, None] * 10 + torch.arange(3)
+    scores = leading.reshape(-1, 1).expand(-1, 8).float()
+    record = recorded_rounds.RecordedRounds(tokens=3, leading=leading.reshape(-1), scores=scores, about={})
+    other = record.shuffled()
+    assert other.leading.tolist() != record.leading.tolist() and torch.equal(other.scores[:, 0].long(), other.leading)
+    assert sorted(other.leading.view(5, 3).tolist()) == leading.tolist()
+
+
 @pytest.mark.parametrize("name", ["sampled", "greedy"])
 def test_committed_records_are_whole(name: str) -> None:
     record = recorded_rounds.RecordedRounds.load(FOLDER / "recorded" / f"{name}.npz")
