@@ -154,8 +154,10 @@ def make_decoder(
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
     check_chunk(chunk)
-    if compile != "none" and isinstance(draft, Eagle3Drafter):
-        raise InputError(f"compile is {compile!r}, expected 'none': an EAGLE-3 drafter cannot be compiled yet")
+    if compile not in ("none", "graphs") and isinstance(draft, Eagle3Drafter):
+        raise InputError(
+            f"compile is {compile!r}, expected none or graphs: torch.compile does not take an EAGLE-3 drafter"
+        )
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected a positive integer")
     batch = min(batch_size or len(requests), len(requests))

@@ -130,13 +130,12 @@ class CachedModel:
         """
         if wanted is not None and self.packs and (packing := Packing.of(wanted)):
             return self._forward_packed(packing, input_ids, starts, longest_start, states)
-        if states is not None:
-            self._call.states = states
         width = input_ids.shape[1]
         if (padded := self.padded(width)) > width:
             input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
+            states = None if states is None else torch.nn.functional.pad(states, (0, 0, 0, padded - width))
         reach = (self.max_length if self.static else longest_start) + padded
-        given = input_ids, starts, self._extent(longest_start + width), reach
+        given = input_ids, starts, self._extent(longest_start + width), reach, states
         if self.graphs is None or not self.layers[0].is_initialized:  # the cache is allocated outside of graphs
             outputs = self._forward(*given)
         else:
@@ -145,7 +144,11 @@ class CachedModel:
                 outputs = tuple(output.clone() for output in outputs)
         return Forward(*(output[:, :width] for output in outputs))
 
-    def _forward(self, input_ids: Tensor, starts: Tensor, extent: int, reach: int) -> tuple[Tensor, ...]:
+    def _forward(
+        self, input_ids: Tensor, starts: Tensor, extent: int, reach: int, states: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        if states is not None:
+            self._call.states = states
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
         return self._run(input_ids, positions, self._masks(positions))
 

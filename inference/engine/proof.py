@@ -65,7 +65,8 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
             states = torch.arange(ids.numel() * hidden_size(model), device=model.device).sin().to(model.dtype)
             states = states.view(rows, length, -1)
             plain = model(ids, states, torch.arange(length, device=model.device)[None]).logits.float()
-            cached.fill_group(ids, Group(torch.tensor([[0, 0, 2], [1, 0, 5]]), 5, 0), states=states[:, :5])
+            group = Group(torch.tensor([[0, 0, 2], [1, 0, 5]], device=model.device), 5, 0)
+            cached.fill_group(ids, group, states=states[:, :5])
             cached.forward(ids[:, :2].flip(0), starts, 5, states=states[:, :2])
             states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
             given = ids.gather(1, index), starts, 5

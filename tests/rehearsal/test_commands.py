@@ -38,6 +38,16 @@ def test_generate(compile, tmp_path, waits, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compile", ["none", "graphs"])
+def test_an_eagle3_drafter(compile, tmp_path, waits):
+    out = tmp_path / "responses.jsonl"
+    models = ["--target", str(TINY / "target"), "--draft", str(TINY / "eagle3")]
+    options = ["--policy", "confidence:0.2,k_max=3", "--temperature", "1", "--compile", compile, "--out", str(out)]
+    assert main(["generate", *models, *PROMPTS, *options]) == 0
+    assert len([json.loads(line) for line in out.read_text().splitlines()]) == 2
+
+
+@pytest.mark.slow
 def test_bench(tmp_path, waits):
     out = tmp_path / "bench.json"
     options = ["--policy", f"{HEAD},costs=auto", "--policy+", HEAD, "--fixed", "2", "--repeats", "1"]

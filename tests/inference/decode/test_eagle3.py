@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from accept_head.inference import generate
 from accept_head.inference.decode.drafter import Eagle3
+from accept_head.inference.engine import cache
 from accept_head.inference.policies.fixed import FixedPolicy
+from accept_head.pair import load_pair
+from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 from tests.examples import make_eagle3
+from tests.inference.support.replayed import standing_in
 
+PROMPT_FILE = Path(__file__).parents[3] / "checkpoints" / "tiny" / "prompts" / "test.jsonl"
 PROMPTS = [[1, 7, 8, 9, 30, 31], [1, 9], [4], [1, 40, 41, 42, 43, 44, 45, 46, 47, 48]]
 
 
 class Hesitant(FixedPolicy):
-    """Drafts nothing in two rounds of three."""
+    """Drafts nothing in two rounds of three, by a number of the host's."""
 
+    capture = None
     rounds = 0
 
     def start_round(self, live):
@@ -67,7 +76,7 @@ def drafts_of(target, drafter, tokens, count):
     return drafted
 
 
-def drafts_that_differ(target, drafter, policy, batch_size):
+def drafts_that_differ(target, drafter, policy, batch_size, **options):
     """(drafts that are not those of drafts_of, all drafts)"""
     differ = seen = 0
 
@@ -81,7 +90,7 @@ def drafts_that_differ(target, drafter, policy, batch_size):
                 differ += mine != drafts_of(target, drafter, tokens, len(mine))
                 seen += bool(mine)
 
-    generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=16, batch_size=batch_size, watch=watch)
+    generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=16, batch_size=batch_size, watch=watch, **options)
     return differ, seen
 
 
@@ -103,3 +112,48 @@ def test_wrong_states_change_drafts_and_no_text(target, drafter, wrong, monkeypa
     assert generate(target, drafter, PROMPTS, policy="fixed:3", max_new_tokens=20).tokens == alone(target, 20)
     differ, _ = drafts_that_differ(target, drafter, "fixed:3", 4)
     assert differ > 5
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=0)], ids=str)
+@pytest.mark.parametrize("policy", ["fixed:3", "fixed:2", "confidence:0.02,k_max=5", "adaedl", Hesitant(3)])
+def test_captured_it_drafts_and_says_the_same(target, drafter, policy, sampling, monkeypatch):
+    """Rows of several lengths that come and go; forwards of widths that are padded, and of one that is not."""
+    monkeypatch.setattr(cache, "LEAST_EXTENT", 8)
+
+    def decoded(compile):
+        if isinstance(policy, Hesitant):
+            policy.rounds = 0
+        options = {"sampling": sampling, "max_new_tokens": 20, "batch_size": 3, "seed": 3, "compile": compile}
+        made = generate(target, drafter, PROMPTS, policy=policy, **options)
+        return made.tokens, [replace(stats, seconds=0.0, wasted=0) for stats in made.stats]
+
+    plain = decoded("none")
+    with standing_in() as backend:
+        assert decoded("graphs") == plain
+        assert backend.replays > backend.captures > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_captured_it_accepts_the_same(temperature, embedded_pair_folder):
+    """With a trained drafter, of whose tokens many are accepted; in float32, where widths round alike."""
+    folders = embedded_pair_folder / "target", embedded_pair_folder / "eagle3"
+    pair = load_pair(*folders, device="cpu", dtype="float32")
+    prompts = [prompt.ids for prompt in load_prompts(str(PROMPT_FILE), pair.tokenizer, max_prompts=3)]
+    options = {
+        "policy": "fixed:3",
+        "max_new_tokens": 24,
+        "batch_size": 2,
+        "sampling": Sampling(temperature=temperature),
+    }
+    plain = generate(pair.target, pair.draft, prompts, **options)
+    with standing_in():
+        captured = generate(pair.target, pair.draft, prompts, compile="graphs", **options)
+    assert captured.tokens == plain.tokens
+    accepted = [stats.generated - stats.rounds for stats in captured.stats]
+    assert accepted == [stats.generated - stats.rounds for stats in plain.stats] and sum(accepted) > 10
+
+
+def test_captured_drafts_are_those_of_a_plain_recomputation(target, drafter):
+    with standing_in():
+        differ, seen = drafts_that_differ(target, drafter, "fixed:3", 3, compile="graphs")
+    assert differ == 0 and seen > 10
