@@ -147,16 +147,14 @@ class CachedModel:
     def _forward(
         self, input_ids: Tensor, starts: Tensor, extent: int, reach: int, states: Tensor | None
     ) -> tuple[Tensor, ...]:
-        if states is not None:
-            self._call.states = states
+        self._call.states = states
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
         return self._run(input_ids, positions, self._masks(positions))
 
     def _forward_packed(
         self, packing: Packing, input_ids: Tensor, starts: Tensor, longest_start: int, states: Tensor | None
     ) -> Forward:
-        if states is not None:
-            self._call.states = packing.pack(states)
+        self._call.states = None if states is None else packing.pack(states)
         reach = longest_start + packing.width
         positions = self._write_at(starts, packing.width, self._extent(reach), reach)
         self.place.packing, masks = packing, self._masks(positions)
@@ -212,8 +210,7 @@ class CachedModel:
     ) -> Tensor | None:
         """Feed one group. states: as in `forward`, (rows, width, hidden). read: return the states that `with_hidden`
         asks for."""
-        if states is not None:
-            self._call.states = states
+        self._call.states = states
         reader = self._call.hidden if read else None
         inputs = self._call.inputs(*self._ragged(tokens, *group))
         if reader is None:

@@ -22,7 +22,7 @@ class ModelCall:
     """A model's forward on a cache. It is separate from `CachedModel` to avoid a reference cycle, which would delay
     freeing the cache."""
 
-    states: Tensor  # of a DrafterCall
+    states: Tensor | None = None  # of a DrafterCall
 
     def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | LayerStates | None):
         self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden

@@ -132,3 +132,31 @@ def test_traces_are_scored_as_on_a_cpu(kind, tmp_path, waits):
     there = score_tokens(traces, HeadPolicy(copy.deepcopy(head).to("cuda"), 0.5))
     assert there.device.type == "cpu" and len(here.unique()) > 20
     torch.testing.assert_close(here, there, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_traces_and_heads_of_a_drafter_are_those_of_a_cpu(models, tmp_path):
+    """Collected, trained and tuned here and there."""
+    draft, exact = ["--draft", str(TINY / "eagle3")], ["--dtype", "float32"]
+    target, made = ["--target", str(models / "target")], []
+    for name, device in (("here", nullcontext), ("there", pretend_cuda)):
+        traces, dev, head = (tmp_path / name / part for part in ("traces", "dev", "head"))
+        with device():
+            assert main(["collect", *target, *draft, *exact, *COLLECT, "--out", str(traces)]) == 0
+            unseen = ["--prompts", str(TINY / "prompts" / "dev.jsonl"), "--max_prompts", "6", "--out", str(dev)]
+            assert main(["collect", *target, *draft, *exact, *COLLECT, *unseen]) == 0
+            assert main(["train", *draft, "--traces", str(traces), *TRAIN, "--out", str(head)]) == 0
+            costs = ["--t_draft", "0.1", "--t_target", "1", "--rules", "confidence", "--out", str(head / "tuned.json")]
+            assert main(["tune", *draft, *exact, "--traces", str(dev), "--head", str(head), *costs]) == 0
+        table = read_json(head / "tuned.json")["policies"]
+        made.append((read_traces(traces)[1], AcceptanceHead.from_pretrained(head), table))
+    (here, one, table), (there, other, same) = made
+    for name in ("acceptance", "overlap", "response_ids", "draft_ids"):
+        for left, right in zip(here[name], there[name], strict=True):
+            torch.testing.assert_close(torch.tensor(left), torch.tensor(right), rtol=1e-3, atol=1e-4, msg=name)
+    for weight, again in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(weight, again, rtol=1e-3, atol=1e-3)
+    assert [row["name"].partition(":")[0] for row in table] == [row["name"].partition(":")[0] for row in same]
+    assert {row["name"]: row["throughput"] for row in table}["fixed:2"] == pytest.approx(
+        {row["name"]: row["throughput"] for row in same}["fixed:2"], rel=0.01
+    )
