@@ -80,7 +80,9 @@ def main() -> None:
     if not options.real:
         result["batch8"] = batch_of_eight(pair, requests)
         print(result["batch8"])
-    path = write_result(f"vs_transformers{'_real' if options.real else ''}", result)
+    kind = "_real" if options.real else ""
+    kind += "_float32" if options.real and result["dtype"] == "float32" else ""
+    path = write_result(f"vs_transformers{kind}", result)
     print(f"wrote {path}")
 
 

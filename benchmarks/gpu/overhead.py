@@ -67,6 +67,7 @@ LENGTHS = (1, 2, 3, 4, 6, K_MAX)
 TWICE, AUTO, FLOORS = "fixed:2", "head, costs=auto", "head, costs of the floors"
 POLICIES = ("none", *map("fixed:{}".format, LENGTHS), TWICE + TWIN, "head", FLOORS, AUTO)
 SWITCHED = ("none", "fixed:4", "head")
+TINY = ("none", f"fixed:{K_MAX}", "head", FLOORS, AUTO)
 REPLAYS = 20  # of a floor
 WAVES = {1: 8}  # that count, of a policy; 2 for other sizes
 FLOOR_SECONDS = 6  # guesses of what a cell takes
@@ -143,7 +144,7 @@ def run(options: argparse.Namespace) -> int:
 
     best = Way(*ways[0])
     for batch, temperature in itertools.product(batches, options.temperatures):
-        measured(batch, temperature, best, POLICIES, named(best), LOOP_SECONDS.get(batch, 30))
+        measured(batch, temperature, best, TINY if options.tiny else POLICIES, named(best), LOOP_SECONDS.get(batch, 30))
     for batch in options.switches:
         for name, way in switches(best, ways).items():
             measured(batch, 1.0, way, SWITCHED, f"switches, {name}", SWITCHED_SECONDS)
