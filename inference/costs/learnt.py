@@ -123,7 +123,7 @@ class LearntCosts:
             tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append((verified > 0, tokens, context, rest, self.rounds))
-            fits = again or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
+            fits = (again and ran > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
             if fits:
                 self._fit()
         limit = limit_of(self.rounds)
