@@ -11,8 +11,9 @@ from torch import Tensor
 @dataclass(frozen=True, kw_only=True)
 class Capture:
     """The changing attributes of a policy that graphs may contain. Its start_round, draw_next and keep_drafting must be
-    functions of tensors alone, without a sync. All other attributes that they read keep their value and address.
-    `held.name` is an attribute of an object that the policy holds.
+    functions of tensors alone, without a sync. All other attributes that they read keep their address, and their value,
+    but for tensors that change in place, as learnt costs do. `held.name` is an attribute of an object that the policy
+    holds.
 
     carried: start_round makes them anew; draw_next and keep_drafting change them. read: these three methods only read
     them; observe, admit and select bind them to other tensors between rounds. unread: these three methods do not read

@@ -244,7 +244,7 @@ def test_a_drafter_that_is_fed_other_states_is_caught(embedded_pair_folder, monk
 
 
 def test_rounding_of_many_logits_is_none_of_it():
-    """In bfloat16 the largest of 130,000 differences is 0.14 of the spread by rounding alone, on a CPU and a GPU."""
+    """In bfloat16 the largest of 130,000 differences from float32 is 0.14 of the spread; an H100 was refused for it."""
     random = torch.Generator().manual_seed(0)
     expected, noise = (torch.randn(2, 3, 1 << 17, generator=random) for _ in range(2))
     expected[..., ::5] = -torch.inf  # tokens that a drafter lacks
@@ -253,3 +253,5 @@ def test_rounding_of_many_logits_is_none_of_it():
     assert proof._difference(rounded, expected) == pytest.approx(0.027, rel=0.01)
     assert proof._tolerance(torch.float32) < 0.027 < proof._tolerance(torch.bfloat16) < 0.1
     assert proof._difference(rounded.roll(1, -1), expected) == torch.inf
+    rounded[1, 2] += 0.2 * noise[0, 0]  # one token of six is wrong
+    assert proof._difference(rounded, expected) > proof._tolerance(torch.bfloat16)
