@@ -75,9 +75,9 @@ class PairCosts:
         )
         return cls(draft=draft, target=target)
 
-    def draft_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
-        """Seconds of one draft step, one token per row. context_tokens: sum over all rows."""
-        return self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)
+    def draft_seconds(self, rows: Quantity, context_tokens: Quantity, steps: Quantity = 1) -> Quantity:
+        """Seconds of so many draft steps in one round, one token per row each. context_tokens: sum over all rows."""
+        return steps * self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)
 
     def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
         """Seconds of one target forward. batch_tokens, context_tokens: sums over all rows."""

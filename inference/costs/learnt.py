@@ -5,8 +5,10 @@
 
 with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all
 that is not drafting: verification, sampling, and what the host does between rounds. A round without drafts has a γ of
-its own, as hosts and kernels go other ways there. Policies only ask what a forward costs; that a policy's costs are
-learnt is the matter of `Drafting`, through which every decode loop asks it.
+its own, as hosts and kernels go other ways there. So has the first draft step of a round: it may feed more than one
+token a row (an EAGLE-3 drafter is fed all that were accepted), and begins what the others go on with. Policies only
+ask what a forward costs; that a policy's costs are learnt is the matter of `Drafting`, through which every decode loop
+asks it.
 
 What is believed lies in tensors on the policy's device that change in place, so that CUDA graphs can contain it.
 """
@@ -44,13 +46,14 @@ class LearntCosts:
     """PairCosts that follow the clock. host: the decode loop that tells the seconds. Until the first rounds were timed,
     drafting costs next to nothing.
 
-    coefficients: (3, 3) float64, α, β and γ of the draft, of the target, and of the target in rounds without drafts.
+    coefficients: (4, 3) float64, α, β and γ of a draft step, of the first one of a round, of the target, and of the
+    target in rounds without drafts.
     limit: () int64, the most tokens that a row may draft in this round.
     """
 
     def __init__(self) -> None:
         self.host: Host = PADDED
-        self.coefficients, self.limit = torch.zeros(3, 3, dtype=torch.float64), torch.zeros((), dtype=torch.long)
+        self.coefficients, self.limit = torch.zeros(4, 3, dtype=torch.float64), torch.zeros((), dtype=torch.long)
         self.forget()
 
     def forget(self) -> None:
@@ -58,8 +61,9 @@ class LearntCosts:
         self.draft, self.target = (
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
         )
-        self.plain = self.target
-        # Of a forward: whether the round drafted, tokens, context, seconds, the round's number.
+        self.first, self.plain = self.draft, self.target
+        # Of the rounds: for the average draft step, whether it is a later one than the first (the share of such ones);
+        # for the remainder, whether the round drafted. Then tokens, context, seconds, and the round's number.
         self.drafts, self.rests = (deque[tuple[float, ...]]() for _ in range(2))
         self.rounds = self.undrafted = 0  # and of these, the last in which nothing was drafted
         self._tell_policy(limit=limit_of(0))
@@ -68,17 +72,18 @@ class LearntCosts:
         """A decode loop on this device begins. Keeps what was learnt."""
         self.coefficients, self.limit = self.coefficients.to(device), self.limit.to(device)
 
-    def draft_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
-        """As PairCosts."""
-        return self._seconds(0, rows, context_tokens)
+    def draft_seconds(self, rows: Quantity, context_tokens: Quantity, steps: Quantity = 1) -> Quantity:
+        """As PairCosts. The first step is not as the others."""
+        later, first = (self._seconds(place, rows, context_tokens) for place in (0, 1))
+        return steps * later + (steps > 0) * (first - later)
 
     def verify_seconds(self, batch_tokens: Quantity, context_tokens: Quantity) -> Quantity:
         """As PairCosts."""
-        return self._seconds(1, batch_tokens, context_tokens)
+        return self._seconds(2, batch_tokens, context_tokens)
 
     def plain_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
         """As PairCosts."""
-        return self._seconds(2, rows, context_tokens)
+        return self._seconds(3, rows, context_tokens)
 
     def _seconds(self, forward: int, tokens: Quantity, context: Quantity) -> Tensor:
         alpha, beta, gamma = self.coefficients[forward]
@@ -86,22 +91,27 @@ class LearntCosts:
 
     def _tell_policy(self, limit: int) -> None:
         """Set coefficients and limit."""
-        believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.target, self.plain)]
+        believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.first, self.target, self.plain)]
         if self.undrafted >= AGAIN:
-            believed[0], limit = [0.0, 0.0, 0.0], 1
+            believed[:2], limit = [[0.0, 0.0, 0.0]] * 2, 1
         self.coefficients.copy_(torch.tensor(believed, dtype=torch.float64))
         self.limit.fill_(limit)
 
     def believed(self) -> dict[str, dict[str, float]]:
-        """The coefficients of each forward, in seconds, and the share of the variance that they explain. plain: the
-        target's in a round without drafts."""
-        return {name: asdict(getattr(self, name)) for name in ("draft", "target", "plain")}
+        """The coefficients of each forward, in seconds, and the share of the variance that they explain. first: of the
+        first draft step of a round. plain: of the target in a round without drafts."""
+        return {name: asdict(getattr(self, name)) for name in ("draft", "first", "target", "plain")}
 
     def __str__(self) -> str:
         """In milliseconds: of a forward, of each of its tokens, and of 1000 tokens of context."""
         return ", ".join(
             f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
-            for name, one in (("draft", self.draft), ("target", self.target), ("plain", self.plain))
+            for name, one in (
+                ("draft", self.draft),
+                ("its first", self.first),
+                ("target", self.target),
+                ("plain", self.plain),
+            )
         )
 
     def observe(self, outcome: VerifyOutcome) -> None:
@@ -119,7 +129,7 @@ class LearntCosts:
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
-                self.drafts.append((1, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
+                self.drafts.append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
             tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append((verified > 0, tokens, context, rest, self.rounds))
@@ -138,7 +148,9 @@ class LearntCosts:
         if self.drafts:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
             # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
-            self.draft, _ = fitted(np.array(self.drafts)[:, :4], self.target.beta / max(self.target.gamma, TINY), ALIKE)
+            self.draft, self.first = fitted(
+                np.array(self.drafts)[:, :4], self.target.beta / max(self.target.gamma, TINY), ALIKE
+            )
 
 
 def limit_of(rounds: int) -> int:
@@ -149,11 +161,12 @@ def limit_of(rounds: int) -> int:
 
 
 def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """A forward's costs in rounds with drafts, and in others. seen: (n, 4), whether the round drafted, tokens, context
-    and seconds. ratio: what β / γ is taken to be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that
-    context costs nothing, and that both kinds of rounds have the same γ."""
-    drafted, seconds = seen[:, :1], seen[:, 3]
-    features = np.concatenate([drafted, 1 - drafted, seen[:, 1:3]], axis=1)
+    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 4), the share of the first
+    kind in a round (1 or 0 if there is one forward), tokens, context and seconds. ratio: what β / γ of the first kind
+    is taken to be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that context costs nothing, and
+    that both kinds have the same γ."""
+    share, seconds = seen[:, :1], seen[:, 3]
+    features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
     prior = np.sqrt(np.diag([0.0, UNKNOWN, sure, UNKNOWN]))
@@ -171,5 +184,5 @@ def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCos
     spread = seconds - np.average(seconds, weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
     *gammas, beta, alpha = (terms / scale).tolist()
-    with_drafts = BatchForwardCost(alpha=alpha, beta=beta, gamma=gammas[0], r_squared=r_squared)
-    return with_drafts, replace(with_drafts, gamma=gammas[1])
+    one = BatchForwardCost(alpha=alpha, beta=beta, gamma=gammas[0], r_squared=r_squared)
+    return one, replace(one, gamma=gammas[1])

@@ -194,8 +194,9 @@ class AdaSpecPolicy(RowPolicy):
 
     def _draft_step(self) -> Tensor:
         """Seconds of the next draft step of this round."""
-        context = self.context + len(self.drawn) * self.rows
-        return self.costs.draft_seconds(self._padded(self.rows), context)
+        drawn, rows = len(self.drawn), self._padded(self.rows)
+        context = self.context + drawn * self.rows
+        return self.costs.draft_seconds(rows, context, drawn + 1) - self.costs.draft_seconds(rows, context, drawn)
 
     def _verifying(self, tokens: Tensor) -> Tensor:
         return self.costs.verify_seconds(self._padded(tokens), self.context)

@@ -37,7 +37,8 @@ class BatchStopPolicy(RowPolicy):
     the next token, 1 if it makes none. t_one: seconds of one more token of the row. t_step: of a draft step, however
     many rows take part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops
     saves nothing: verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with
-    drafts costs more than one without, whatever it drafts, that belongs to the first step. τ and the seconds of a round
+    drafts costs more than one without, whatever it drafts, that belongs to the first step; so does what a first step
+    takes longer than another. τ and the seconds of a round
     come from averages over past rounds. λ is the speed of the past rounds, so it is never above the best one. It rises
     to the best speed from the side on which too much is drafted.
 
@@ -225,17 +226,23 @@ class BatchStopPolicy(RowPolicy):
     def _set_prices(self, live: Tensor) -> Tensor:
         """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
         rows, context = live.sum().double(), (self.lengths * live).sum().double()
-        drafting, plain = self.costs.draft_seconds(rows, context), self.costs.plain_seconds(rows, context)
-        drafted = self.costs.draft_seconds(rows + 1, context) - drafting  # one more token
+        first, plain = self.costs.draft_seconds(rows, context), self.costs.plain_seconds(rows, context)
+        later = self.costs.draft_seconds(rows, context, 2) - first
+        drafted = self.costs.draft_seconds(rows + 1, context) - first  # one more token
         verify = self.costs.verify_seconds(rows, context)
-        verified, more = self.costs.verify_seconds(rows + 1, context) - verify, verify - plain  # more: of any drafts
+        verified = self.costs.verify_seconds(rows + 1, context) - verify
+        more = verify - plain  # of any drafts
+        if self.host.feeds:
+            plain = plain + first - later
+        else:
+            more = more + first - later
         nothing = 0.0 * rows
         drafted_by_row, drafted_by_step = (nothing, drafted) if self.host.drafts_stopped else (drafted, nothing)
         verified_by_row, verified_by_step = (nothing, verified) if self.host.verifies_padding else (verified, nothing)
-        step = drafting - rows * (drafted - drafted_by_step)
+        step = later - rows * (drafted - drafted_by_step)
         emitted, steps, tokens, share = self.totals[1:] / self.totals[0]
         seconds = plain + steps * step + rows * tokens * (verified + drafted_by_row) + share * more
-        least = plain + self.host.feeds * drafting
+        least = plain + self.host.feeds * later
         speed = torch.maximum(rows * emitted / seconds.clamp(min=TINY), rows / least.clamp(min=TINY))  # λ
         self.token_price = speed * (verified_by_row + drafted_by_row)
         column = speed * rows * verified_by_step

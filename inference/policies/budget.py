@@ -173,7 +173,7 @@ class BudgetPolicy(RowPolicy):
         rows, context = self.live.sum(), torch.where(self.live, self.lengths, 0).sum()
         tokens = rows + torch.arange(len(steps), device=steps.device)
         tokens = graph_size(tokens, STRIDE) if self.graph else tokens
-        seconds = steps * self.costs.draft_seconds(rows, context) + self.costs.verify_seconds(tokens, context)
+        seconds = self.costs.draft_seconds(rows, context, steps) + self.costs.verify_seconds(tokens, context)
         return torch.argmax((rows + ranked.gains) / seconds)
 
 

@@ -108,7 +108,7 @@ class GoodputPolicy(RowPolicy):
         """(k_max + 1,) expected tokens per second with 0, 1, … draft tokens. rows, context: (), the number of live rows
         and the sum of their tokens."""
         k = torch.arange(self.max_draft_tokens + 1, device=rows.device)
-        seconds = k * self.costs.draft_seconds(rows, context) + self.costs.verify_seconds((k + 1) * rows, context)
+        seconds = self.costs.draft_seconds(rows, context, k) + self.costs.verify_seconds((k + 1) * rows, context)
         return rows * ((self.accepted / self.judged) ** k).cumsum(0) / seconds
 
     def observe(self, outcome: VerifyOutcome) -> None:

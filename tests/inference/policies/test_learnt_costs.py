@@ -22,7 +22,7 @@ from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policy import Signal
 from accept_head.sampling import Sampling
 from tests.inference.support.rounds import begin, one_round, outcome
-from tests.inference.support.scalar_rules import OtherWhenPlain, pair_costs
+from tests.inference.support.scalar_rules import DearFirst, OtherWhenPlain, first_more, pair_costs
 from tests.inference.support.toy import toy_pair
 
 COSTS = pair_costs(0.02, 0.004, 0.1, row=0.001, context=1e-5)
@@ -39,6 +39,7 @@ def seconds_of(costs, host, drafted, lengths):
     steps = max(longest, int(host.feeds))
     fed = rows * steps if host.drafts_stopped else sum(drafted)
     drafting = steps * (costs.draft.gamma + costs.draft.alpha * context) + fed * costs.draft.beta
+    drafting += first_more(costs) if steps else 0.0
     verified = rows * (1 + longest) if host.verifies_padding else rows + sum(drafted)
     rest = costs.verify_seconds(verified, context) if longest else costs.plain_seconds(rows, context)
     return drafting + float(rest), drafting
@@ -90,7 +91,21 @@ def test_a_round_without_drafts_has_costs_of_its_own(acceptance):
     assert plain[0] == pytest.approx(plain[1], rel=0.05)
     right = float(costs.verify_seconds(8, 4 * 300))
     assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.1)
-    assert (np.mean(longest[100:]) < 0.3) == (acceptance == 0.35)
+    assert (np.mean(longest[100:]) < 0.7) == (acceptance == 0.35)
+
+
+@pytest.mark.parametrize("host", [PACKED, VLLM_V2], ids=["packed", "vllm"])
+def test_the_first_draft_step_has_costs_of_its_own(host):
+    """It takes three times as long. Divided among the steps that would make the others too dear."""
+    costs = DearFirst(**vars(pair_costs(0.01, 0.002, 0.1)))
+    policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
+    serve(policy, costs, host, 250, 4, 0.6, np.random.default_rng(0))
+    for steps in (1, 2, 4):
+        right = float(costs.draft_seconds(4, 4 * 300, steps))
+        assert float(policy.costs.draft_seconds(4, 4 * 300, steps)) == pytest.approx(right, rel=0.1), steps
+    assert float(policy.costs.draft_seconds(4, 4 * 300, 0)) == 0.0
+    several = policy.costs.draft_seconds(4, 4 * 300, torch.arange(3))
+    assert several.tolist() == [float(policy.costs.draft_seconds(4, 4 * 300, steps)) for steps in range(3)]
 
 
 def test_the_first_rounds_try_several_lengths():

@@ -48,6 +48,7 @@ from accept_head.inference.policy import BOTH, DraftStep
 from tests.inference.support.rounds import Foretelling, Given, Reference, Rowwise, Told, begin, compare, outcome
 from tests.inference.support.scalar_rules import (
     Capped,
+    DearFirst,
     FirstBelow,
     MeanOfBatch,
     OtherWhenPlain,
@@ -255,10 +256,10 @@ BUDGET = costs_of(draft=4e-4, token=1.3e-3, context=1e-6)
 ADASPEC = costs_of(draft=5e-4, token=1e-3, context=4e-7)
 
 
-def goodput(lengths, **options):
+def goodput(lengths, costs=GOODPUT, **options):
     return Rule(
-        lambda: GoodputPolicy(GOODPUT, k_max=6, **options),
-        lambda policy: ScalarGoodput(GOODPUT, 0.7, policy.decay, 6, policy.probe.every),
+        lambda: GoodputPolicy(costs, k_max=6, **options),
+        lambda policy: ScalarGoodput(costs, 0.7, policy.decay, 6, policy.probe.every),
         of_batches,
         lambda played, reference: len(reference.seen) >= lengths,
         rounds=300,
@@ -266,10 +267,10 @@ def goodput(lengths, **options):
     )
 
 
-def budget(**options):
+def budget(costs=BUDGET, **options):
     return Rule(
-        lambda: BudgetPolicy(BUDGET, k_max=5, **options),
-        lambda policy: ScalarBudget(BUDGET, 5, policy.cap, policy.graph, policy.retrospective),
+        lambda: BudgetPolicy(costs, k_max=5, **options),
+        lambda policy: ScalarBudget(costs, 5, policy.cap, policy.graph, policy.retrospective),
         of_survivals,
         lambda played, seen: (
             (played.drafted - played.submitted).sum() > 20
@@ -282,8 +283,7 @@ def budget(**options):
     )
 
 
-def adaspec(**options):
-    costs = options.pop("costs", ADASPEC)
+def adaspec(costs=ADASPEC, **options):
     return Rule(
         lambda: AdaSpecPolicy(costs, k_max=6, **options),
         lambda policy: ScalarAdaSpec(policy, costs),
@@ -291,7 +291,7 @@ def adaspec(**options):
         lambda played, reference: (
             len(np.unique(played.drafted.max(1))) > 1
             and 0.02 < 1 - played.submitted.sum() / played.drafted.sum() < 0.9
-            and (costs is ADASPEC or 0 in played.drafted.max(1))
+            and ("probe" not in options or 0 in played.drafted.max(1))
         ),
         rounds=120,
         lengths=(700, 3, 90, 320, 15),
@@ -319,6 +319,7 @@ LOADS = {
     "light": pair_costs(0.1, 0.02, row=0.002, context=1e-4),
     "heavy": pair_costs(0.15, 0.15, context=1e-4),
     "other when plain": OtherWhenPlain(**vars(pair_costs(0.1, 0.02, row=0.002, context=1e-4))),
+    "dear first": DearFirst(**vars(pair_costs(0.06, 0.02, row=0.002, context=1e-4))),
 }
 HOSTS = {
     "": PADDED,
@@ -429,9 +430,11 @@ RULES = {
     "goodput": goodput(5, probe=5),
     "goodput, decay": goodput(7, probe=5, decay=0.9),
     "goodput, no probe": goodput(7, probe=0, decay=0.9),
+    "goodput, dear first": goodput(4, DearFirst(**vars(GOODPUT)), probe=5),
     "budget": budget(),
     "budget, no cap": budget(cap=False),
     "budget, graph": budget(graph=True),
+    "budget, dear first": budget(DearFirst(**vars(BUDGET))),
     "budget, retrospective": budget(cap=False, graph=True, retrospective=True),
     **{
         f"adaspec{', lossy' if lossy else ''}{name}": adaspec(lossy=lossy, **options)
@@ -440,6 +443,7 @@ RULES = {
             "": {},
             ", graph": {"graph": True},
             ", slo": {"slo_ms": 22.0},
+            ", dear first": {"costs": DearFirst(**vars(ADASPEC))},
             ", probe": {"costs": costs_of(draft=8e-3, token=1e-3), "probe": 3},
         }.items()
     },

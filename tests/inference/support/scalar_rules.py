@@ -30,6 +30,18 @@ class OtherWhenPlain(PairCosts):
         return 0.8 * self.verify_seconds(rows, context_tokens)
 
 
+class DearFirst(PairCosts):
+    """The first draft step of a round takes longer."""
+
+    def draft_seconds(self, rows, context_tokens, steps=1):
+        return super().draft_seconds(rows, context_tokens, steps) + first_more(self) * (steps > 0)
+
+
+def first_more(costs):
+    """Seconds that the first draft step of a round takes longer than another."""
+    return 2 * costs.draft.gamma if isinstance(costs, DearFirst) else 0.0
+
+
 def costs_of(draft=1e-3, token=2e-3, context=0.0):
     return pair_costs(draft, token, target=10e-3, row=draft / 20, context=context)
 
@@ -435,6 +447,7 @@ class ScalarGoodput(Reference):
             tokens = rows * (k + 1 if a == 1 else (1 - a ** (k + 1)) / (1 - a))
             draft, target = self.costs.draft, self.costs.target
             seconds = k * (draft.alpha * context + draft.beta * rows + draft.gamma)
+            seconds += (k > 0) * first_more(self.costs)
             seconds += target.alpha * context + target.beta * (k + 1) * rows + target.gamma
             goodput = tokens / seconds * (1.1 if k == 0 else 1)
             if goodput > best_goodput:
@@ -479,7 +492,9 @@ class ScalarBudget(Reference):
         for m in range(len(slots) + 1):
             reach, tokens = max((depth for _, depth in slots[:m]), default=0), self.rows + m
             forwards = max(1, reach) if steps is None else steps
-            seconds = forwards * self.costs.draft_seconds(self.rows, self.context)
+            draft = self.costs.draft
+            seconds = forwards * (draft.alpha * self.context + draft.beta * self.rows + draft.gamma)
+            seconds += first_more(self.costs)
             seconds += self.costs.verify_seconds(graph_sized(tokens, 8) if self.graph else tokens, self.context)
             goodput = (self.rows + sum(s for s, _ in slots[:m])) / seconds
             if goodput > found[0] + 1e-9:
@@ -549,7 +564,7 @@ class ScalarAdaSpec(Reference):
             tokens = self.size(self.rows)
             total += self.costs.draft.alpha * (self.context + step * self.rows) + self.costs.draft.beta * tokens
             total += self.costs.draft.gamma
-        return total
+        return total + (first_more(self.costs) if steps else 0.0)
 
     def verify(self, tokens):
         target, tokens = self.costs.target, self.size(tokens)
@@ -667,11 +682,12 @@ class ScalarBatchStop(Reference):
         drafting = n * self.draft_time(rows, context)
         if not self.host.drafts_stopped:
             drafting = n * self.draft_time(0, context) + rows * ell * self.costs.draft.beta
-        alone = float(self.costs.plain_seconds(rows, context))
+        alone, first_draft = float(self.costs.plain_seconds(rows, context)), first_more(self.costs)
         more = self.verify_time(rows, context) - alone
-        speed = rows * tau / (drafting + self.verify_time(rows * (1 + ell), context) - (1 - share) * more)
-        plain = self.host.feeds * self.draft_time(rows, context) + alone
-        speed = max(speed, rows / plain)
+        seconds = drafting + self.verify_time(rows * (1 + ell), context) - (1 - share) * more
+        seconds += first_draft if self.host.feeds else share * first_draft
+        least = alone + self.host.feeds * (self.draft_time(rows, context) + first_draft)
+        speed = max(rows * tau / seconds, rows / least)
         one, step = 0.0, speed * self.draft_time(rows if self.host.drafts_stopped else 0, context)
         first = 0.0 if self.host.feeds else step
         if self.host.verifies_padding:
@@ -680,7 +696,7 @@ class ScalarBatchStop(Reference):
             one += speed * self.costs.target.beta
         if not self.host.drafts_stopped:
             one += speed * self.costs.draft.beta
-        return one, step, first + speed * more
+        return one, step, first + speed * (more if self.host.feeds else more + first_draft)
 
     def drafts(self, live, given, lengths):
         one, step, first = self.price(lengths)
