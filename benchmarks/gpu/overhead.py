@@ -16,7 +16,10 @@ As all policies see the same acceptance, their tokens per second compare them at
 the threshold that suits one request; beside it are costs of the floors, and costs that it learns. `switches` are cells
 in which one thing is turned off: what it earns is their wall over that of the cell with everything on.
 
-python benchmarks/gpu/overhead.py [--batches 1 8 32 128] [--temperatures 0 1] [--switches 1 32] [--tiny]
+`--liger` measures models whose norms, rotary embeddings and gates are Liger's kernels (`pip install liger-kernel`), in
+a file of its own.
+
+python benchmarks/gpu/overhead.py [--batches 1 8 32 128] [--temperatures 0 1] [--switches 1 32] [--liger] [--tiny]
 """
 
 from __future__ import annotations
@@ -63,16 +66,16 @@ from accept_head.pair import Pair
 PROMPT_TOKENS = 256
 TOP_K = 50
 BATCHES = (1, 8, 32, 128)
-LENGTHS = (1, 2, 3, 4, 6, K_MAX)
+LENGTHS = (1, 2, 3, 4, 6)
 TWICE, AUTO, FLOORS = "fixed:2", "head, costs=auto", "head, costs of the floors"
 POLICIES = ("none", *map("fixed:{}".format, LENGTHS), TWICE + TWIN, "head", FLOORS, AUTO)
-SWITCHED = ("none", "fixed:4", "head")
+SWITCHED = ("head",)
 TINY = ("none", f"fixed:{K_MAX}", "head", FLOORS, AUTO)
 REPLAYS = 20  # of a floor
 WAVES = {1: 8}  # that count, of a policy; 2 for other sizes
 FLOOR_SECONDS = 6  # guesses of what a cell takes
 LOOP_SECONDS = {1: 90, 8: 50, 32: 50, 128: 60}
-SWITCHED_SECONDS = 25
+SWITCHED_SECONDS = 15
 KERNELS = ("signals", "the head", "sampling", "verification", "the loop")  # as Check names them
 
 
@@ -98,6 +101,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="*", help="1 8 32 128 when left out")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--switches", type=int, nargs="*", default=[], help="batch sizes at which switches are turned")
+    parser.add_argument("--liger", action="store_true", help="models with Liger's kernels")
     options = parser.parse_args()
     return run(options)
 
@@ -108,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     records = {each: RecordedRounds.load(RECORDED / f"{name}.npz").shuffled() for each, name in names.items()}
     ways, without = modes()
     cells, _ = open_cells(
-        "overhead",
+        "overhead_liger" if options.liger else "overhead",
         options,
         acceptance="recorded: traces of Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, and its heads drive what is "
         "accepted and what the head says; the models have random weights",
@@ -117,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         prompt_tokens=PROMPT_TOKENS,
         fallback=without,
     )
-    pair = build_pair(options.tiny)
+    pair = build_pair(options.tiny, liger=options.liger)
     head = random_head(pair.draft)
     batches = ([1, 3] if options.tiny else BATCHES) if options.batches is None else options.batches
     floors: dict[int, Cell] = {}
@@ -173,12 +177,12 @@ def named(way: Way) -> str:
 def switches(best: Way, others: Sequence[Mode]) -> dict[str, Way]:
     """Everything on, twice; then one thing off, or other than it is."""
     ways = {"all": best, "all" + TWIN: best}
-    ways |= {named(Way(*each)): Way(*each) for each in others[1:]}
     if best.compile == "graphs":
-        ways |= {f"chunk {chunk}": replace(best, chunk=chunk) for chunk in (2, 4)}
-        ways |= {"attention sdpa": replace(best, attention="sdpa"), "no kernels": replace(best, without=KERNELS)}
+        ways |= {"no kernels": replace(best, without=KERNELS)}
         ways |= {f"no kernels for {name}": replace(best, without=(name,)) for name in KERNELS}
-    return ways
+        ways |= {"attention sdpa": replace(best, attention="sdpa")}
+        ways |= {f"chunk {chunk}": replace(best, chunk=chunk) for chunk in (2, 4)}
+    return ways | {named(Way(*each)): Way(*each) for each in others[1:]}
 
 
 @contextmanager

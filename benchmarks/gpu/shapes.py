@@ -60,8 +60,13 @@ def build(shape: dict[str, Any], *, dtype: torch.dtype = torch.bfloat16, seed: i
     return model.eval().requires_grad_(False)
 
 
-def build_pair(tiny: bool) -> Pair:
-    """Target and draft of the shapes of Llama 3 8B and Llama 3.2 1B, or tiny ones. There is no tokenizer."""
+def build_pair(tiny: bool, *, liger: bool = False) -> Pair:
+    """Target and draft of the shapes of Llama 3 8B and Llama 3.2 1B, or tiny ones. There is no tokenizer. liger: with
+    Liger's kernels."""
+    if liger:  # from here on all Llamas of this process have them
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)
     shapes = (SMALL_TARGET, SMALL_DRAFT) if tiny else (LLAMA_3_8B, LLAMA_32_1B)
     target, draft = (build(shape, seed=seed) for seed, shape in enumerate(shapes))
     return Pair(target, draft, None, shapes[0]["vocab_size"])  # type: ignore[arg-type]

@@ -16,6 +16,9 @@ from accept_head.inference.decode.rows import Rows
 from accept_head.inference.engine.cache import CachedModel, Group
 from accept_head.pair import Forward
 
+# Tokens that the draft is fed together with the last one. So few take hardly longer than one.
+FED_TOGETHER = 5
+
 
 class DraftModel:
     """A draft model. It may have been fed the drafted tokens of the last round, and keeps those that were accepted."""
@@ -31,16 +34,23 @@ class DraftModel:
         self.cached.fill(tokens, taken, starts, ends)
         self.rows.mark_fed(taken)
 
+    @property
+    def behind(self) -> bool:
+        """Whether it has missed so many tokens, in rounds without drafting, that it must `catch_up` before `begin`."""
+        return self.rows.unfed > FED_TOGETHER
+
+    def catch_up(self) -> None:
+        """Feed the draft all tokens of the live rows but the last."""
+        rows, live = self.rows, self.rows.live_rows
+        ends = [rows.host_lengths[row] - 1 for row in live]
+        self.cached.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
+        rows.mark_fed(live)
+
     def begin(self) -> Forward:
-        """Feed the draft the tokens it has not been fed: the last token, and possibly the accepted one before it →
-        logits and hidden state at the last token, (batch, 1, …) each."""
-        rows = self.rows
-        if rows.unfed > 2:  # after rounds without drafting
-            live = rows.live_rows
-            ends = [rows.host_lengths[row] - 1 for row in live]
-            self.cached.fill(rows.tokens, live, [rows.host_fed[row] for row in live], ends)
-            rows.mark_fed(live)
-        width = rows.unfed
+        """Feed the draft the tokens it has not been fed: the last token, the one before it if all candidates were
+        accepted, and those of a few rounds without drafting → logits and hidden state at the last token,
+        (batch, 1, …) each."""
+        rows, width = self.rows, self.rows.unfed
         starts, window = self.call("draft window", rows.last, width, width)
         longest = max(0, rows.longest - width)
         wanted = rows.wanted(starts, width, rows.fed, rows.lengths) if self.cached.packs else None
@@ -79,6 +89,11 @@ class Eagle3(DraftModel):
         self.states = torch.zeros(batch, 1, width, dtype=self.model.dtype, device=rows.tokens.device)
         self.own = self.states  # (batch, 1, hidden), its own output at the last slot
         self.begun = True  # whether it was fed all that `states` has
+
+    @property
+    def behind(self) -> bool:
+        """Never, as it is fed in each round."""
+        return False
 
     def admit(self, target: CachedModel, taken: Sequence[int], ends: Sequence[int]) -> None:
         rows = self.rows

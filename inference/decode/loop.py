@@ -48,7 +48,7 @@ def draft(run: Run) -> Drafted:
     drafted, most = Drafted.nothing(progress), run.longest_draft(progress)
     if most == 0:
         return drafted
-    fed = run.drafter.begin()
+    fed = run.feed_drafter()
     for depth in range(1, most + 1):
         drawn, progress = run.draw(depth, fed, progress)
         drafted.append(drawn)

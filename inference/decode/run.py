@@ -90,6 +90,15 @@ class Run:
         """The most tokens that any row may draft. A sync, unless the policy's budget is constant."""
         return self.rows.room(self.drafting.max_draft_tokens) if self.drafting.constant else int(progress.budget.max())
 
+    def feed_drafter(self) -> Forward:
+        """Feed the drafter what it has not been fed → its output at each row's last token. What it has missed over many
+        rounds is no part of this round's seconds: learnt costs are of drafting alone."""
+        if self.drafter.behind:
+            before = self._seconds()
+            self.drafter.catch_up()
+            self._began += self._seconds() - before
+        return self.drafter.begin()
+
     def draw(self, depth: int, fed: Forward, progress: DraftProgress) -> tuple[Drawn, DraftProgress]:
         """Draw the token at `depth` of every row → it, and the new progress."""
         # Without a peek the step does not ask the policy, so policies with equal `needs` share it.

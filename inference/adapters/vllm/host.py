@@ -98,7 +98,7 @@ class PolicyHost:
         # Per row: tokens at the start of the round (context), drafted tokens (kept), tokens to verify (submitted).
         self.context: Sequence[int] = []
         self.kept, self.submitted, self.live = list[int](), list[int](), list[bool]()
-        self.most = self.depth = self.forwards = 0
+        self.most = self.depth = self.forwards = self.caught_up = 0
         self.end_ids: Tensor | None = None  # (batch, most), padded with −1
         self.more = False  # whether to draft another token
         self.pending: DraftStep | None = None
@@ -131,9 +131,10 @@ class PolicyHost:
                 # A round emits one token more than it accepts.
                 rooms = [min(limit, end.k_max, end.length - now - 1) for end, now in zip(ends, lengths, strict=True)]
             self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
-        self.end_ids = None if ends is None else _padded([end.token_ids for end in ends])
+        ids = [torch.tensor([*end.token_ids, -1]) for end in ends or []]
+        self.end_ids = torch.nn.utils.rnn.pad_sequence(ids, True, -1) if ids else None
         self.context, self.live = lengths, list(live)  # at the start of this round
-        self.pending, self.depth, self.forwards = None, 0, 0
+        self.pending, self.depth, self.forwards, self.caught_up = None, 0, 0, 0
         self.most = int(self.progress.budget.max()) if live else 0
         self.more = self.most > 0
         return self.most
@@ -183,6 +184,10 @@ class PolicyHost:
                 self._judge(step)
         self._look()
         return self.more
+
+    def leave_out(self, seconds: float) -> None:
+        """Of a forward that fed the drafter what it had missed over many rounds: learnt costs are of drafting alone."""
+        self.began, self.caught_up = self.began + seconds, 1
 
     def end(self, others: int = 0) -> list[int]:
         """End the round → each row's drafted tokens to verify. others: draft forwards that `advance` did not see."""
@@ -244,7 +249,7 @@ class PolicyHost:
             accepted.append(min(taken, submitted[-1]))
         if self.metrics is not None:
             counted = VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted())
-            self.metrics.record(counted, self.forwards, self.stopwatch.take())
+            self.metrics.record(counted, self.forwards + self.caught_up, self.stopwatch.take())
         if self.drafting.learns:
             numbers = torch.tensor([self.kept, accepted, submitted, now, live], device=self.device)
             drafted, right, verified, texts, took_part = numbers.unbind(0)
@@ -287,11 +292,6 @@ class PolicyHost:
 
     def _numbers(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)
-
-
-def _padded(ids: Sequence[Collection[int]]) -> Tensor:
-    """(rows, most), with −1 where a row has fewer."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor([*each, -1]) for each in ids], True, -1)
 
 
 def _positions(names: Sequence[str], among: Sequence[str]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_samplin
 from accept_head.inference.adapters.vllm.host import Ending, EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.settings import K_MAX, TENANT, check_hooks
 from accept_head.inference.adapters.vllm.unfed import Span, Unfed, catching_up
+from accept_head.inference.profile.device import finish
 
 HOOKS = (
     "load_model",
@@ -109,10 +111,18 @@ class PolicyRounds(SpecDecodeBaseProposer):
         if may_wait and self.unfed.put_off(spans, inputs["target_hidden_states"], self.runner.requests):
             return 0
         if missed := self.unfed.take(spans):
+            assert self.host is not None
+            began = self._finished()
             super().propose(0, **catching_up(missed, batch.token_ids_cpu, inputs, self.block_size))
+            self.host.leave_out(self._finished() - began)
         with contextlib.suppress(EndOfRound):
             super().propose(most, **inputs)
-        return bool(missed) + (not most)
+        return int(not most)
+
+    def _finished(self) -> float:
+        """The time when the device has finished all its work, seconds."""
+        finish(self.device)
+        return time.perf_counter()
 
     def _sample_draft_tokens(self, hidden_states: Tensor, sampling_metadata: Any) -> tuple[Tensor, Tensor | None]:
         """Called once a draft forward. hidden_states: (batch, hidden), after the final norm."""

@@ -10,6 +10,7 @@ import torch
 from accept_head import Sampling
 from accept_head.inference import make_policy
 from accept_head.inference.costs.learnt import TRIAL, LearntCosts
+from accept_head.inference.decode import drafter
 from accept_head.inference.decode import run as run_of_the_loop
 from accept_head.inference.decode.captured import read_by_steps
 from accept_head.inference.engine import cache
@@ -17,7 +18,7 @@ from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy
-from accept_head.inference.policy import DraftStep
+from accept_head.inference.policy import DraftStep, Signal
 from tests.inference.support.decoders import GREEDY, LLAMA, SAMPLED, new_decoder, run
 from tests.inference.support.replayed import standing_in
 from tests.inference.support.rounds import Told, begin, one_round, outcome
@@ -129,6 +130,42 @@ def test_costs_that_are_learnt_reach_captured_steps(sampling, monkeypatch):
     captured.forget()
     assert captured.costs.rounds == 0 and captured.costs.limit == TRIAL[0]
     assert any(drafted)
+
+
+class Seldom(FixedPolicy):
+    """Drafts in every third round."""
+
+    capture = None
+    rounds = 0
+
+    def start_round(self, live):
+        self.rounds += 1
+        return super().start_round(live) * (self.rounds % 3 == 0)
+
+
+@pytest.mark.parametrize("at_once", [1, 100], ids=["late", "together"])
+def test_what_the_draft_has_missed_is_no_part_of_a_rounds_seconds(at_once, monkeypatch):
+    """Feeding it takes a thousand seconds here; which are not counted, unless no tokens are ever too many."""
+    clock, told = Clock(), []
+    monkeypatch.setattr(run_of_the_loop, "time", clock)
+    monkeypatch.setattr(drafter, "FED_TOGETHER", at_once)
+    fill = drafter.DraftModel.catch_up
+
+    def dear(self):
+        clock.now += 1000
+        fill(self)
+
+    monkeypatch.setattr(drafter.DraftModel, "catch_up", dear)
+    policy = Seldom(3)
+    policy.costs, policy.needs = LearntCosts(), frozenset({Signal.SECONDS})
+    observe = policy.costs.observe
+    monkeypatch.setattr(policy.costs, "observe", lambda outcome: (told.append(outcome), observe(outcome)))
+    said = [each[:-1] for each in run(new_decoder(sampling=GREEDY), policy, sampling=GREEDY)]
+    assert said == [each[:-1] for each in run(new_decoder(sampling=GREEDY), FixedPolicy(0), sampling=GREEDY)]
+    drafted = [outcome for outcome in told if outcome.draft_forwards]
+    assert len(drafted) > 1 and max(outcome.seconds for outcome in told) < 2
+    assert all(0 < outcome.draft_seconds < outcome.seconds for outcome in drafted)
+    assert (clock.now > 1000) == (at_once == 1)
 
 
 def test_it_forgets_in_the_same_memory():
