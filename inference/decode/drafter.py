@@ -16,8 +16,8 @@ from accept_head.inference.decode.rows import Rows
 from accept_head.inference.engine.cache import CachedModel, Group
 from accept_head.pair import Forward
 
-# Tokens that the draft is fed together with the last one. So few take hardly longer than one.
-FED_TOGETHER = 5
+# The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one.
+FED_TOGETHER = 3
 
 
 class DraftModel:
@@ -48,7 +48,7 @@ class DraftModel:
 
     def begin(self) -> Forward:
         """Feed the draft the tokens it has not been fed: the last token, the one before it if all candidates were
-        accepted, and those of a few rounds without drafting → logits and hidden state at the last token,
+        accepted, and that of a round without drafting → logits and hidden state at the last token,
         (batch, 1, …) each."""
         rows, width = self.rows, self.rows.unfed
         starts, window = self.call("draft window", rows.last, width, width)

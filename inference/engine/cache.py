@@ -30,8 +30,9 @@ Compile = Literal["none", "default", "max-autotune", "graphs"]
 
 # The most tokens of a forward that only fills the cache: bounds the memory for long prompts.
 FILL_TOKENS = 2048
-# Widths of compiled forwards: 0, 1, 2, 4, … drafts and the token before them.
+# Widths of compiled forwards, each of which takes half a minute, and of captured ones, which take a fifth of a second.
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
+GRAPH_WIDTHS = (*range(1, 10), 17, 33, 65)
 # Caches of compiled forwards are a multiple of this, so that decoders for prompts of other lengths share the graphs.
 CAPACITY_STEP = 64
 # A captured forward reads the slots in use, rounded up to 1, 1.5, 2, 3, 4, 6, … times this number.
@@ -70,9 +71,8 @@ class CachedModel:
         attention: Attention = "sdpa",
         graphs: GraphBackend | None = None,
     ):
-        """max_length: longest row, in tokens. with_hidden: also return the last hidden state; layer
-        numbers: the residual stream before those layers, side by side. attention: see
-        attention/choice.py; `check_served` tests the chosen one."""
+        """max_length: longest row, in tokens. with_hidden: also return the last hidden state; layer numbers: the
+        residual stream before those layers, side by side. attention: attention/choice.py, tested by `check_served`."""
         self.model = model
         self.static = compile != "none"
         self.graphs = Graphs(graphs or graph_backend(model.device)) if compile == "graphs" else None
@@ -108,7 +108,8 @@ class CachedModel:
 
     def padded(self, width: int) -> int:
         """The width of a forward of so many tokens."""
-        return next((w for w in WIDTHS if w >= width), width) if self.static else width
+        widths = () if not self.static else WIDTHS if self.graphs is None else GRAPH_WIDTHS
+        return next((each for each in widths if each >= width), width)
 
     def forward(
         self,
@@ -125,8 +126,7 @@ class CachedModel:
         longest_start: the largest of `starts`, on the host, so that no sync is needed to read only the slots in use.
         Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
         own tensors, if there are graphs; the next forward of this width overwrites them. wanted: (batch, new) bool, the
-        tokens whose results count; a model that `packs` is fed no others. states: (batch, new, hidden), for a
-        drafter that takes them.
+        tokens whose results count; a model that `packs` is fed no others. states: (batch, new, hidden), of a drafter.
         """
         if wanted is not None and self.packs and (packing := Packing.of(wanted)):
             return self._forward_packed(packing, input_ids, starts, longest_start, states)

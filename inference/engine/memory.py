@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from accept_head.errors import InputError
 from accept_head.files import readable_size
 from accept_head.inference.engine.attention.choice import Attention, choose
-from accept_head.inference.engine.cache import FILL_TOKENS, WIDTHS
+from accept_head.inference.engine.cache import FILL_TOKENS, GRAPH_WIDTHS
 from accept_head.inference.engine.proof import check_served
 
 # Tensors alive at the same time in a round. Greedy: logits alone. Sampling, in float32: logits, filtered scores, p and
@@ -78,11 +78,11 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft widths 1 and 2."""
+        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft widths 1, 2 and 3."""
         if not self.graphs:
             return 0
-        widest = next((width for width in WIDTHS if width > self.max_draft_tokens), self.max_draft_tokens + 1)
-        slots = sum(width for width in {*WIDTHS, widest} if width <= widest) + 3
+        widest = next((width for width in GRAPH_WIDTHS if width > self.max_draft_tokens), self.max_draft_tokens + 1)
+        slots = sum(width for width in {*GRAPH_WIDTHS, widest} if width <= widest) + 6
         return self.batch * self.vocab_size * self.logit_bytes * slots
 
     @property
