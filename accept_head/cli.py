@@ -69,6 +69,9 @@ def run() -> None:
             code = main(sys.argv[1:])
     except Stopped as stopped:
         code = stopped.exit_code
+    except Exception:
+        print("accept-head: this is a bug; please report it with the traceback and the command line.", file=sys.stderr)
+        raise
     raise SystemExit(code)
 
 
@@ -98,7 +101,6 @@ def main(arguments: Sequence[str]) -> int:
             return _wrong_input(f"{where}{fault.strerror}; the same command goes on once that is mended")
         if lost_a_rank(error):
             return wait_for_the_launcher()
-        print("accept-head: this is a bug; please report it with the traceback and the command line.", file=sys.stderr)
         raise
     return 0
 

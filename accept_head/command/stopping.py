@@ -36,6 +36,7 @@ def stopping_on_signals(verb: str) -> Iterator[None]:
     """Raise Stopped in the main thread at the first SIGTERM or SIGINT, and ignore further ones while cleaning up.
 
     Python swallows what is raised in a `__del__`. The work then goes on for some seconds, and ends in Stopped as well.
+    A library may take it for an error of its own, say while it is imported: what it raises then is Stopped, too.
     """
     stopped: Stopped | None = None
 
@@ -60,6 +61,10 @@ def stopping_on_signals(verb: str) -> Iterator[None]:
         yield
         if stopped is not None:
             raise stopped
+    except Exception as error:
+        if stopped is not None:
+            raise stopped from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -144,3 +144,15 @@ def test_a_stop_that_python_swallows_stops_as_well(capfd):
         threading.enumerate()[-1].cancel()  # or it would end the tests
     assert caught.value.exit_code == 143
     assert "stopped by SIGTERM: checkpoints are kept" in capfd.readouterr().err
+
+
+def test_a_stop_that_a_library_takes_for_its_own_error_stops_as_well(capfd):
+    """As scipy does when it is stopped while it is imported: it tries the import anew, and that fails."""
+    with pytest.raises(Stopped) as caught, stopping_on_signals("train"):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException:
+            threading.enumerate()[-1].cancel()
+            raise ImportError("already registered") from None
+    assert caught.value.exit_code == 143
+    assert "stopped by SIGTERM: checkpoints are kept" in capfd.readouterr().err
