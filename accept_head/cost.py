@@ -75,6 +75,13 @@ class PairCosts:
         )
         return cls(draft=draft, target=target)
 
+    @property
+    def coefficients(self) -> list[list[float]]:
+        """α, β and γ of a draft step, of the first one of a round, of the target, and of the target in a round without
+        drafts."""
+        draft, target = ([each.alpha, each.beta, each.gamma] for each in (self.draft, self.target))
+        return [draft, draft, target, target]
+
     def draft_seconds(self, rows: Quantity, context_tokens: Quantity, steps: Quantity = 1) -> Quantity:
         """Seconds of so many draft steps in one round, one token per row each. context_tokens: sum over all rows."""
         return steps * self.draft.seconds(context_tokens=context_tokens, batch_tokens=rows)

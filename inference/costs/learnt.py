@@ -36,7 +36,7 @@ PLAIN = 64  # a round without drafts after so many, to know what it costs
 AGAIN = 128  # after so many rounds without drafts one token is drafted at no price: nothing is remembered of its cost
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
-REFITS = 10
+REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
 UNKNOWN, ALIKE = 0.01, 10.0  # rounds that a prior counts as; see `fitted`
 UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
 TINY = 1e-12  # seconds
@@ -180,7 +180,9 @@ def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCos
         terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(4)]))
         off = np.abs(seconds - features / scale @ terms)
         limit = max(TIMES_OFF * float(np.median(off)), 1e-9)
-        weights = np.minimum(1, limit / np.maximum(off, limit)) ** 2
+        before, weights = weights, np.minimum(1, limit / np.maximum(off, limit)) ** 2
+        if np.abs(weights - before).max() < SETTLED:
+            break
     spread = seconds - np.average(seconds, weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
     *gammas, beta, alpha = (terms / scale).tolist()

@@ -106,9 +106,10 @@ class BatchStopPolicy(RowPolicy):
         if inner.peeks:
             self.draw_next = self._draw_next
         depths = self.max_draft_tokens
+        self.coefficients = torch.as_tensor(costs.coefficients, dtype=torch.float64)
         # Per depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64, as they
         # are sums over many rounds and enter differences of nearly equal numbers.
-        self.accepted, self.before, self.after = (torch.zeros(depths, dtype=torch.float64) for _ in range(3))
+        self.sums = torch.zeros(3, depths, dtype=torch.float64)
         # Sums of rows, emitted tokens, draft steps, verified drafted tokens, and rows of rounds with drafts.
         self.totals = torch.zeros(5, dtype=torch.float64)
         self.lengths, self.idle = torch.zeros(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
@@ -123,9 +124,8 @@ class BatchStopPolicy(RowPolicy):
 
     def forget(self) -> None:
         """Reset the sums in place, to those of one row that drafted nothing; and the costs, if they are learnt."""
-        for sums in (self.accepted, self.before, self.after, self.totals):
-            sums[...] = 0.0
-        self.totals[:2] = 1.0
+        self.sums.zero_()
+        self.totals.zero_()[:2] = 1.0
         self.costs.forget()
 
     @property
@@ -138,7 +138,7 @@ class BatchStopPolicy(RowPolicy):
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
             read=tuple(f"policy.{name}" for name in held.read),
             unread=tuple(f"policy.{name}" for name in held.unread),
-            learnt=(self.accepted, self.before, self.after, self.totals, self.lengths, self.idle, self.record),
+            learnt=(self.sums, self.totals, self.lengths, self.idle, self.record),
         )
 
     @property
@@ -155,14 +155,14 @@ class BatchStopPolicy(RowPolicy):
         """Keeps what was learnt. The sums also keep their memory if they are on the device already."""
         self.inner.start(batch, device)
         if self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
-            self.accepted, self.before, self.after, self.totals, self.idle = (
-                each.to(device) for each in (self.accepted, self.before, self.after, self.totals, self.idle)
-            )
+            self.sums, self.totals, self.idle = (each.to(device) for each in (self.sums, self.totals, self.idle))
             self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
             self.record = torch.zeros(2, batch, dtype=torch.float64, device=device)
-        self.lengths[...] = 0
-        self.record[...] = 0
-        self.idle[...] = 0
+        if isinstance(self.costs, LearntCosts):
+            self.coefficients = self.costs.coefficients  # which change in place
+        self.coefficients = self.coefficients.to(device)
+        for each in (self.lengths, self.record, self.idle):
+            each.zero_()
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
@@ -187,12 +187,14 @@ class BatchStopPolicy(RowPolicy):
         accepted, expected = self.record
         gain = wanting * self.rho[0]
         pays = self._pays(gain, first_price)
-        probes = ~pays & (self.idle >= self.probe) & self._pays(wanting, first_price) & bool(self.probe)
-        self.longest = torch.where(pays, self.max_draft_tokens, probes * 1)
         at_best = (OWN_PRIOR + accepted + 2 * (1 + accepted).sqrt()) / (OWN_PRIOR + expected)
-        drafts = (gain * at_best.clamp(max=1) > self.token_price) | probes
+        drafts = (gain * at_best.clamp(max=1) > self.token_price) & pays
+        self.longest = pays * self.max_draft_tokens
+        if self.probe:
+            probes = self._pays(wanting, first_price) & (self.idle >= self.probe) & ~pays
+            drafts, self.longest = drafts | probes, self.longest + probes
         self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
-        self.decided, self.judged = [wanting * drafts * (self.longest > 0)], []
+        self.decided, self.judged = [wanting * drafts], []
         return torch.minimum(budget, self.longest * drafts)
 
     def _draw_next(self, step: DraftStep) -> Tensor:
@@ -218,83 +220,81 @@ class BatchStopPolicy(RowPolicy):
 
     def _pays(self, gain: Tensor, price: Tensor) -> Tensor:
         """() bool, whether a step is worth its price. gain: (batch,) expected tokens of each row."""
-        above = gain - self.token_price
-        return torch.where(above > 0, above, 0.0).sum() > price
+        return (gain - self.token_price).clamp(min=0).sum() > price
 
     # --- prices and ratios, at the start of a round ------------------------------------------------------------------
 
     def _set_prices(self, live: Tensor) -> Tensor:
         """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
-        rows, context = live.sum().double(), (self.lengths * live).sum().double()
-        first, plain = self.costs.draft_seconds(rows, context), self.costs.plain_seconds(rows, context)
-        later = self.costs.draft_seconds(rows, context, 2) - first
-        drafted = self.costs.draft_seconds(rows + 1, context) - first  # one more token
-        verify = self.costs.verify_seconds(rows, context)
-        verified = self.costs.verify_seconds(rows + 1, context) - verify
+        rows = live.sum().double()
+        size = torch.stack([(self.lengths * live).sum().double(), rows, torch.ones_like(rows)])
+        later, first, verify, plain = (self.coefficients @ size).unbind()
+        _, drafted, verified, _ = self.coefficients[:, 1].unbind()  # one more token
+        # What a token costs its row; what a step costs beside.
+        by_row = 0.0 if self.host.drafts_stopped else drafted
+        step = later if self.host.drafts_stopped else later - rows * drafted
         more = verify - plain  # of any drafts
         if self.host.feeds:
             plain = plain + first - later
         else:
             more = more + first - later
-        nothing = 0.0 * rows
-        drafted_by_row, drafted_by_step = (nothing, drafted) if self.host.drafts_stopped else (drafted, nothing)
-        verified_by_row, verified_by_step = (nothing, verified) if self.host.verifies_padding else (verified, nothing)
-        step = later - rows * (drafted - drafted_by_step)
-        emitted, steps, tokens, share = self.totals[1:] / self.totals[0]
-        seconds = plain + steps * step + rows * tokens * (verified + drafted_by_row) + share * more
-        least = plain + self.host.feeds * later
-        speed = torch.maximum(rows * emitted / seconds.clamp(min=TINY), rows / least.clamp(min=TINY))  # λ
-        self.token_price = speed * (verified_by_row + drafted_by_row)
-        column = speed * rows * verified_by_step
-        self.step_price = speed * step + column
-        return (column if self.host.feeds else self.step_price) + speed * more
+        emitted, steps, tokens, share = (self.totals[1:] / self.totals[0]).unbind()
+        seconds = plain + steps * step + rows * tokens * (verified + by_row) + share * more
+        least = plain + later if self.host.feeds else plain
+        speed = rows * torch.maximum(emitted / seconds.clamp(min=TINY), 1 / least.clamp(min=TINY))  # λ
+        if self.host.verifies_padding:
+            column = rows * verified
+            self.token_price, self.step_price = speed * by_row, speed * (step + column)
+            return speed * (column + more) if self.host.feeds else self.step_price + speed * more
+        self.token_price, self.step_price = speed * (verified + by_row), speed * step
+        return speed * more if self.host.feeds else self.step_price + speed * more
 
     def _ratios(self) -> Tensor:
         """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
         as the sum κ_d = Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, which takes fewer operations than a loop."""
-        accepted = self.accepted
-        near, far = self.prior + self.before, self.prior + self.after
+        accepted, before, after = self.sums
+        near, far = self.prior + before, self.prior + after
         a, b = self.prior * self.optimism / near, accepted / near
-        one = torch.ones_like(accepted[:1])
-        g = torch.cat([one, (self.prior * a / far)[:-1]])
-        h = torch.cat([one, ((self.prior * b + accepted) / far)[:-1]])
+        g, h = torch.nn.functional.pad(
+            torch.stack([self.prior * a, self.prior * b + accepted])[:, :-1] / far[:-1], (1, 0), value=1.0
+        )
         depth = self._depths()
         factors = torch.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
-        kappa = torch.where(depth >= depth[:, None], h[:, None] * factors, 0.0).sum(0)
+        kappa = (h[:, None] * factors).triu().sum(0)
         return a * kappa + b
 
     def _depths(self) -> Tensor:
         """0, 1, …, (max_draft_tokens,)."""
-        return torch.arange(self.max_draft_tokens, device=self.accepted.device)
+        return torch.arange(self.max_draft_tokens, device=self.sums.device)
 
     # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        depth, live, accepted = self._depths()[:, None], outcome.live, outcome.accepted
-        drafted, submitted = outcome.drafted, outcome.submitted
+        live, accepted, drafted, submitted = outcome.live, outcome.accepted, outcome.drafted, outcome.submitted
         rows = live.sum()
         keep = (1 - 1 / self.memory) ** rows.double()
         # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
         # declined was a draft step without a gain.
         looked = submitted + (submitted == drafted) if self.inner.peeks else submitted
-        for sums, survival, known in ((self.before, self.decided, looked), (self.after, self.judged, submitted)):
-            sums *= keep
-            if survival:
-                reached = (live & (depth < known))[: len(survival)]  # (depths, batch)
-                sums[: len(survival)] += torch.where(reached, torch.stack(survival), 0.0).sum(-1)
-        self.accepted *= keep
-        self.accepted += (live & (depth < accepted)).sum(-1)
+        counts = torch.stack([accepted, looked, submitted])
+        known = live & (self._depths()[:, None] < counts[:, None])  # (3, depths, batch)
+        one, none = torch.ones_like(self.survival), torch.zeros_like(self.survival)
+        columns = [one] * self.max_draft_tokens
+        for survival in (self.decided, self.judged):
+            columns += survival + [none] * (self.max_draft_tokens - len(survival))
+        self.sums *= keep
+        self.sums += torch.where(known, torch.stack(columns).view(known.shape), 0.0).sum(-1)
         longest = (drafted * live).max()
         # The host may skip asking at the last depth, so `steps` can be too small.
         steps = torch.where(longest > 0, torch.maximum(longest, self.steps), int(self.host.feeds))
-        verified = rows * (submitted * live).max() if self.host.verifies_padding else (submitted * live).sum()
+        more, _, verified = (counts * live).sum(-1).unbind()
+        if self.host.verifies_padding:
+            verified = rows * (submitted * live).max()
         self.totals *= keep
-        emitted = ((accepted + 1) * live).sum()
-        self.totals += torch.stack([rows, emitted, rows * steps, verified, rows * (longest > 0)])
+        self.totals += torch.stack([rows, rows + more, rows * steps, verified, rows * (longest > 0)])
         self.idle[...] = torch.where(self.longest > 0, 0, self.idle + 1)
         self.lengths[...] = outcome.lengths
         self.record *= 1 - 1 / OWN_MEMORY
-        tried = live & (submitted > 0)
-        self.record += torch.stack([tried & (accepted > 0), tried * self.rho[0]])
+        self.record += torch.stack([known[0, 0], known[2, 0] * self.rho[0]])
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -475,12 +475,12 @@ def test_what_is_wrapped_is_part_of_the_content():
 def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     policy = begin(BatchStopPolicy(FixedPolicy(4), pair_costs(0.1)), [10] * 8)
     decode(policy, 8, 0.3, 50)
-    learnt = policy.accepted.tolist()
+    learnt = policy.sums[0].tolist()
     begin(policy, [10] * 2)
-    assert policy.accepted.tolist() == learnt and policy.lengths.tolist() == [10, 10]
+    assert policy.sums[0].tolist() == learnt and policy.lengths.tolist() == [10, 10]
     other = copy.deepcopy(policy)
     decode(other, 2, 0.9, 5)
-    assert policy.accepted.tolist() == learnt != other.accepted.tolist()
+    assert policy.sums[0].tolist() == learnt != other.sums[0].tolist()
 
 
 def test_steps_in_vain_are_counted():
@@ -502,7 +502,7 @@ def test_steps_in_vain_are_counted():
             peeking.keep_drafting(step)
     peeking.observe(outcome([1], [1], lengths=[5]))
     assert peeking.totals.tolist() == pytest.approx([keep + 1, keep + 2, 2, 1, 1])
-    assert peeking.before.tolist() == [1, 1, 0, 0, 0] and peeking.accepted.tolist() == [1, 0, 0, 0, 0]
+    assert peeking.sums[1].tolist() == [1, 1, 0, 0, 0] and peeking.sums[0].tolist() == [1, 0, 0, 0, 0]
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------

@@ -26,12 +26,22 @@ def pair_costs(draft, token=0.0, target=1.0, row=0.0, context=0.0):
 class OtherWhenPlain(PairCosts):
     """A round without drafts takes four fifths of what its tokens say."""
 
+    @property
+    def coefficients(self):
+        draft, first, target, plain = super().coefficients
+        return [draft, first, target, [0.8 * each for each in plain]]
+
     def plain_seconds(self, rows, context_tokens):
         return 0.8 * self.verify_seconds(rows, context_tokens)
 
 
 class DearFirst(PairCosts):
     """The first draft step of a round takes longer."""
+
+    @property
+    def coefficients(self):
+        draft, (*slopes, fixed), *others = super().coefficients
+        return [draft, [*slopes, fixed + first_more(self)], *others]
 
     def draft_seconds(self, rows, context_tokens, steps=1):
         return super().draft_seconds(rows, context_tokens, steps) + first_more(self) * (steps > 0)
@@ -768,10 +778,4 @@ class ScalarBatchStop(Reference):
     def state(self):
         totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.speculating]
         record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
-        return {
-            "accepted": self.accepted,
-            "before": self.before,
-            "after": self.after,
-            "totals": totals,
-            "record": record,
-        }
+        return {"sums": [self.accepted, self.before, self.after], "totals": totals, "record": record}
