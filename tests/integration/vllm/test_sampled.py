@@ -23,7 +23,7 @@ from tests.integration.vllm.zstat import p_value, z_statistics
 
 FALSE_ALARM = 1e-4
 ROWS, K_MAX = 64, 4
-SAMPLES, TOKENS = 10_000, 4  # the first of them comes with the prompt, without a draft
+SAMPLES, TOKENS = 5_000, 4  # the first of them comes with the prompt, without a draft
 POLICIES = ("head:{trained}:0.5", "head:{drawn}:0.5", "adaedl:0.4", "head:{trained}:0.5,costs=0.2")
 
 
