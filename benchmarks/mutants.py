@@ -307,8 +307,8 @@ POLICIES = (
     Mutant(
         "head, `costs=`: the price of a step is that of all rows, also of idle ones",
         "inference/policies/batch_stop.py",
-        "self.costs.draft_seconds(rows, context), self.costs",
-        "self.costs.draft_seconds(0.0 * rows + len(live), context), self.costs",
+        "rows = live.sum().double()",
+        "rows = (0 * live.sum() + len(live)).double()",
         (rule("Told by costs, light"),),
     ),
     Mutant(
@@ -377,9 +377,33 @@ CORE = (
     Mutant(
         "costs: the first draft of a round is not charged for what makes the round another",
         "inference/policies/batch_stop.py",
-        "self.step_price) + speed * more",
-        "self.step_price)",
+        "more = verify - plain",
+        "more = 0.0 * rows",
         (rule("Told by costs, other when plain"),),
+    ),
+    Mutant(
+        "costs: the first draft step of a round is priced as the others",
+        "inference/policies/batch_stop.py",
+        "more = more + first - later",
+        "pass",
+        (rule("Told by costs, dear first"),),
+    ),
+    Mutant(
+        "costs=auto: the first draft step of a round is taken for one of the others",
+        "inference/costs/learnt.py",
+        "(1 - 1 / ran, fed / ran",
+        "(1.0, fed / ran",
+        ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed]",),
+    ),
+    Mutant(
+        "costs=auto: what a draft model has missed is taken for a part of a draft step",
+        "inference/decode/run.py",
+        "self._began += self._seconds() - before",
+        "pass",
+        (
+            "inference/policies/test_batch_stop_captured.py"
+            "::test_what_the_draft_has_missed_is_no_part_of_a_rounds_seconds[late]",
+        ),
     ),
     Mutant(
         "costs=auto: no round tries another length",

@@ -242,12 +242,10 @@ class BatchStopPolicy(RowPolicy):
         seconds = plain + steps * step + rows * tokens * (verified + by_row) + share * more
         least = plain + later if self.host.feeds else plain
         speed = rows * torch.maximum(emitted / seconds.clamp(min=TINY), 1 / least.clamp(min=TINY))  # λ
-        if self.host.verifies_padding:
-            column = rows * verified
-            self.token_price, self.step_price = speed * by_row, speed * (step + column)
-            return speed * (column + more) if self.host.feeds else self.step_price + speed * more
-        self.token_price, self.step_price = speed * (verified + by_row), speed * step
-        return speed * more if self.host.feeds else self.step_price + speed * more
+        # Where padding is verified, one more slot is one more token for all rows.
+        by_row, column = (by_row, rows * verified) if self.host.verifies_padding else (by_row + verified, 0.0)
+        self.token_price, self.step_price = speed * by_row, speed * (step + column)
+        return speed * (more + (column if self.host.feeds else step + column))
 
     def _ratios(self) -> Tensor:
         """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
