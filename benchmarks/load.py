@@ -81,10 +81,11 @@ def main() -> None:
             place = {"host": options.host, "pair": options.pair, "batch": batch, "temperature": temperature}
             specs = specs_of(served.heads[temperature])
             cell = {**place, **measured(host, specs, options.parts, **place)}
-            path = RESULTS / "load.json"
+            name = f"load_{options.host}_{options.pair}"
+            path = RESULTS / f"{name}.json"
             others = read_json(path)["cells"] if path.is_file() else []
-            others = [each for each in others if any(each[name] != value for name, value in place.items())]
-            write_result("load", {"rounds": ROUNDS, "cells": [*others, cell]})
+            others = [each for each in others if any(each[key] != value for key, value in place.items())]
+            write_result(name, {"rounds": ROUNDS, "cells": [*others, cell]})
             print(json.dumps(cell, indent=1), flush=True)
 
 
