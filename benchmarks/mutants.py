@@ -420,6 +420,16 @@ CORE = (
         ("inference/policies/test_learnt_costs.py::test_nothing_is_learnt_of_the_first_rounds[batch stop]",),
     ),
     Mutant(
+        "costs=auto: rounds in which graphs are made are learnt from",
+        "inference/decode/run.py",
+        "if self.captures == self._captures:",
+        "if True:",
+        (
+            "inference/policies/test_batch_stop_captured.py"
+            "::test_a_round_in_which_graphs_are_made_tells_nothing_of_costs",
+        ),
+    ),
+    Mutant(
         "costs=auto: drafting that was too dear is never tried again",
         "inference/costs/learnt.py",
         "if self.undrafted >= AGAIN:",

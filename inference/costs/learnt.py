@@ -30,7 +30,8 @@ from accept_head.inference.policy import VerifyOutcome
 ROUNDS = 128  # that are remembered
 OFTEN, SELDOM = 24, 8  # a fit after each of the first rounds, then after every eighth
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
-# kernels are compiled and graphs captured, which takes a hundred times as long; from that nothing is learnt.
+# kernels are compiled, which takes a hundred times as long; from that nothing is learnt. (Nor is this told of rounds in
+# which graphs are captured.)
 TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
 AGAIN = 128  # after so many rounds without drafts one token is drafted at no price: nothing is remembered of its cost

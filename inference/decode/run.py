@@ -69,13 +69,14 @@ class Run:
         drafter = Eagle3 if isinstance(draft.model, Eagle3Drafter) else DraftModel
         self.drafter = drafter(draft, rows, call, copy=self.copies)
         self._learnt = None if capture is None else capture.learnt
+        self._backend, self._captures = captured.backend, 0
         self._began = self._drafted = 0.0
 
     # --- drafting ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> DraftProgress:
         """Begin a round → what each row may draft."""
-        self._began = time.perf_counter()
+        self._began, self._captures = time.perf_counter(), self.captures
         if not self.processing.greedy:
             self._call("random", self._steps.set_uniforms, max(1, self.drafting.max_draft_tokens))
         progress: DraftProgress = self._ask("begin", self._steps.begin, state=self.policy, renews=True)
@@ -163,13 +164,19 @@ class Run:
     def observe(self, outcome: VerifyOutcome) -> list[Finished]:
         """Let the policy learn from the round → the finished responses."""
         finished = self.rows.sync(self.stopping)
-        if self._learnt is None:
-            self.drafting.observe(outcome)
-        else:
+        if self.captures == self._captures:  # else the round took a hundred times as long
             self.drafting.learn_costs(outcome)
+        if self._learnt is None:
+            self.policy.observe(outcome)
+        else:
             timeless = replace(outcome, seconds=None, draft_seconds=None, draft_forwards=None)
             self._ask("learn", self.policy.observe, timeless, state=self.policy, mutates=self._learnt)
         return finished
+
+    @property
+    def captures(self) -> int:
+        """How many graphs were made so far."""
+        return self._backend.captures if self._backend else 0
 
     def _seconds(self) -> float:
         """Seconds since the round began; waits for the device."""

@@ -13,7 +13,9 @@ from accept_head.errors import InputError
 
 
 class GraphBackend(Protocol):
-    """Captures and replays functions: CUDA, or a stand-in in tests."""
+    """Captures and replays functions: CUDA, or a stand-in in tests. captures: how many so far."""
+
+    captures: int
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         """Run the function before its capture. Raises RuntimeError when it waits for the device."""
@@ -28,7 +30,7 @@ class CudaGraphs:
     """torch.cuda.CUDAGraph, all in one pool of memory, captured on one side stream."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self.captures = device, 0
         with torch.cuda.device(device):
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
@@ -52,6 +54,7 @@ class CudaGraphs:
                 function()
         finally:
             torch.cuda.set_stream(here)  # after a failed capture torch keeps the side stream
+        self.captures += 1
         return graph.replay
 
 

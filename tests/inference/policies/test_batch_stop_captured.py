@@ -113,7 +113,8 @@ class Clock:
 
 @pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_costs_that_are_learnt_reach_captured_steps(sampling, monkeypatch):
-    """What the host learns between rounds changes what they do, with no new capture."""
+    """What the host learns between rounds changes what they do, with no new capture. Here it learns of every round."""
+    monkeypatch.setattr(run_of_the_loop.Run, "captures", 0)
     plain, captured = (BatchStopPolicy(INNER["max-prob"](), LearntCosts(), probe=4) for _ in "ab")
     decoder, answers = new_decoder(sampling=sampling), []
     with standing_in() as backend:
@@ -130,6 +131,21 @@ def test_costs_that_are_learnt_reach_captured_steps(sampling, monkeypatch):
     captured.forget()
     assert captured.costs.rounds == 0 and captured.costs.limit == TRIAL[0]
     assert any(drafted)
+
+
+def test_a_round_in_which_graphs_are_made_tells_nothing_of_costs():
+    """All other rounds do: of a second run, which makes none, every one."""
+    policy = BatchStopPolicy(INNER["max-prob"](), LearntCosts())
+    with standing_in() as backend:
+        decoder, before, told = new_decoder("graphs"), 0, []
+        for _ in range(3):
+            live = list[int]()
+            captures = backend.captures
+            run(decoder, policy, live=live)
+            told.append((policy.costs.rounds - before, len(live), backend.captures - captures))
+            before = policy.costs.rounds
+    assert all(learnt <= rounds and (learnt < rounds) == (made > 0) for learnt, rounds, made in told), told
+    assert told[0][0] < told[0][1]
 
 
 class Seldom(FixedPolicy):
