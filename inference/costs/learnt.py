@@ -119,10 +119,10 @@ class LearntCosts:
         """Learn from a round."""
         host, steps = self.host, outcome.draft_forwards
         assert outcome.seconds is not None and outcome.draft_seconds is not None and steps is not None
-        live, submitted = outcome.live, outcome.submitted * outcome.live
-        sums = live, outcome.lengths * live, outcome.drafted * live, submitted
+        live = outcome.live.long()
+        of_rows = torch.stack([live, outcome.lengths, outcome.drafted, outcome.submitted]) * live
         forwards = torch.as_tensor(steps, device=live.device)
-        numbers = torch.stack([*(each.sum() for each in sums), submitted.max(), forwards])
+        numbers = torch.cat([of_rows.sum(-1), of_rows[3:].amax(-1), forwards.view(1)])
         rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
         self.rounds += 1
         again, self.undrafted = self.undrafted >= AGAIN, 0 if ran else self.undrafted + 1
