@@ -18,6 +18,8 @@ from accept_head.pair import Forward
 
 # The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one.
 FED_TOGETHER = 3
+# The most tokens that wait, with their states, for a drafter that drafts nothing.
+MOST_WAITING = 8
 
 
 class DraftModel:
@@ -76,8 +78,8 @@ class DraftModel:
 class Eagle3(DraftModel):
     """A drafter whose slot i holds token i + 1 and the target's state of position i.
 
-    What it was fed of drafted tokens it forgets, as it was fed with its own states: after a round it is fed all new
-    tokens, with the states that the target has given out meanwhile.
+    What it was fed of drafted tokens it forgets, as it was fed with its own states: when it drafts again it is fed all
+    new tokens, with the states that the target has given out meanwhile.
     """
 
     def __init__(self, cached: CachedModel, rows: Rows, call: Callable[..., Any], *, copy: bool):
@@ -89,10 +91,11 @@ class Eagle3(DraftModel):
         self.states = torch.zeros(batch, 1, width, dtype=self.model.dtype, device=rows.tokens.device)
         self.own = self.states  # (batch, 1, hidden), its own output at the last slot
         self.begun = True  # whether it was fed all that `states` has
+        self.waits = False  # whether this round's token waits behind earlier ones
 
     @property
     def behind(self) -> bool:
-        """Never, as it is fed in each round."""
+        """Never, as few tokens wait."""
         return False
 
     def admit(self, target: CachedModel, taken: Sequence[int], ends: Sequence[int]) -> None:
@@ -125,12 +128,21 @@ class Eagle3(DraftModel):
         return self._kept(fed)
 
     def hear(self, states: Tensor) -> None:
-        if not self.begun:  # a round without drafting
-            self.begin()
-        self.states, self.begun = self.model.project(states), False
+        rows, states = self.rows, self.model.project(states)
+        self.waits = not self.begun and rows.unfed < MOST_WAITING
+        if self.waits:  # a round without drafting: one more token, behind those that were not fed
+            self.states = torch.nn.functional.pad(self.states[:, : rows.unfed], (0, 0, 0, 1))
+            place = rows.lengths - rows.fed.clamp(min=1)
+            self.states[torch.arange(len(place), device=place.device), place] = states[:, 0]
+        else:
+            if not self.begun:
+                self.begin()
+            self.states = states
+        self.begun = False
 
     def accepted(self) -> None:
-        self.rows.fed.copy_(self.rows.lengths - self.rows.round_accepted - 1)
+        if not self.waits:
+            self.rows.fed.copy_(self.rows.lengths - self.rows.round_accepted - 1)
 
     def select(self, index: Tensor) -> None:
         super().select(index)

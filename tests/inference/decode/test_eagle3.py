@@ -23,14 +23,18 @@ PROMPTS = [[1, 7, 8, 9, 30, 31], [1, 9], [4], [1, 40, 41, 42, 43, 44, 45, 46, 47
 
 
 class Hesitant(FixedPolicy):
-    """Drafts nothing in two rounds of three, by a number of the host's."""
+    """Drafts in every third round, say, by a number of the host's."""
 
     capture = None
     rounds = 0
 
+    def __init__(self, k, every=3):
+        super().__init__(k)
+        self.every = every
+
     def start_round(self, live):
         self.rounds += 1
-        return super().start_round(live) * (self.rounds % 3 == 0)
+        return super().start_round(live) * (self.rounds % self.every == 0)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +52,9 @@ def alone(target, count, **options):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4])
-@pytest.mark.parametrize("policy", ["fixed:3", "confidence:0.02,k_max=5", "adaedl", "online-signals:0.5", Hesitant(3)])
+@pytest.mark.parametrize(
+    "policy", ["fixed:3", "confidence:0.02,k_max=5", "adaedl", "online-signals:0.5", Hesitant(3), Hesitant(3, 11)]
+)
 def test_greedy_text_is_the_targets(target, drafter, policy, batch_size):
     found = generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=20, batch_size=batch_size)
     assert found.tokens == alone(target, 20)
@@ -95,10 +101,21 @@ def drafts_that_differ(target, drafter, policy, batch_size, **options):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("policy", ["fixed:3", "confidence:0.02,k_max=5", Hesitant(3)])
+@pytest.mark.parametrize("policy", ["fixed:3", "confidence:0.02,k_max=5", Hesitant(3), Hesitant(3, 11)])
 def test_drafts_are_those_of_a_plain_recomputation(target, drafter, policy, batch_size):
     differ, seen = drafts_that_differ(target, drafter, policy, batch_size)
-    assert differ == 0 and seen > 10
+    assert differ == 0 and seen > (3 if getattr(policy, "every", 3) > 3 else 10)
+
+
+@pytest.mark.parametrize(("every", "in_vain"), [(3, 0), (6, 0), (1000, 3)])
+def test_tokens_wait_for_a_drafter_that_drafts_nothing(target, drafter, every, in_vain, monkeypatch):
+    """It is fed when it drafts, and else when eight of them have waited."""
+    fed, begin = [], Eagle3.begin
+    monkeypatch.setattr(Eagle3, "begin", lambda self: (fed.append(policy.rounds), begin(self))[1])
+    policy = Hesitant(3, every)
+    generate(target, drafter, PROMPTS[:1], policy=policy, max_new_tokens=30)
+    drafted = set(range(every, policy.rounds + 1, every))
+    assert len(set(fed) - drafted) == in_vain, fed
 
 
 @pytest.mark.parametrize("wrong", ["another row's states", "states one position late"])
