@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from accept_head.inference.adapters.vllm.metrics import FOLDER
+
 REPOSITORY = Path(__file__).parents[3]
 # A rank a core; vLLM would look for a NUMA node a rank.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -32,8 +34,8 @@ def test_ranks_agree(embedded_pair_folder: Path, prompts: Any, tmp_path: Path) -
 
 def decode(folder: Path, pair: Path, prompts: Any, policy: str | None) -> Any:
     request, answer = folder / "request.json", folder / "answer.json"
-    # An engine of another test leaves the folder of its own figures in this process's environment.
-    environment = {name: value for name, value in os.environ.items() if name != "PROMETHEUS_MULTIPROC_DIR"}
+    # An engine of another test leaves the folders of its own figures in this process's environment.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PROMETHEUS_MULTIPROC_DIR", FOLDER)}
     request.write_text(json.dumps({"pair": str(pair), "prompts": prompts, "policy": policy, "answer": str(answer)}))
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.vllm.test_parallel", str(request)],
