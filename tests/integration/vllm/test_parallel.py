@@ -35,7 +35,8 @@ def test_ranks_agree(embedded_pair_folder: Path, prompts: Any, tmp_path: Path) -
 def decode(folder: Path, pair: Path, prompts: Any, policy: str | None) -> Any:
     request, answer = folder / "request.json", folder / "answer.json"
     # An engine of another test leaves the folders of its own figures in this process's environment.
-    environment = {name: value for name, value in os.environ.items() if name not in ("PROMETHEUS_MULTIPROC_DIR", FOLDER)}
+    theirs = ("PROMETHEUS_MULTIPROC_DIR", FOLDER)
+    environment = {name: value for name, value in os.environ.items() if name not in theirs}
     request.write_text(json.dumps({"pair": str(pair), "prompts": prompts, "policy": policy, "answer": str(answer)}))
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.vllm.test_parallel", str(request)],
