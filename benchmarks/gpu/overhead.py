@@ -66,7 +66,7 @@ from accept_head.pair import Pair
 PROMPT_TOKENS = 256
 TOP_K = 50
 BATCHES = (1, 8, 32, 128)
-LENGTHS = (1, 2, 3, 4, 6)
+LENGTHS = (1, 2, 3, 4, 6, K_MAX)  # without the longest it is not known which is best
 TWICE, AUTO, FLOORS = "fixed:2", "head, costs=auto", "head, costs of the floors"
 POLICIES = ("none", *map("fixed:{}".format, LENGTHS), TWICE + TWIN, "head", FLOORS, AUTO)
 SWITCHED = ("head",)

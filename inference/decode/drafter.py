@@ -14,10 +14,9 @@ from torch import Tensor
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.rows import Rows
 from accept_head.inference.engine.cache import CachedModel, Group
+from accept_head.inference.engine.memory import FED_TOGETHER
 from accept_head.pair import Forward
 
-# The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one.
-FED_TOGETHER = 3
 # The most tokens that wait, with their states, for a drafter that drafts nothing.
 MOST_WAITING = 8
 

@@ -28,6 +28,8 @@ from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.cache import FILL_TOKENS, GRAPH_WIDTHS
 from accept_head.inference.engine.proof import check_served
 
+# The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one.
+FED_TOGETHER = 3
 # Tensors alive at the same time in a round. Greedy: logits alone. Sampling, in float32: logits, filtered scores, p and
 # the sorted values of a filter at each verified slot; q and its copy in the stack at each drafted slot. In float64: the
 # sums and thresholds of the one draw of a row.
@@ -78,11 +80,11 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft widths 1, 2 and 3."""
+        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft of 1 to FED_TOGETHER."""
         if not self.graphs:
             return 0
         widest = next((width for width in GRAPH_WIDTHS if width > self.max_draft_tokens), self.max_draft_tokens + 1)
-        slots = sum(width for width in {*GRAPH_WIDTHS, widest} if width <= widest) + 6
+        slots = sum(width for width in {*GRAPH_WIDTHS, widest} if width <= widest) + sum(range(FED_TOGETHER + 1))
         return self.batch * self.vocab_size * self.logit_bytes * slots
 
     @property
