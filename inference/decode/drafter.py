@@ -14,11 +14,8 @@ from torch import Tensor
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.rows import Rows
 from accept_head.inference.engine.cache import CachedModel, Group
-from accept_head.inference.engine.memory import FED_TOGETHER
+from accept_head.inference.engine.memory import FED_TOGETHER, MOST_WAITING
 from accept_head.pair import Forward
-
-# The most tokens that wait, with their states, for a drafter that drafts nothing.
-MOST_WAITING = 8
 
 
 class DraftModel:

@@ -22,14 +22,16 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
 from accept_head.files import readable_size
 from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.cache import FILL_TOKENS, GRAPH_WIDTHS
 from accept_head.inference.engine.proof import check_served
 
-# The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one.
-FED_TOGETHER = 3
+# The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one. An EAGLE-3
+# drafter is fed all that were accepted, or as many as have waited for it while nothing was drafted.
+FED_TOGETHER, MOST_WAITING = 3, 8
 # Tensors alive at the same time in a round. Greedy: logits alone. Sampling, in float32: logits, filtered scores, p and
 # the sorted values of a filter at each verified slot; q and its copy in the stack at each drafted slot. In float64: the
 # sums and thresholds of the one draw of a row.
@@ -56,6 +58,7 @@ class MemoryPlan:
     graphs: bool = False
     head: int = 0
     scored: int = 0  # positions of a row that are scored together
+    fed_together: int = FED_TOGETHER
 
     @property
     def scoring(self) -> int:
@@ -80,11 +83,11 @@ class MemoryPlan:
 
     @property
     def kept(self) -> int:
-        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft of 1 to FED_TOGETHER."""
+        """Bytes of the logits that captured forwards keep: one tensor a width, for the draft of 1 to fed_together."""
         if not self.graphs:
             return 0
         widest = next((width for width in GRAPH_WIDTHS if width > self.max_draft_tokens), self.max_draft_tokens + 1)
-        slots = sum(width for width in {*GRAPH_WIDTHS, widest} if width <= widest) + sum(range(FED_TOGETHER + 1))
+        slots = sum(width for width in {*GRAPH_WIDTHS, widest} if width <= widest) + sum(range(self.fed_together + 1))
         return self.batch * self.vocab_size * self.logit_bytes * slots
 
     @property
@@ -160,6 +163,7 @@ def plan_memory(
         graphs=graphs,
         head=head,
         scored=scored,
+        fed_together=max(MOST_WAITING, max_draft_tokens + 1) if isinstance(draft, Eagle3Drafter) else FED_TOGETHER,
     )
 
 

@@ -57,6 +57,7 @@ def test_folder_holds_its_config_and_one_record_a_prompt_in_their_order(undistur
     assert config["sampling"] == {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
 
 
+@pytest.mark.slow  # two processes are in test_train.py as well
 def test_two_processes_under_accelerate_launch_write_the_same_bytes(undisturbed, arguments, run_launched, tmp_path):
     done = run_launched(*arguments(tmp_path / "two"))
     assert done.returncode == 0, done.stderr

@@ -113,7 +113,7 @@ def test_a_rerun_after_kill_9_leaves_the_same_shards(
     assert visible(out) == content(greedy)
 
 
-@pytest.mark.slow  # two processes are in test_collect.py and test_train.py as well
+@pytest.mark.slow  # two processes are in test_train.py as well
 def test_two_processes_under_accelerate_launch_write_the_same_bytes(greedy, arguments, run_launched, tmp_path):
     done = run_launched(*arguments(tmp_path / "two", "--temperature", 0))
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ from safetensors.numpy import load_file
 from scipy.special import expit, xlogy
 from transformers import AutoModelForCausalLM
 
+pytestmark = pytest.mark.slow
+
 BAR = 0.85  # the head's KL must be at most this share of the constant predictor's
 
 

@@ -102,7 +102,7 @@ def test_other_ways_to_train_sweep_as_well(train, tmp_path, options):
     assert_same_head(heads / "depth3-w_rej3", train(tmp_path / "head", *SHORT, *options, "--depth", 3, "--w_rej", 3))
 
 
-@pytest.mark.slow  # two processes are in test_collect.py and test_train.py as well
+@pytest.mark.slow  # two processes are in test_train.py as well
 def test_two_processes_train_the_same_sweep(sweep, arguments, run_launched, tmp_path):
     done = run_launched(*arguments(tmp_path / "heads", *SHORT, *SWEEP))
     assert done.returncode == 0, done.stderr

@@ -210,6 +210,7 @@ def test_sharing_forwards_changes_no_token(embedded_pair, prompt):
     assert torch.equal(shared, plain)
 
 
+@pytest.mark.slow
 def test_two_tokens_have_the_targets_distribution(embedded_pair, prompt):
     cells = Cells(embedded_pair.target, prompt, 2, SAMPLES)
     assert len(cells.cells) > 100

@@ -83,7 +83,13 @@ POLICIES = {
 QUICK = ("fixed:8", "head drawn, lag 1", "confidence")
 
 
-@pytest.mark.parametrize("sampling", [WITHOUT_FILTERS, Sampling(temperature=0.7, top_k=3)], ids=["T=1", "T=.7 k=3"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(WITHOUT_FILTERS, id="T=1", marks=pytest.mark.slow),
+        pytest.param(Sampling(temperature=0.7, top_k=3), id="T=.7 k=3"),
+    ],
+)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
 )

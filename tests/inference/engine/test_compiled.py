@@ -83,6 +83,7 @@ def test_one_compilation_serves_all_batches_and_all_weights_of_a_shape(compilati
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_what_it_was_not_compiled_for_goes_to_the_function_and_is_said_once(caplog):
     function = weighted(torch.randn(HIDDEN, 3))
     at_once = compiled(function, (torch.ones(4, HIDDEN), None), name="it", logger=LOGGER)

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accept_head import InputError, Sampling
 from accept_head.inference.decode.generate import make_decoder, make_requests
@@ -20,11 +21,12 @@ from accept_head.inference.policies.bandit import BanditPolicy
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
+from tests.examples import make_eagle3
 from tests.inference.support.cached import MODELS
 from tests.inference.support.decoders import LLAMA, POLICIES
 from tests.inference.support.decoders import decode as decoded
 from tests.inference.support.replayed import ReplayedGraphs, standing_in
-from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts
+from tests.inference.support.toy import VOCAB, one_layer_pair, ragged_prompts, two
 
 SAMPLED, GREEDY = Sampling(temperature=1.5, top_k=20, top_p=0.95), Sampling(temperature=0)
 PROMPTS = [prompt[:16] for prompt in ragged_prompts(6)]
@@ -217,9 +219,15 @@ def test_extents_are_few_and_never_too_small(monkeypatch, backend):
     assert sorted(set(extents)) == [128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4000]
 
 
-def test_memory_is_planned_for_what_forwards_leave_in_place(backend):
+def with_eagle3():
+    target, _ = two(LlamaForCausalLM, LlamaConfig)
+    return target, make_eagle3(target, draft_vocabulary=24, layers=(0, 1, 2))
+
+
+@pytest.mark.parametrize("pair", [LLAMA, with_eagle3()], ids=["draft model", "EAGLE-3"])
+def test_memory_is_planned_for_what_forwards_leave_in_place(pair, backend):
     requests = make_requests(PROMPTS, 20)
-    decoder = make_decoder(*LLAMA, requests, FixedPolicy(5), batch_size=3, greedy=False, compile="graphs")
+    decoder = make_decoder(*pair, requests, FixedPolicy(5), batch_size=3, greedy=False, compile="graphs")
     run = decoder.run(
         requests,
         policy=FixedPolicy(5),

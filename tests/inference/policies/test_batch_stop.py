@@ -178,7 +178,14 @@ def test_a_row_is_trimmed_where_its_own_token_does_not_pay():
 # --- it comes back ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "host"), [(1, "padded"), (8, "vllm v2"), (32, "packed")])
+@pytest.mark.parametrize(
+    ("rows", "host"),
+    [
+        pytest.param(1, "padded", marks=pytest.mark.slow),
+        (8, "vllm v2"),
+        pytest.param(32, "packed", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_given_up_is_tried_again(rows, host):
     """Hard text, which is not worth drafting, then easy text. Without forgetting it stays where it was."""
     costs = pair_costs(0.15, 0.02)
@@ -359,7 +366,10 @@ def test_it_is_lossless_under_both_verifiers(name):
     assert np.count_nonzero(found.submitted) > 1, "it must have stopped at several lengths"
 
 
-@pytest.mark.parametrize(("reads", "verifier"), [("drawn", "ratio"), ("before", "ratio"), ("drawn", "match")])
+@pytest.mark.parametrize(
+    ("reads", "verifier"),
+    [("drawn", "ratio"), pytest.param("before", "ratio", marks=pytest.mark.slow), ("drawn", "match")],
+)
 def test_the_loop_emits_the_targets_distribution(reads, verifier):
     """Through the real loop: what the first of three rows emits in its rounds, exactly, whatever the others draw."""
     target, draft = uncertain_pair()

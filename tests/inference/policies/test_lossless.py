@@ -32,7 +32,12 @@ def test_a_policy_is_lossless_under_both_verifiers(name):
     assert lengths > 1 or name in (*FIXED_LENGTH, "head, lag 1"), "it must have stopped at several lengths"
 
 
-@pytest.mark.parametrize("name", LOSSY)
+LONGEST = "budget, retrospective, graph"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONGEST else name for name in LOSSY]
+)
 def test_a_biased_rule_says_so_and_is_found(name):
     shape = Shape(vocab=3, depth=3, rows=3)  # the retrospective rule needs some room
     found = enumerate_rounds(LOSSY[name], pairs=100 if "retro" in name else 30, shape=shape)

@@ -229,13 +229,13 @@ def test_greedy_counts_of_a_trained_drafter_are_those_of_the_loop(embedded_pair_
     models = embedded_pair_folder / "target", embedded_pair_folder / "eagle3"
     collect(
         *map(str, models), str(tmp_path / "traces"), str(prompts), depths=6, max_new_tokens=TOKENS, temperature=0.0,
-        max_prompts=20, batch_size=20,
+        max_prompts=10, batch_size=10,
     )  # fmt: skip
     pair = load_pair(*models, device="cpu")
     traces = load_coupled(tmp_path / "traces", pair.draft, checkpoint_fingerprint(models[1]))
-    ids = [list(prompt.ids) for prompt in load_prompts(str(prompts), pair.tokenizer, max_prompts=20)]
-    assert (traces.leading >= 3).sum() > 10
-    for spec in ("fixed:4", "confidence:0.2,k_max=6", "adaedl:0.3,k_max=6"):
+    ids = [list(prompt.ids) for prompt in load_prompts(str(prompts), pair.tokenizer, max_prompts=10)]
+    assert (traces.leading >= 3).sum() > 5
+    for spec in ("fixed:4", "confidence:0.2,k_max=6"):
         assert np.array_equal(replayed(traces, spec, pair.draft), counted(pair, ids, spec, GREEDY)), spec
 
 

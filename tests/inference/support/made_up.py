@@ -19,7 +19,7 @@ from accept_head.trace.config import TraceConfig
 
 HIDDEN, VOCAB, END = 6, 8, 7
 SIGNALS = ("logprob", "entropy", "max_prob")
-MADE_UP = settings(derandomize=True, deadline=None, max_examples=40)
+MADE_UP = settings(derandomize=True, deadline=None, max_examples=25)
 
 
 class Token(NamedTuple):

@@ -140,18 +140,18 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 def test_sampled_output_follows_the_target(
     embedded_pair: Pair, embedded_pair_folder: Path, prompts: Any, spec_of: Any
 ) -> None:
-    some = sorted(prompts, key=len)[:40]
+    some = sorted(prompts, key=len)[:24]
     (result,) = in_interpreter(
         decode_by_policies,
         pair=str(embedded_pair_folder),
         policies=[spec_of("head:{trained}:0.5")],
         prompts=some,
         temperature=1.0,
-        rows=40,
+        rows=24,
     )
     statistics = z_statistics(embedded_pair.target, embedded_pair.draft, some, result["outputs"])
     assert p_value(statistics) > 1e-4, statistics
-    assert sum(map(sum, result["accepted"])) > 100
+    assert sum(map(sum, result["accepted"])) > 60
 
 
 # --- adaptive verification: the head's logit as the feature of vLLM's estimator ---------------------------------------
