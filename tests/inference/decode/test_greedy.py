@@ -104,7 +104,7 @@ def embedded(embedded_pair_folder):
 
 @pytest.mark.parametrize(
     ("count", "batch", "policy"),
-    [(16, 16, policy) for policy in ("fixed:0", "fixed:4", "head drawn lag 0", "head drawn lag 1", "confidence")]
+    [(16, 16, policy) for policy in ("fixed:0", "fixed:4", "head drawn lag 1", "confidence")]
     + [(16, 5, "fixed:4"), (3, 1, "fixed:8")],
 )
 def test_the_embedded_pair_decodes_exactly_end_tokens_included(embedded, count, batch, policy):

@@ -109,13 +109,9 @@ def test_without_a_compiler_the_function_itself_serves(monkeypatch, caplog):
 # --- signals and head -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "predicts"),
-    [
-        (torch.float32, "token"),
-        pytest.param(torch.bfloat16, "token", marks=pytest.mark.slow),
-        pytest.param(torch.float32, "both", marks=pytest.mark.slow),
-    ],
+    ("dtype", "predicts"), [(torch.float32, "token"), (torch.bfloat16, "token"), (torch.float32, "both")]
 )
 def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
     logits, ids, hidden = drawn(4, dtype=dtype)

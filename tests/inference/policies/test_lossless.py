@@ -19,7 +19,7 @@ from accept_head.inference.replay.lossless import (
     sampler_match,
 )
 
-PAIRS, SHAPE = 60, Shape(vocab=3, depth=2, rows=2)  # the benchmark has 400, of two shapes
+PAIRS, SHAPE = 40, Shape(vocab=3, depth=2, rows=2)  # the benchmark has 400, of two shapes
 FIXED_LENGTH = ("fixed", "batch-map")  # for one and the same number of rows
 
 

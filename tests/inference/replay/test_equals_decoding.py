@@ -127,6 +127,7 @@ OF_THE_BATCH = {
     "adaspec": lambda: AdaSpecPolicy(COSTS),
     "budget": lambda: BudgetPolicy(COSTS),
 }
+SLOW_OF_THE_BATCH = ("max-prob-mean", "hf-confidence", "adaspec", "dsde")
 
 
 def replayed(traces, policy):
@@ -241,7 +242,10 @@ class TestQuick(Wanted):
         inside, count = self.inside(quick(SAMPLED), decoded, QUICK_SAMPLED)
         assert count == 2 * len(QUICK_SAMPLED) and inside >= count - 3
 
-    @pytest.mark.parametrize("name", OF_THE_BATCH)
+    @pytest.mark.parametrize(
+        "name",
+        [pytest.param(name, marks=pytest.mark.slow) if name in SLOW_OF_THE_BATCH else name for name in OF_THE_BATCH],
+    )
     def test_rules_of_the_whole_batch(self, quick, name):
         """As many rows in replay as in the loop, which take new requests at the same time."""
         for sampling in (GREEDY, SAMPLED) if name in ("goodput", "budget") else (GREEDY,):
