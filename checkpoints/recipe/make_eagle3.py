@@ -208,7 +208,7 @@ def begin_as(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
 class Distilled(L.LightningModule):
     """The drafter's cross-entropy against the target's distribution at each step of a round from every position.
 
-    Matrices learn by Muon, which needs half as many steps here; the rows at the end and the norms by AdamW.
+    Matrices learn by Muon, which needs fewer steps; the rows at the end and the norms by AdamW.
     """
 
     def __init__(self, drafter: Eagle3Drafter, target: PreTrainedModel, *, steps: int, lr: float, total_steps: int):
