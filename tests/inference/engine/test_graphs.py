@@ -224,13 +224,28 @@ def with_eagle3():
     return target, make_eagle3(target, draft_vocabulary=24, layers=(0, 1, 2))
 
 
-@pytest.mark.parametrize("pair", [LLAMA, with_eagle3()], ids=["draft model", "EAGLE-3"])
-def test_memory_is_planned_for_what_forwards_leave_in_place(pair, backend):
+class Rarely(FixedPolicy):
+    """Drafts after 2, 3, 4, … rounds without, so that ever more tokens wait for the drafter."""
+
+    capture = None
+    rounds = 0
+
+    def start_round(self, live):
+        self.rounds += 1
+        return super().start_round(live) * (self.rounds in (3, 7, 12, 18, 25, 33))
+
+
+@pytest.mark.parametrize(
+    ("pair", "policy"),
+    [(LLAMA, FixedPolicy(5)), (with_eagle3(), FixedPolicy(5)), (with_eagle3(), Rarely(1))],
+    ids=["draft model", "EAGLE-3", "EAGLE-3, tokens wait"],
+)
+def test_memory_is_planned_for_what_forwards_leave_in_place(pair, policy, backend):
     requests = make_requests(PROMPTS, 20)
-    decoder = make_decoder(*pair, requests, FixedPolicy(5), batch_size=3, greedy=False, compile="graphs")
+    decoder = make_decoder(*pair, requests, policy, batch_size=3, greedy=False, compile="graphs")
     run = decoder.run(
         requests,
-        policy=FixedPolicy(5),
+        policy=policy,
         processing=Processing(SAMPLED, VOCAB),
         stopping=Stopping([], [], torch.device("cpu")),
     )
