@@ -5,9 +5,9 @@
         --draft_vocab 1024 --intermediate 256 --layers 1 5 8
 
 The drafter learns the target's distribution at each position of an answer, unrolled over several steps as it will draft
-(accept_head/eagle3/unroll.py). The target reads each answer once: what the drafter learns from is kept in --work, as
-are answers and training checkpoints. So an interrupted run goes on. Kept states take about 2 × (layers + 1) × channels
-bytes a token. Where vLLM is installed, `--engine vllm` answers several times as fast as our loop.
+(accept_head/eagle3/unroll.py). Answers and training checkpoints are kept in --work, so an interrupted run goes on. On a
+CPU the target reads each answer once: what the drafter learns from is kept, too, about 2 × (layers + 1) × channels
+bytes a token. There `--engine vllm` answers several times as fast as our loop, where vLLM is installed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,16 @@ def answers(options: argparse.Namespace, prompts: str, path: Path, temperature: 
                 unfinished.write_text(answered_by_vllm(options, asked, temperature, seed))
     elif not path.with_suffix(".stats.json").is_file():
         generate_file(
-            options.target, options.target, prompts, str(path), policy="none", batch_size=32, top_k=0, seed=seed,
+            options.target, options.target, prompts, str(path), policy="none", batch_size=at_once(), top_k=0, seed=seed,
             max_new_tokens=options.new_tokens, temperature=temperature, dtype=options.dtype, stream=False,
         )  # fmt: skip
     answered = [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
     return list(zip(asked, answered, strict=True))
+
+
+def at_once() -> int:
+    """Answers that our loop decodes together."""
+    return 512 if torch.cuda.is_available() else 32
 
 
 def answered_by_vllm(options: argparse.Namespace, asked: list[list[int]], temperature: float, seed: int) -> str:
@@ -135,7 +141,8 @@ def batches(texts: list[Answer], batch_tokens: int) -> list[list[Answer]]:
 
 
 class TargetOutputs(Dataset[dict[str, Tensor]]):
-    """What the target has computed at each text of a batch, read from files that are made when they are first wanted.
+    """What the target has computed at each text of a batch. On a CPU it is read from files, which are made when they
+    are first wanted; a GPU computes it again as fast as a disk would give it.
 
     Slot t takes x_{t+1} and predicts x_{t+2}, whose distribution the target gives at t + 1. ids: (batch, slots), x_1, …
     states: (batch, slots, layers × hidden), the target's at x_0, … counts: (batch, slots) bool, whether x_{t+2} is of
@@ -152,6 +159,8 @@ class TargetOutputs(Dataset[dict[str, Tensor]]):
         return len(self.batches)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
+        if self.target.device.type == "cuda":
+            return self.read(self.batches[number])
         path = self.folder / f"{sha256(json.dumps([self.source, self.batches[number]]))[:16]}.safetensors"
         if not path.is_file():
             with atomic_path(path) as unfinished:
@@ -163,6 +172,7 @@ class TargetOutputs(Dataset[dict[str, Tensor]]):
         ids = pad_sequence([torch.tensor(prompt + answer) for prompt, answer in texts], batch_first=True)
         of_answer = [torch.tensor([0] * len(prompt) + [1] * len(answer)) for prompt, answer in texts]
         counts = torch.nn.functional.pad(pad_sequence(of_answer, batch_first=True).bool()[:, 2:], (0, 1))
+        ids, counts = ids.to(self.target.device), counts.to(self.target.device)
         self.reads.wanted = True
         last = self.target.get_decoder()(ids).last_hidden_state[:, 1:][counts]
         self.reads.wanted = False
@@ -286,7 +296,7 @@ def trained(
         devices=1,
         logger=CSVLogger(work, name="log", version=""),
         log_every_n_steps=20,
-        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, every_n_train_steps=50)],
+        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, train_time_interval=timedelta(minutes=2))],
         enable_model_summary=False,
     )
     last = work / "last.ckpt"
@@ -296,6 +306,7 @@ def trained(
         DataLoader(dev, batch_size=None),
         ckpt_path=str(last) if last.exists() else None,
     )
+    trainer.save_checkpoint(last)
     return module.drafter
 
 
