@@ -59,7 +59,7 @@ DRAFTER = str(REPOSITORY / "checkpoints" / "smollm2" / "eagle3")
 RECIPE = f"""python checkpoints/recipe/make_eagle3.py --target {TARGET} --out {DRAFTER} --work {HOME / "work"} \\
     --prompts {HOME / "prompts" / "drafter.jsonl"} --held_out {prompts_file("dev")} --dtype bfloat16 \\
     --draft_vocab 8192 --layers 2 15 27 --temperatures 1 0 --new_tokens 128 --engine vllm --steps 4 --epochs 3 \\
-    --batch_tokens 1024 --lr 4e-3 --threads 2"""
+    --batch_tokens 1024 --lr 6e-3 --threads 2"""
 DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
@@ -124,7 +124,7 @@ def write_drafter_prompts() -> int:
     kept = []
     for record in records:
         count = by_domain[record["domain"]] = by_domain.get(record["domain"], 0) + 1
-        if count <= 2200:  # of maths there is three times as much
+        if count <= 1350:  # of maths there is five times as much
             kept.append(record)
     path = HOME / "prompts" / "drafter.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,8 @@ def tokens_a_call(policy: str = "fixed:4") -> dict[str, Any]:
             TARGET, DRAFTER, str(prompts_file("test")), str(out), policy=policy, batch_size=16, max_new_tokens=64,
             dtype=TEXT["dtype"], stream=False,
         )  # fmt: skip
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
+    with out.open() as lines:
+        answers = [json.loads(line) for line in lines]
     found: dict[str, float] = {}
     for domain in ("all", *sorted({answer["domain"] for answer in answers})):
         mine = [answer for answer in answers if domain in ("all", answer["domain"])]

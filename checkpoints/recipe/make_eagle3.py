@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +96,8 @@ def answers(options: argparse.Namespace, prompts: str, path: Path, temperature: 
             options.target, options.target, prompts, str(path), policy="none", batch_size=at_once(), top_k=0, seed=seed,
             max_new_tokens=options.new_tokens, temperature=temperature, dtype=options.dtype, stream=False,
         )  # fmt: skip
-    answered = [json.loads(line)["token_ids"] for line in path.read_text().splitlines()]
+    with path.open() as lines:
+        answered = [json.loads(line)["token_ids"] for line in lines]
     return list(zip(asked, answered, strict=True))
 
 
@@ -296,7 +296,7 @@ def trained(
         devices=1,
         logger=CSVLogger(work, name="log", version=""),
         log_every_n_steps=20,
-        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, train_time_interval=timedelta(minutes=2))],
+        callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, every_n_train_steps=100)],
         enable_model_summary=False,
     )
     last = work / "last.ckpt"
