@@ -184,14 +184,6 @@ class ByTenant(Protocol):
         ...
 
 
-class InChunks(Protocol):
-    """May be asked about further tokens after all rows have stopped, if in_chunks is True. Later rounds and `trim` must
-    not depend on such calls. The host then need not wait after each token to learn whether any row drafts on."""
-
-    @property
-    def in_chunks(self) -> bool: ...
-
-
 Method = TypeVar("Method", bound=Callable[..., Tensor])
 
 

@@ -93,9 +93,8 @@ def place_of(cell: dict[str, Any]) -> Place:
 
 
 def _overhead(results: Results) -> Worst:
-    """The worst policy of the worst temperature, in the mode that is used unless something else is asked for."""
+    """The worst policy of the worst temperature, with graphs."""
     found = [cell for cell in cells_of(results, "overhead", "graphs") if place_of(cell) in AT_BATCH_1]
-    found = [cell for cell in found if cell["settings"]["chunk"] in (None, "auto")]
     if not found:
         return None, results.get("overhead", {}).get("fallback") or "no cell with graphs at batch 1", 0, len(AT_BATCH_1)
     worst = max((row["overhead"], row["policy"], cell["cell"]) for cell in found for row in cell["policies"])

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers.generation.candidate_generator as candidate_generator
 from cells import Cell
-from graph_modes import Mode, decoder_options
 from transformers.utils import logging
 from vs_transformers import interval, ratio
 
@@ -54,7 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-def side_by_side(pair: Pair, file: str, *, temperature: float, new_tokens: int, prompts: int, mode: Mode) -> Cell:
+def side_by_side(pair: Pair, file: str, *, temperature: float, new_tokens: int, prompts: int, mode: str) -> Cell:
     """Ratios of tokens/s, ours over transformers', of every policy that both have."""
     logging.set_verbosity_error()
     sampling = Sampling(temperature=temperature, top_k=50)
@@ -67,7 +66,7 @@ def side_by_side(pair: Pair, file: str, *, temperature: float, new_tokens: int, 
         make_policy(f"fixed:{K_MAX}", pair),
         batch_size=1,
         greedy=sampling.greedy,
-        **decoder_options(*mode),
+        compile=mode,
     )
     rows = [_measure(pair, decoder, requests, spec, settings, sampling) for spec, settings in POLICIES.items()]
     return {"policies": rows, "least_ratio": min(row["ratio"] for row in rows), "prompts": len(requests)}

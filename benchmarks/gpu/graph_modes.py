@@ -7,27 +7,20 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from accept_head.inference import policy
-from accept_head.inference.decode.generate import make_decoder
-from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.engine.cache import Compile
 from accept_head.pair import default_device
 
 # Says of a policy's `start_round` that the host need not ask for its answer.
 constant_budget: Callable[..., Any] = getattr(policy, "constant_budget", lambda start_round: start_round)
 
-Mode = tuple[str, Any]  # compile, chunk (None where there is no such thing)
 
-
-def modes() -> tuple[list[Mode], str | None]:
-    """(compile, chunk) of every way that can run here, the best first; and why others cannot, if so."""
-    plain = ("none", 1 if takes_chunk() else None)
+def modes() -> tuple[list[str], str | None]:
+    """`compile` of every way that can run here, the best first; and why others cannot, if so."""
     if "graphs" not in get_args(Compile):
-        return [plain], "compile='graphs' is not in this code: measured with compile='none' only"
+        return ["none"], "compile='graphs' is not in this code: measured with compile='none' only"
     if default_device().type != "cuda":
-        return [plain], "compile='graphs' needs a CUDA device: measured with compile='none' only"
-    if not takes_chunk():
-        return [("graphs", None), plain], "chunk is not in this code: one sync a drafted token"
-    return [("graphs", "auto"), ("graphs", 1), plain], None
+        return ["none"], "compile='graphs' needs a CUDA device: measured with compile='none' only"
+    return ["graphs", "none"], None
 
 
 _captured = 0
@@ -57,17 +50,8 @@ def _count_captures() -> None:
 _count_captures()
 
 
-def best_mode() -> Mode:
+def best_mode() -> str:
     return modes()[0][0]
-
-
-def takes_chunk() -> bool:
-    return any("chunk" in inspect.signature(call).parameters for call in (Decoder.__init__, make_decoder))
-
-
-def decoder_options(mode: str, chunk: Any) -> dict[str, Any]:
-    """Keyword arguments of Decoder and make_decoder."""
-    return {"compile": mode} | ({} if chunk is None else {"chunk": chunk})
 
 
 def supported(call: Any, **options: Any) -> dict[str, Any]:

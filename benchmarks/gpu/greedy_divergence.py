@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from cells import TINY, Cell, open_cells, part_parser
-from graph_modes import decoder_options, modes
+from graph_modes import modes
 from torch import Tensor
 
 from accept_head import Sampling, load_pair
@@ -54,15 +54,9 @@ def run(options: argparse.Namespace) -> int:
     requests = make_requests([prompt.ids for prompt in loaded], tokens)
     name = "embedded" if folder == TINY else str(folder)
     cells.write(pair=name, prompts=len(requests), new_tokens=tokens)
-    best: dict[str, Any] = {}
-    for mode, chunk in modes()[0]:  # of each mode the chunk that is named first
-        best.setdefault(mode, chunk)
-    for mode, chunk in best.items():
-        settings = {"compile": mode, "chunk": chunk, "pair": name, "dtype": options.dtype}
-        shown = f"{mode}{'' if chunk is None else f', chunk {chunk}'}"
-        cells.measure(
-            shown, settings, lambda m=mode, c=chunk: compare(pair, requests, m, c, policies), needs=MODE_SECONDS
-        )
+    for mode in modes()[0]:
+        settings = {"compile": mode, "pair": name, "dtype": options.dtype}
+        cells.measure(mode, settings, lambda m=mode: compare(pair, requests, m, policies), needs=MODE_SECONDS)
     return cells.status
 
 
@@ -70,7 +64,6 @@ def compare(
     pair: Pair,
     requests: Sequence[Request],
     mode: str = "none",
-    chunk: Any = None,
     policies: Sequence[str] = POLICIES,
 ) -> Cell:
     """Divergences of every policy at batch 1 and at OTHER_BATCH from the target alone at batch 1, and of the target
@@ -78,8 +71,8 @@ def compare(
 
     def decode(spec: str, batch: int) -> list[list[int]]:
         policy = make_policy(spec, pair)
-        options = decoder_options(mode, chunk)
-        decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=batch, greedy=True, **options)
+        options: Any = {"batch_size": batch, "greedy": True, "compile": mode}
+        decoder = make_decoder(pair.target, pair.draft, requests, policy, **options)
         stage = Stage(decoder, pair, Sampling(temperature=0))
         finished = sorted(stage.run(requests, policy, 0), key=lambda done: done.request.index)
         return [done.token_ids for done in finished]

@@ -38,7 +38,7 @@ from unittest.mock import patch
 
 import torch
 from cells import Cell, open_cells, part_parser
-from graph_modes import Mode, captures, decoder_options, modes
+from graph_modes import captures, modes
 from recorded_loop import RecordedDecoder, RecordedHead, random_head, recorded_requests
 from recorded_rounds import K_MAX, RECORDED, RecordedRounds
 from shapes import build_pair
@@ -146,9 +146,11 @@ def run(options: argparse.Namespace) -> int:
         )
         clear()
 
-    best = Way(*ways[0])
+    best = Way(ways[0])
     for batch, temperature in itertools.product(batches, options.temperatures):
-        measured(batch, temperature, best, TINY if options.tiny else POLICIES, named(best), LOOP_SECONDS.get(batch, 30))
+        measured(
+            batch, temperature, best, TINY if options.tiny else POLICIES, best.compile, LOOP_SECONDS.get(batch, 30)
+        )
     for batch in options.switches:
         for name, way in switches(best, ways).items():
             measured(batch, 1.0, way, SWITCHED, f"switches, {name}", SWITCHED_SECONDS)
@@ -160,7 +162,6 @@ class Way:
     """How the loop runs. without: operations that torch does though there are kernels."""
 
     compile: str
-    chunk: Any
     attention: str = "auto"
     without: tuple[str, ...] = ()
 
@@ -170,19 +171,14 @@ def settings_of(way: Way) -> dict[str, Any]:
     return asdict(way) | {"without": list(way.without)}
 
 
-def named(way: Way) -> str:
-    return way.compile + ("" if way.chunk is None else f", chunk {way.chunk}")
-
-
-def switches(best: Way, others: Sequence[Mode]) -> dict[str, Way]:
+def switches(best: Way, others: Sequence[str]) -> dict[str, Way]:
     """Everything on, twice; then one thing off, or other than it is."""
     ways = {"all": best, "all" + TWIN: best}
     if best.compile == "graphs":
         ways |= {"no kernels": replace(best, without=KERNELS)}
         ways |= {f"no kernels for {name}": replace(best, without=(name,)) for name in KERNELS}
         ways |= {"attention sdpa": replace(best, attention="sdpa")}
-        ways |= {f"chunk {chunk}": replace(best, chunk=chunk) for chunk in (2, 4)}
-    return ways | {named(Way(*each)): Way(*each) for each in others[1:]}
+    return ways | {each: Way(each) for each in others[1:]}
 
 
 @contextmanager
@@ -301,7 +297,7 @@ def make_recorded(scene: Scene, batch: int, way: Way) -> RecordedDecoder:
         graphs=way.compile == "graphs",
     )
     plan.check_fits(pair.target.device)
-    options = decoder_options(way.compile, way.chunk) | {"attention": way.attention}
+    options: Any = {"compile": way.compile, "attention": way.attention}
     decoder = RecordedDecoder(pair.target, pair.draft, plan, **options)
     decoder.record, decoder.prompt_tokens = scene.record, scene.prompt_tokens
     return decoder

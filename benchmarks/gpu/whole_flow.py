@@ -72,8 +72,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     """1 if a cell could not be measured."""
-    mode, chunk = best_mode()
-    cells, work = open_cells("whole_flow", options, fallback=modes()[1], compile=mode, chunk=chunk)
+    cells, work = open_cells("whole_flow", options, fallback=modes()[1], compile=best_mode())
     flow = Flow(cells, work, options)
     flow.trained()
     if "flow" in options.stages or "bench" in options.stages:
@@ -186,7 +185,7 @@ class Flow:
         return str(self.text / "prompts" / f"{split}.jsonl")
 
     def _profile(self) -> Cell:
-        mode, _ = best_mode()
+        mode = best_mode()
         sizes, lengths = ([1, 2], [0, 1, 2]) if self.tiny else ([1, 8, 32, 128], [0, 1, 2, 4, 8])
         how = "as decoded"
         try:
@@ -316,7 +315,7 @@ class Flow:
     def _bench(self, batch: int, temperature: float) -> Cell:
         specs, left = self._specs(temperature)
         out = self.work / f"bench-{batch}-{temperature:g}.json"
-        mode, chunk = best_mode()
+        mode = best_mode()
         count = BENCH_PROMPTS.get(batch, 2 * batch) * (MORE_WITH_GRAPHS if batch == 1 and mode == "graphs" else 1)
         bench(
             **self.pair,
@@ -331,7 +330,7 @@ class Flow:
             repeats=1,
             costs=str(self._costs()),
             dtype="bfloat16",
-            **supported(bench, compile=mode, chunk=chunk),
+            **supported(bench, compile=mode),
         )
         cell = read_json(out)["cells"][0]
         policies = [{k: v for k, v in row.items() if k not in ("chunks", "domains")} for row in cell["policies"]]

@@ -33,7 +33,6 @@ from accept_head.inference.bench.measure import (
     warm_up,
 )
 from accept_head.inference.bench.replay import latency_noise, replay_all, replay_rows, time_scale_for, trace_requests
-from accept_head.inference.decode.chunks import Chunk
 from accept_head.inference.decode.generate import check_tenants, make_decoder, make_requests
 from accept_head.inference.decode.rows import Request
 from accept_head.inference.engine.attention.choice import Attention
@@ -70,7 +69,6 @@ class Job:
     allow_lossy: bool
     compile: Compile
     attention: Attention
-    chunk: Chunk
 
     @property
     def statics(self) -> list[str]:
@@ -157,7 +155,6 @@ class Job:
             greedy=sampling.greedy,
             compile=self.compile,
             attention=self.attention,
-            chunk=self.chunk,
         )
         stage = Stage(decoder, self.pair, sampling, verifier=self.verifier, lossy=self.allow_lossy)
         speeds = warm_up(stage, arms, requests)

@@ -21,7 +21,7 @@ from accept_head.prompts import prompts_fingerprint
 
 SETTINGS = (
     *("max_new_tokens", "top_k", "repeats", "slo", "seed", "verifier", "allow_lossy"),
-    *("compile", "attention", "chunk", "trace_requests", "load"),
+    *("compile", "attention", "trace_requests", "load"),
 )  # parameters of the verb that are recorded unchanged
 
 

@@ -26,8 +26,7 @@ class Drawn(NamedTuple):
 @dataclass
 class Drafted:
     """One round's proposals. lengths: (batch,) tokens each row drew. submitted: (batch,) how many of them are verified.
-    slots: the most that any row submits. extra_forwards: as in DraftProgress. wasted: draft forwards that ran after all
-    rows had stopped.
+    slots: the most that any row submits. extra_forwards: as in DraftProgress.
 
     Lists with an entry per slot: ids, (batch,) each; probabilities, (batch, vocab) each, q, empty when greedy; scores,
     (batch, vocab) each, the logits of q, empty if not needed.
@@ -37,7 +36,6 @@ class Drafted:
     submitted: Tensor
     extra_forwards: Tensor
     slots: int = 0
-    wasted: int = 0
     ids: list[Tensor] = field(default_factory=list)
     probabilities: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
@@ -52,9 +50,9 @@ class Drafted:
         self.scores += [] if drawn.scores is None else [drawn.scores]
         self.slots = len(self.ids)
 
-    def cut(self, slots: int, wasted: int) -> None:
-        """Keep the first `slots`, which some row drew. wasted: draft forwards after all rows had stopped."""
-        self.slots, self.wasted = slots, wasted
+    def cut(self, slots: int) -> None:
+        """Keep the first `slots`, which some row drew."""
+        self.slots = slots
         for part in (self.ids, self.probabilities, self.scores):
             del part[slots:]
 
@@ -71,12 +69,12 @@ class Drafted:
     @property
     def forwards(self) -> Tensor:
         """() int, draft forwards that were run."""
-        return (self.lengths + self.extra_forwards).max() + self.wasted
+        return (self.lengths + self.extra_forwards).max()
 
     @property
     def counts(self) -> Drafted:
         """The counts alone, without distributions. Of `ids` only the first stays, to show that tokens were drawn."""
-        return replace(self, wasted=0, ids=self.ids[:1], probabilities=[], scores=[])
+        return replace(self, ids=self.ids[:1], probabilities=[], scores=[])
 
     def divergence(self, target_scores: Tensor, temperature: float) -> Tensor:
         """KL(p ‖ q) of plain softmaxes at each verified slot, (batch, k). target_scores: (batch, k + 1, vocab)."""

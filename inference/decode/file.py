@@ -155,7 +155,6 @@ def _rates(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "drafted": sum(row.drafted for row in stats),
         "submitted": sum(row.submitted for row in stats),
         "accepted": sum(row.accepted for row in stats),
-        "wasted": sum(row.wasted for row in stats),
         "discard_rate": total.discard_rate,
         "verification_rate": total.verification_rate,
         "block_efficiency": total.block_efficiency,

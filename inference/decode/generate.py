@@ -12,7 +12,6 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
-from accept_head.inference.decode.chunks import Chunk, check_chunk
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
@@ -65,7 +64,6 @@ def generate(
     allow_lossy: bool = False,
     compile: Compile = "none",
     attention: Attention = "auto",
-    chunk: Chunk = "auto",
     watch: Callable[[Round], None] | None = None,
 ) -> Generated:
     """Decode prompts speculatively; each response is distributed as the target's own, and greedy ones equal it.
@@ -74,9 +72,8 @@ def generate(
     padding. policy: a DraftPolicy or its SPEC (`fixed:4`, `head:PATH:0.5`, …). batch_size: rows decoded together;
     further prompts take the rows of finished ones; all prompts at once when left out. end_token_ids: the target's own
     when left out. stop_strings: need `tokenizer`. compile: see CachedModel. attention: `sdpa`, `flash`, `varlen`, or
-    `auto`, the fastest available one that supports the models (see engine/attention). chunk: tokens that are drafted
-    before the host checks whether any row drafts on; `auto` is 1 on a CPU, and the cheapest by measured times on a GPU.
-    watch: called after every round.
+    `auto`, the fastest available one that supports the models (see engine/attention). watch: called after
+    every round.
 
     seed, row_ids: a row's random numbers depend only on the seed and on its id. Without row_ids the id is a hash of the
     prompt plus the number of equal prompts before it. So a prompt gives the same tokens alone, in a batch and in
@@ -116,7 +113,6 @@ def generate(
         greedy=sampling.greedy,
         compile=compile,
         attention=attention,
-        chunk=chunk,
     )
     tokens: list[list[int]] = [[] for _ in requests]
     stats: dict[int, DecodeStats] = {}
@@ -146,14 +142,12 @@ def make_decoder(
     greedy: bool,
     compile: Compile = "none",
     attention: Attention = "auto",
-    chunk: Chunk = "auto",
     others: Sequence[DraftPolicy] = (),
 ) -> Decoder:
     """A decoder that all requests fit into. others: further policies that will run on it; the memory plan covers them
     too. Raises InputError when the models' context or the memory is too small."""
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
-    check_chunk(chunk)
     if compile not in ("none", "graphs") and isinstance(draft, Eagle3Drafter):
         raise InputError(
             f"compile is {compile!r}, expected none or graphs: torch.compile does not take an EAGLE-3 drafter"
@@ -182,7 +176,7 @@ def make_decoder(
         head=sum(bytes_to_pack(score, draft.dtype) for score in map(_score_of, policies)),
     )
     plan.check_fits(target.device)
-    return Decoder(target, draft, plan, compile=compile, attention=attention, chunk=chunk)
+    return Decoder(target, draft, plan, compile=compile, attention=attention)
 
 
 def check_tenants(policy: DraftPolicy, tenants: Iterable[str]) -> None:

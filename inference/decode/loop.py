@@ -21,7 +21,6 @@ from accept_head.head.origin import Checkpoint, check_use
 from accept_head.inference.costs.host import PACKED, PADDED
 from accept_head.inference.decode.admission import admit
 from accept_head.inference.decode.captured import CapturedSteps
-from accept_head.inference.decode.chunks import Chunk, Chunks, measured_seconds, needs_seconds
 from accept_head.inference.decode.drafted import Drafted
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
@@ -34,15 +33,15 @@ from accept_head.inference.engine.cache import CachedModel, Compile
 from accept_head.inference.engine.cuda import GraphBackend, graph_backend
 from accept_head.inference.engine.memory import MemoryPlan
 from accept_head.inference.kernels.verify import Verified
-from accept_head.inference.policies.drafting import Drafting, check_lossless
+from accept_head.inference.policies.drafting import Drafting, DraftProgress, check_lossless
 from accept_head.inference.policy import DraftPolicy, Verifier
 
 
 def draft(run: Run) -> Drafted:
     """Let each live row draft until its policy, its budget or a drawn end token stops it.
 
-    Host syncs: one for the round's largest budget, if the policy may vary it, and one per chunk of drafted tokens, if
-    the policy can stop early. The host must know whether any row drafts on, because only the host can launch a forward.
+    Host syncs: one for the round's largest budget, if the policy may vary it, and one a token, if the policy can stop
+    early. The host must know whether any row drafts on, because only the host can launch a forward.
     """
     drafting, progress = run.drafting, run.begin()
     drafted, most = Drafted.nothing(progress), run.longest_draft(progress)
@@ -56,15 +55,23 @@ def draft(run: Run) -> Drafted:
         ahead = run.drafter.feed(drawn.ids, depth, progress.active) if drafting.looks_ahead and depth < most else None
         if drafting.asks:
             progress = run.judge(depth, drawn, ahead, progress)
-        if run.chunks.over(drafted, progress, depth, most):
+        if is_over(drafting, drafted, progress, last=depth == most):
             break
         fed = ahead or run.drafter.feed(drawn.ids, depth, progress.active)
     drafted.stop(progress)
-    if drafted.wasted:
-        run.rows.wasted += drafted.wasted * run.rows.live
     if drafting.trims:
         drafted.submit(drafting.trim(drafted.lengths))
     return drafted
+
+
+def is_over(drafting: Drafting, drafted: Drafted, progress: DraftProgress, last: bool) -> bool:
+    """Whether all rows have stopped. A slot that no row drew, as all of them stopped before the draw, is dropped."""
+    if drafting.peeks:
+        some, slots = torch.stack([progress.active.any().long(), progress.lengths.max()]).tolist()
+        if not some:
+            drafted.cut(slots)
+        return not some
+    return last or (drafting.stops_early and not bool(progress.active.any()))
 
 
 def verify(run: Run, drafted: Drafted) -> tuple[Verified, Tensor, Tensor]:
@@ -92,10 +99,9 @@ class Decoder:
         *,
         compile: Compile = "none",
         attention: Attention = "auto",
-        chunk: Chunk = "auto",
         graphs: GraphBackend | None = None,
     ):
-        self.memory, self.batch, self.max_length, self.chunk = memory, memory.batch, memory.max_length, chunk
+        self.memory, self.batch, self.max_length = memory, memory.batch, memory.max_length
         self.backend = graphs or graph_backend(target.device) if compile == "graphs" else None
         options: Any = {"compile": compile, "attention": attention, "graphs": self.backend}
         read = draft.layers_read if isinstance(draft, Eagle3Drafter) else False
@@ -104,7 +110,6 @@ class Decoder:
         self.rows = self._new_rows(memory.max_draft_tokens)
         also = [part.graphs for part in (self.target, self.draft) if part.graphs]
         self.captured = CapturedSteps(self.backend, also)
-        self.seconds: tuple[float, float] | None = None  # of a draft forward and of a sync, once measured
         self.runs = 0
 
     @torch.no_grad()
@@ -160,11 +165,7 @@ class Decoder:
         self._make_room(policy)
         drafting, device = Drafting(policy, host=PACKED if self.target.packs else PADDED), self.target.model.device
         drafting.start(self.batch, device)
-        timed = not isinstance(self.draft.model, Eagle3Drafter)  # a step of a single layer is too short to matter
-        if self.seconds is None and timed and needs_seconds(self.chunk, drafting, device):
-            self.seconds = measured_seconds(self.draft, self.batch)  # now, as this overwrites caches
-        chunks = Chunks(self.chunk, drafting, self.seconds)
-        given = self.rows, self.target, self.draft, self.captured, chunks, policy, processing, stopping
+        given = self.rows, self.target, self.draft, self.captured, policy, processing, stopping
         return Run(*given, seed=seed, verifier=verifier)
 
     def _new_rows(self, max_draft_tokens: int) -> Rows:

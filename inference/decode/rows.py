@@ -43,9 +43,8 @@ class Request:
 class DecodeStats:
     """The cost of one response. drafted, submitted, accepted, discarded: tokens. submitted: the verified ones, which
     are all drafted tokens unless the policy trims. rounds: target forwards. draft_forwards: those that this row took
-    part in, one per drafted token (more with a head at lag 0), independent of the chunk size. wasted: further draft
-    forwards in this row's rounds, after all rows had stopped in the middle of a chunk. seconds: from admission to the
-    end; they overlap with those of other rows."""
+    part in, one per drafted token (more with a head at lag 0). seconds: from admission to the end; they overlap with
+    those of other rows."""
 
     generated: int
     drafted: int
@@ -54,7 +53,6 @@ class DecodeStats:
     rounds: int
     draft_forwards: int
     seconds: float
-    wasted: int = 0
 
     @property
     def discarded(self) -> int:
@@ -81,7 +79,7 @@ class Finished(NamedTuple):
     stats: DecodeStats
 
 
-COUNTS = ("drafted", "submitted", "accepted", "rounds", "draft_forwards", "wasted")
+COUNTS = ("drafted", "submitted", "accepted", "rounds", "draft_forwards")
 
 
 class Rows:
@@ -99,7 +97,7 @@ class Rows:
         zero = torch.zeros_like(self.lengths)
         self.max_lengths, self.k_max, self.fed, self.keys = (zero.clone() for _ in range(4))
         self.rounds, self.drafted, self.submitted = (zero.clone() for _ in range(3))
-        self.accepted, self.draft_forwards, self.wasted = (zero.clone() for _ in range(3))
+        self.accepted, self.draft_forwards = zero.clone(), zero.clone()
         self.round_accepted = zero
         # This round's random numbers by purpose and slot; at least one slot, as a row's next token needs one too.
         self.uniforms = torch.zeros(batch, 3, max(1, spare - 1), dtype=torch.float64, device=device)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.captured import CapturedSteps
-from accept_head.inference.decode.chunks import Chunks
 from accept_head.inference.decode.drafted import Drafted, Drawn
 from accept_head.inference.decode.drafter import DraftModel, Eagle3
 from accept_head.inference.decode.processing import Processing
@@ -33,7 +32,7 @@ class Run:
     """Rows, models and a policy. The steps between forwards are plain calls; if they can be captured as CUDA graphs, a
     call is a replay.
 
-    chunks: decides when the host checks whether a round ends. stopping: the caller's.
+    stopping: the caller's.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Run:
         target: CachedModel,
         draft: CachedModel,
         captured: CapturedSteps,
-        chunks: Chunks,
         policy: DraftPolicy,
         processing: Processing,
         stopping: Stopping,
@@ -50,7 +48,7 @@ class Run:
         seed: int,
         verifier: Verifier,
     ):
-        self.rows, self.target, self.chunks = rows, target, chunks
+        self.rows, self.target = rows, target
         self.policy, self.processing, self.stopping = policy, processing, stopping
         self.drafting = Drafting(policy)
         call: Callable[..., Any] = run_directly

@@ -31,7 +31,6 @@ class AdaEdlPolicy(RowPolicy):
     """
 
     needs = frozenset({Signal.ENTROPY})
-    in_chunks = True
     capture = Capture(read=("levels",), unread=("rates",))
     GAMMA, BETA_RATE, BETA_LEVEL, STEP, WANTED = 0.2, 0.5, 0.9, 0.01, 0.9
 

@@ -101,7 +101,6 @@ class BatchStopPolicy(RowPolicy):
         self.policy, self.inner, self.costs, self.host = policy, inner, costs, host
         self.content = content_hash(policy)  # content_hash of the wrapper must depend on the wrapped policy
         self.needs, self.max_draft_tokens, self.by_tenant = inner.needs, inner.max_draft_tokens, inner.by_tenant
-        self.in_chunks = inner.in_chunks or not inner.stops_early
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
             self.draw_next = self._draw_next
@@ -132,7 +131,7 @@ class BatchStopPolicy(RowPolicy):
     def capture(self) -> Capture | None:
         """None around a policy that learns, as its use of the outcome is unknown here."""
         held = capture_of(self.policy)
-        if held is None or self.inner.learns or not self.in_chunks:
+        if held is None or self.inner.learns:
             return None
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),

@@ -114,10 +114,6 @@ class BudgetPolicy(RowPolicy):
         self.estimator.forget()
         self.costs.forget()
 
-    @property
-    def in_chunks(self) -> bool:
-        return not self.retrospective  # a retrospective m* is charged for every step asked about
-
     def start(self, batch: int, device: torch.device) -> None:
         self.estimator.start(device)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)

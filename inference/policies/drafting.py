@@ -72,7 +72,6 @@ class Drafting:
         self.peeks, self.trims = hasattr(policy, "draw_next"), hasattr(policy, "trim")
         self.looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         self.by_tenant: bool = getattr(policy, "by_tenant", False)
-        self.in_chunks: bool = getattr(policy, "in_chunks", False)
         self.lossless: frozenset[Verifier] = getattr(policy, "lossless", BOTH)
 
     @property

@@ -31,7 +31,6 @@ class HfConfidencePolicy(RowPolicy):
     window: how many of the newest samples count; transformers keeps all, but only of one request.
     """
 
-    in_chunks = True
     needs = frozenset({Signal.LOGPROB})
     FEWEST = 5  # more samples than this are needed
     MISSED = 3  # cost of not drafting a token that would be accepted, relative to drafting one that is rejected

@@ -36,7 +36,6 @@ class MeanMaxProbPolicy(RowPolicy):
     """Stop all rows ⇔ the mean of max q over the rows still drafting < threshold (vLLM's Dynamic Speculation Length
     RFC, which has 0.4 to 0.6). Global by design: a row's draft length depends on the other rows."""
 
-    in_chunks = True
     needs = frozenset({Signal.MAX_PROB})
 
     def __init__(self, threshold: float = 0.4, *, k_max: int = 20):

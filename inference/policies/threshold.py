@@ -29,7 +29,6 @@ class ThresholdPolicy(RowPolicy):
     a lag, `needs` can differ.
     """
 
-    in_chunks = True
     capture: Capture | None = Capture(carried=("running", "survival", "predicted", "predicted_next"))
     statistic: Literal["product", "minimum", "gain"] = "minimum"
     grid: ClassVar[tuple[float, ...]] = tuple(round(0.05 * step, 2) for step in range(1, 20))  # for `tune`

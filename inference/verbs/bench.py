@@ -22,7 +22,6 @@ from accept_head.inference.bench.header import header
 from accept_head.inference.bench.measure import each_fills
 from accept_head.inference.bench.run import Place, measured, write_plots
 from accept_head.inference.costs.files import forward_costs
-from accept_head.inference.decode.chunks import Chunk
 from accept_head.inference.decode.unfinished import Unfinished
 from accept_head.inference.engine.attention.choice import Attention
 from accept_head.inference.engine.cache import Compile
@@ -62,7 +61,6 @@ def bench(
     dtype: str = "auto",
     compile: Compile = "none",
     attention: Attention = "auto",
-    chunk: Chunk = "auto",
     trust_remote_code: bool = False,
 ) -> None:
     """Measure policies side by side: tokens a second, time per output token, rates, gain over the best static length.
@@ -99,7 +97,6 @@ def bench(
         dtype: float32, bfloat16, float16, or auto.
         compile: {compile}
         attention: {attention}
-        chunk: {chunk}
         trust_remote_code: Run model code that comes with the checkpoint.
     """
     given = dict(locals())
@@ -133,7 +130,6 @@ def bench(
         allow_lossy=allow_lossy,
         compile=compile,
         attention=attention,
-        chunk=chunk,
     )
     check_all_lossless(names, pair, verifier, samplings, allow_lossy=allow_lossy)
     head = header(job, given, traces)

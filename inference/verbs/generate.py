@@ -6,7 +6,6 @@ from pathlib import Path
 
 from accept_head.errors import InputError
 from accept_head.files import writable_file, write_json
-from accept_head.inference.decode.chunks import Chunk
 from accept_head.inference.decode.file import FileJob, summary_path
 from accept_head.inference.decode.generate import check_tenants
 from accept_head.inference.decode.loop import Decoder
@@ -46,7 +45,6 @@ def generate_file(
     dtype: str = "auto",
     compile: Compile = "none",
     attention: Attention = "auto",
-    chunk: Chunk = "auto",
     stream: bool | None = None,
     trust_remote_code: bool = False,
 ) -> None:
@@ -75,7 +73,6 @@ def generate_file(
         dtype: float32, bfloat16, float16, or auto.
         compile: {compile}
         attention: {attention}
-        chunk: {chunk}
         stream: Show responses as they come (with batch_size 1), only on a terminal when left out; false shows nothing.
         trust_remote_code: Run model code that comes with the checkpoint.
     """
@@ -113,7 +110,7 @@ def generate_file(
         print(decoder.memory)
         return Terminal(pair.tokenizer, requests, one_row=decoder.batch == 1, wanted=stream)
 
-    rates = job.decode(unfinished, show, batch_size=batch_size, compile=compile, attention=attention, chunk=chunk)
+    rates = job.decode(unfinished, show, batch_size=batch_size, compile=compile, attention=attention)
     summary = rates | settings
     write_json(summary_path(path), summary)
     print(

@@ -10,8 +10,6 @@ TEXTS = {
     "them; or by torch.compile, default or max-autotune (minutes, once).",
     "attention": "What computes it: sdpa, flash (the package flash-attn), varlen (of torch itself), or auto: the first "
     "of flash and varlen that is there and serves the model, else sdpa.",
-    "chunk": "Tokens that are drafted before the host asks whether any row goes on; auto is 1 on a CPU, and on a GPU "
-    "what costs the least.",
 }
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])

@@ -119,19 +119,6 @@ def test_greedy_tokens_are_those_of_transformers_chat_messages_included(greedy, 
     assert token_ids(greedy) == transformers_greedy(embedded_pair, records)
 
 
-def test_a_chunk_changes_what_is_wasted_and_nothing_else(command, tmp_path):
-    options = {"batch_size": 4, "policy": "max-prob:0.6,k_max=8", **SAMPLED}
-    folders = {chunk: tmp_path / str(chunk) for chunk in (1, 4)}
-    for folder in folders.values():
-        folder.mkdir()
-    one, chunked = (command(folder, chunk=chunk, **options) for chunk, folder in folders.items())
-    fields = ("token_ids", "drafted", "accepted", "rounds", "draft_forwards")
-    for line, other in zip(one.lines, chunked.lines, strict=True):
-        assert [line[name] for name in fields] == [other[name] for name in fields]
-        assert line["wasted"] == 0
-    assert one.summary["wasted"] == 0 < chunked.summary["wasted"] == sum(line["wasted"] for line in chunked.lines)
-
-
 @pytest.mark.parametrize("fixture", ["greedy", "sampled"])
 def test_the_summary_follows_from_the_lines(fixture, request):
     done = request.getfixturevalue(fixture)
@@ -444,7 +431,6 @@ REFUSED = {
     "an unknown dtype": (lambda f: {"dtype": "float8"}, ["dtype", "float8"]),
     "an unknown compile mode": (lambda f: {"compile": "fast"}, ["compile", "fast"]),
     "graphs without a GPU": (lambda f: {"compile": "graphs"}, ["'graphs'", "CUDA", "cpu"]),
-    "no chunk": (lambda f: {"chunk": 0}, ["chunk", "0", "auto"]),
     "a target that does not exist": (lambda f: {"target": f / "nowhere"}, ["--target", "nowhere"]),
     "an unknown flag": (lambda f: {"beams": 4}, ["beams"]),
 }

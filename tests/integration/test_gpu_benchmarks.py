@@ -43,7 +43,7 @@ from tests.inference.support.replayed import standing_in
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "benchmarks" / "gpu"
-PLAIN = overhead.Way("none", None)
+PLAIN = overhead.Way("none")
 FLOORS = {"draft 1": 2.0} | {f"target {width}": 10.0 for width in range(1, 10)}
 PARTING = (15, 21)  # test prompts at which it was seen
 
@@ -97,14 +97,14 @@ def decoded(record: Any, pair: Any, name: str, batch: int = 5, way: Any = PLAIN)
 
 
 @pytest.mark.parametrize("name", ["fixed:3", "head"])
-def test_the_recorded_loop_is_the_same_in_graphs_and_chunks(recorded: Any, other_pair: Any, name: str) -> None:
+def test_the_recorded_loop_is_the_same_in_graphs(recorded: Any, other_pair: Any, name: str) -> None:
     """As compile="graphs" runs it, with a stand-in for CUDA graphs: what the record replaces is captured with the rest,
-    and moves with the rows. A chunk's tokens that no row drew are not counted."""
+    and moves with the rows."""
     record = recorded[0]
     few = replace(record, leading=record.leading[: 5 * record.tokens], scores=record.scores[: 5 * record.tokens])
     plain = counts_of(decoded(few, other_pair, name, batch=2))
     with standing_in():
-        captured = counts_of(decoded(few, other_pair, name, batch=2, way=overhead.Way("graphs", 3)))
+        captured = counts_of(decoded(few, other_pair, name, batch=2, way=overhead.Way("graphs")))
     np.testing.assert_array_equal(captured, plain)
 
 
@@ -140,7 +140,7 @@ def test_rounds_that_capture_are_counted_apart(recorded: Any, other_pair: Any, m
     plain = overhead.measure_loop(scene, 2, PLAIN, FLOORS, names)["policies"]
     before = overhead.captures()
     with standing_in():
-        overhead.measure_loop(scene, 2, overhead.Way("graphs", 2), FLOORS, names)
+        overhead.measure_loop(scene, 2, overhead.Way("graphs"), FLOORS, names)
     assert overhead.captures() > before + 10  # they are counted where they are made
     asked = itertools.count()
     monkeypatch.setattr(overhead, "captures", lambda: next(asked) // 5)  # as if every fifth round made one
@@ -322,11 +322,11 @@ def results(*, overhead: float, ratio: float, head: float, gain: float, speedup:
     ]
     loops = [
         {
-            "cell": f"graphs, chunk {chunk}, batch 1, temperature {temperature}",
-            "settings": {"batch": 1, "chunk": chunk, "temperature": temperature},
+            "cell": f"{mode}, batch 1, temperature {temperature}",
+            "settings": {"batch": 1, "temperature": temperature},
             "policies": [{"policy": "none", "overhead": 1.0}, {"policy": "head", "overhead": value}],
         }
-        for chunk, value in (("auto", overhead), (1, 9.0))
+        for mode, value in (("graphs", overhead), ("none", 9.0))
         for temperature in (0, 1)
     ]
     against = [

@@ -75,17 +75,16 @@ def decode(models, name, sampling=SAMPLED, prompts=PROMPTS, **options):
 
 @pytest.mark.parametrize(("name", "compile", "sampling"), CASES)
 def test_a_policy_decodes_as_on_a_cpu(name, compile, sampling, waits, captures):
-    """Admissions, rejections, end tokens, ragged rows; with graphs in chunks of three, where the policy goes in any."""
+    """Admissions, rejections, end tokens, ragged rows."""
     plain = decode(HERE, name, sampling)
-    in_chunks = compile == "graphs" and Drafting(POLICIES[name](HERE[1])).in_chunks
-    assert decode(THERE, name, sampling, compile=compile, chunk=3 if in_chunks else 1) == plain
+    assert decode(THERE, name, sampling, compile=compile) == plain
     assert len({stats.rounds for _, stats in plain}) > 1
     assert bool(captures) == (compile == "graphs") and sum(waits.values())
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"repetition_penalty": 1.3}, {"chunk": "auto"}, pytest.param({"verifier": "match"}, marks=SLOW)],
+    [{"repetition_penalty": 1.3}, pytest.param({"verifier": "match"}, marks=SLOW)],
     ids=str,
 )
 def test_other_ways_to_decode(options, waits):
@@ -95,15 +94,15 @@ def test_other_ways_to_decode(options, waits):
 # --- when the host waits ----------------------------------------------------------------------------------------------
 
 ROUND_END = "inference/decode/rows.py"  # where the rows are, once a round
-QUESTION = "inference/decode/chunks.py"  # whether any row goes on
+QUESTION = "inference/decode/loop.py"  # whether any row goes on
 BUDGET = "inference/decode/run.py"  # how much may be drafted, where a policy chooses it
 
 
-def waits_of_rounds(name, waits, *, chunk, compile="none", sampling=SAMPLED):
+def waits_of_rounds(name, waits, *, compile="none", sampling=SAMPLED):
     """[(file → waits, drafted tokens)] of each round of one long response, but for the first two and the last."""
     policy, seen = POLICIES[name](THERE[1]), []
     requests = make_requests(PROMPTS[4:5], 40, [0])
-    decoder = make_decoder(*THERE, requests, policy, batch_size=1, greedy=False, compile=compile, chunk=chunk)
+    decoder = make_decoder(*THERE, requests, policy, batch_size=1, greedy=False, compile=compile)
 
     def watch(round_):
         by_file = Counter()
@@ -122,31 +121,32 @@ def waits_of_rounds(name, waits, *, chunk, compile="none", sampling=SAMPLED):
 @pytest.mark.parametrize("compile", [pytest.param("none", marks=SLOW), "graphs"])
 @pytest.mark.parametrize("name", ["fixed", *(pytest.param(name, marks=SLOW) for name in ("none", "batch-map"))])
 def test_a_round_of_known_length_waits_once(name, compile, waits):
-    for counts, _ in waits_of_rounds(name, waits, chunk="auto", compile=compile):
+    for counts, _ in waits_of_rounds(name, waits, compile=compile):
         assert counts == {ROUND_END: 1} | ({BUDGET: 1} if name == "batch-map" else {})
 
 
 @pytest.mark.parametrize(
-    ("name", "chunk", "compile"),
+    ("name", "compile"),
     [
-        pytest.param(name, chunk, compile, marks=[] if quick else SLOW)
+        pytest.param(name, compile, marks=[] if quick else SLOW)
         for name in ("head", "head online, before", "max-prob", "head gain")
-        for chunk, compile in ((1, "none"), (2, "none"), (5, "graphs"))
-        for quick in [(name, chunk) in (("head", 5), ("head online, before", 1))]
+        for compile in ("none", "graphs")
+        for quick in [(name, compile) in (("head", "graphs"), ("head online, before", "none"))]
     ],
 )
-def test_a_round_that_may_stop_waits_once_a_chunk_besides(name, chunk, compile, waits):
+def test_a_round_that_may_stop_waits_once_a_token_besides(name, compile, waits):
     questions = []
-    for counts, slots in waits_of_rounds(name, waits, chunk=chunk, compile=compile):
+    for counts, slots in waits_of_rounds(name, waits, compile=compile):
         questions.append(counts.pop(QUESTION, 0))
-        assert counts == {ROUND_END: 1} and questions[-1] <= -(-max(slots, 1) // chunk)
+        assert counts == {ROUND_END: 1} and questions[-1] <= max(slots, 1)
     assert max(questions) >= 1
 
 
 @SLOW
 def test_costs_add_the_question_of_the_budget(waits):
-    for counts, _ in waits_of_rounds("costs", waits, chunk=5, compile="graphs"):
-        assert counts.keys() <= {ROUND_END, QUESTION, BUDGET} and max(counts.values()) == 1
+    for counts, slots in waits_of_rounds("costs", waits, compile="graphs"):
+        questions = counts.pop(QUESTION, 0)
+        assert counts == {ROUND_END: 1, BUDGET: 1} and questions <= max(slots, 1)
 
 
 def test_a_policy_that_reads_on_the_host_is_seen(waits, monkeypatch):
@@ -158,7 +158,7 @@ def test_a_policy_that_reads_on_the_host_is_seen(waits, monkeypatch):
         return judged(self, step)
 
     monkeypatch.setattr(HeadPolicy, "keep_drafting", reading)
-    rounds = waits_of_rounds("head", waits, chunk=5)
+    rounds = waits_of_rounds("head", waits)
     assert all(counts["tests/rehearsal/test_decoding.py"] for counts, slots in rounds if slots)
 
 

@@ -30,7 +30,6 @@ class OnlineLogisticPolicy(RowPolicy):
     engine. Rows have no state.
     """
 
-    in_chunks = True
     capture = Capture(
         carried=("survival", "predicted", "estimator.features"), read=("estimator.slope", "estimator.intercepts")
     )

@@ -119,12 +119,6 @@ class RecalibratedHeadPolicy(HeadPolicy):
         return scorer_of(head, "both" if self.predicts_next else "token", unit_state(head))
 
     @property
-    def in_chunks(self) -> bool:  # type: ignore[override]
-        """False if it learns with a lag: it would then also get the state at the last token of a round, and learn from
-        a token that it does not judge otherwise. False if the head trains: such tokens would fill its memory sooner."""
-        return self.recalibration is None or (self.lag == 0 and self.training is None)
-
-    @property
     def capture(self) -> Capture | None:  # type: ignore[override]
         """None if the head itself changes, or if the correction depends on the row's tenant."""
         online = self.recalibration

@@ -395,12 +395,6 @@ def test_a_policy_that_may_stop_early_waits_once_a_token(monkeypatch):
     assert max(syncs_a_round(never_stops, monkeypatch, SAMPLED)) == 1 + 5
 
 
-@pytest.mark.parametrize(("chunk", "asked"), [(2, 3), (3, 2), (4, 2), (6, 1), (100, 1)])
-def test_in_chunks_it_waits_once_a_chunk(chunk, asked, monkeypatch):
-    never_stops = ConfidencePolicy(0.0, k_max=6)
-    assert max(syncs_a_round(never_stops, monkeypatch, SAMPLED, chunk=chunk)) == 1 + asked
-
-
 # Refusals
 
 

@@ -18,7 +18,6 @@ from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.policies.bandit import BanditPolicy
-from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.hf_heuristic import HfHeuristicPolicy
 from tests.examples import make_eagle3
@@ -68,13 +67,12 @@ def decode(name, prompts=PROMPTS, **options):
 
 @pytest.mark.parametrize(("name", "sampling"), ALL)
 def test_replayed_steps_are_the_plain_ones(name, sampling, backend, caplog):
-    """Six prompts of many lengths on two rows: admissions, rejections, end tokens; chunks of three tokens."""
+    """Six prompts of many lengths on two rows: admissions, rejections, end tokens."""
     policy = POLICIES[name](LLAMA[1])
     assert capture_of(policy) is not None
     plain = decode(name, sampling=sampling)
     assert backend.captures == 0
-    chunk = 3 if Drafting(policy).in_chunks else 1
-    assert decode(policy, sampling=sampling, compile="graphs", chunk=chunk) == plain
+    assert decode(policy, sampling=sampling, compile="graphs") == plain
     assert 0 < backend.captures < backend.replays
     assert len({stats.rounds for _, stats in plain}) > 2
     assert not caplog.records  # nothing was left out
@@ -391,5 +389,5 @@ def test_the_embedded_pair_and_its_own_head(spec, embedded_pair, embedded_pair_f
     models = embedded_pair.target, embedded_pair.draft
     options = {"sampling": Sampling(temperature=1.0, top_k=50), "max_new_tokens": 16, "end_token_ids": [203]}
     plain = decoded(models, policy, prompts, **options)
-    assert decoded(models, policy, prompts, **options, compile="graphs", chunk=4) == plain
+    assert decoded(models, policy, prompts, **options, compile="graphs") == plain
     assert sum(stats.accepted for _, stats in plain) > 4 and backend.replays

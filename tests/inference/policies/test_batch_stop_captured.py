@@ -1,4 +1,4 @@
-"""The batch's end in CUDA graphs and in chunks: decisions and learning are the same with and without capture."""
+"""The batch's end in CUDA graphs: decisions and learning are the same with and without capture."""
 
 from __future__ import annotations
 
@@ -18,29 +18,13 @@ from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy
-from accept_head.inference.policy import DraftStep, Signal
+from accept_head.inference.policy import Signal
 from tests.inference.support.decoders import GREEDY, LLAMA, SAMPLED, new_decoder, run
 from tests.inference.support.replayed import standing_in
-from tests.inference.support.rounds import Told, begin, one_round, outcome
 from tests.inference.support.scalar_rules import pair_costs
 from tests.inference.support.toy import random_head
 
 SUMS = ("sums", "totals")
-
-
-def test_what_is_asked_after_all_have_stopped_is_not_learnt():
-    """As in chunks: tokens that nobody drew."""
-    plain, asked = (begin(BatchStopPolicy(Told(6, 0.5), pair_costs(1e-6)), [5, 6]) for _ in range(2))
-    live, told = torch.ones(2, dtype=torch.bool), torch.tensor([[0.8] * 6, [0.7] * 6])
-    drafted, _ = one_round(plain, live, {"max_prob": told})
-    assert torch.equal(one_round(asked, live, {"max_prob": told})[0], drafted) and int(drafted.max()) < 6
-    for depth in range(int(drafted.max()) + 1, 7):
-        step = DraftStep(depth=depth, token_ids=None, active=torch.zeros(2, dtype=torch.bool), max_prob=told[:, 0])
-        assert not asked.keep_drafting(step).any()
-    for policy in (plain, asked):
-        policy.observe(outcome(drafted, [2, 1], lengths=[8, 8]))
-    for name in SUMS:
-        assert torch.equal(getattr(plain, name), getattr(asked, name))
 
 
 def test_which_policies_are_captured_within_it():

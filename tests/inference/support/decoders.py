@@ -69,7 +69,7 @@ def run(
 
 
 def decode(models, policy, prompts, **options):
-    """(tokens, statistics but for the clock and what was wasted) of each prompt, two at a time."""
+    """(tokens, statistics but for the clock) of each prompt, two at a time."""
     options = {
         "sampling": SAMPLED,
         "max_new_tokens": 14,
@@ -80,7 +80,7 @@ def decode(models, policy, prompts, **options):
         **options,
     }
     result = generate(*models, prompts, policy=policy, **options)
-    stats = [replace(each, seconds=0.0, wasted=0) for each in result.stats]
+    stats = [replace(each, seconds=0.0) for each in result.stats]
     return list(zip(result.tokens, stats, strict=True))
 
 
