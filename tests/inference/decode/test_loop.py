@@ -396,7 +396,7 @@ def test_a_policy_that_may_stop_early_waits_once_a_token(monkeypatch):
     assert max(syncs_a_round(never_stops, monkeypatch, SAMPLED)) == 1 + 5
 
 
-@pytest.mark.parametrize("name", ["confidence", "head before"])
+@pytest.mark.parametrize("name", ["confidence", "adaedl"])
 def test_the_target_verifies_no_more_than_what_was_drafted(name):
     """The second policy stops before a draw: a slot that no row drew is not verified."""
     policy, widths = decoders.POLICIES[name](decoders.LLAMA[1]), []
