@@ -18,7 +18,6 @@ from accept_head.inference.policies.confidence import ConfidencePolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.pair import input_embeddings
-from tests.inference.support import decoders
 from tests.inference.support.scalar_rules import product_rule
 from tests.inference.support.toy import (
     TOKENS,
@@ -396,13 +395,20 @@ def test_a_policy_that_may_stop_early_waits_once_a_token(monkeypatch):
     assert max(syncs_a_round(never_stops, monkeypatch, SAMPLED)) == 1 + 5
 
 
-@pytest.mark.parametrize("name", ["confidence", "adaedl"])
-def test_the_target_verifies_no_more_than_what_was_drafted(name):
-    """The second policy stops before a draw: a slot that no row drew is not verified."""
-    policy, widths = decoders.POLICIES[name](decoders.LLAMA[1]), []
+class DrawsTwo(RowPolicy):
+    """Stops before the third draw."""
+
+    max_draft_tokens = 5
+
+    def draw_next(self, step):
+        return step.active & torch.tensor(step.depth < 3)
+
+
+def test_a_slot_that_no_row_drew_is_not_verified():
+    widths = []
     watch = lambda seen: widths.append((seen.logits.shape[1], int(seen.drafted.lengths.max())))  # noqa: E731
-    decoders.decode(decoders.LLAMA, policy, ragged_prompts(5, longest=16), watch=watch)
-    assert all(width == drafted + 1 for width, drafted in widths) and len(set(widths)) > 1
+    decode([[1, 2], [3]], DrawsTwo(), watch=watch, max_new_tokens=12)
+    assert all(width == drafted + 1 for width, drafted in widths) and (3, 2) in widths
 
 
 # Refusals
