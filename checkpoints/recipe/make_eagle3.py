@@ -296,6 +296,7 @@ def trained(
         devices=1,
         logger=CSVLogger(work, name="log", version=""),
         log_every_n_steps=20,
+        # Both optimizers' steps count. By time Lightning saves nothing where optimization is manual.
         callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, every_n_train_steps=100)],
         enable_model_summary=False,
     )
