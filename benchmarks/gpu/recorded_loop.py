@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from graph_modes import constant_budget
 from recorded_rounds import RecordedRounds
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from accept_head.inference.decode.run import Run
 from accept_head.inference.engine.capture import Capture
 from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policies.head import HeadPolicy
-from accept_head.inference.policy import DraftStep
+from accept_head.inference.policy import DraftStep, constant_budget
 from accept_head.pair import hidden_size, input_embeddings
 from accept_head.signals import SIGNALS
 

@@ -23,7 +23,7 @@ from typing import Any
 import assisted
 import train_pair
 from cells import Cell, Cells, open_cells, part_parser
-from graph_modes import best_mode, modes, supported
+from graph_modes import best_mode, modes
 from prepare_text import tiny_text
 
 from accept_head.checkpoint import checkpoint_fingerprint
@@ -330,7 +330,7 @@ class Flow:
             repeats=1,
             costs=str(self._costs()),
             dtype="bfloat16",
-            **supported(bench, compile=mode),
+            compile=mode,
         )
         cell = read_json(out)["cells"][0]
         policies = [{k: v for k, v in row.items() if k not in ("chunks", "domains")} for row in cell["policies"]]
