@@ -38,7 +38,7 @@ from real_pair import (
     texts_by_domain,
     write_prompts,
 )
-from record import REPOSITORY, RESULTS, write_result
+from record import REPOSITORY, RESULTS, circumstances, write_result
 
 from accept_head import AcceptanceHead, Sampling
 from accept_head.checkpoint import checkpoint_fingerprint
@@ -97,12 +97,13 @@ def main() -> None:
 
 
 def keep(part: str, found: dict[str, Any], *key: str) -> None:
-    """Write a row of a part of the result, in place of an earlier one with the same key."""
+    """Write a row of a part of the result, in place of an earlier one with the same key. Parts are measured apart."""
     path = RESULTS / "eagle3.json"
     there = read_json(path) if path.is_file() else {}
     result = {name: there.get(name, []) for name in ("drafter", "ladder", "speed", "equal")}
+    found["measured"] = circumstances(f"python benchmarks/eagle3.py {part}")
     result[part] = [row for row in result[part] if any(row[name] != found[name] for name in key)] + [found]
-    write_result("eagle3", {"costs": COSTS, **result}, command=f"python benchmarks/eagle3.py {part}")
+    write_result("eagle3", {"costs": COSTS, **result}, command="python benchmarks/eagle3.py PART")
 
 
 def write_drafter_prompts() -> int:

@@ -23,21 +23,21 @@ TINY = REPOSITORY / "checkpoints" / "tiny"
 
 def write_result(name: str, result: dict[str, Any], command: str | None = None) -> Path:
     """Write benchmarks/results/NAME.json: where and when it was measured, then `result`."""
-    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
     path = RESULTS / f"{name}.json"
+    write_json(path, circumstances(command) | result)
+    return path
+
+
+def circumstances(command: str | None = None) -> dict[str, Any]:
+    """Where and when something was measured. command: this process's when left out."""
+    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
     script = Path(sys.argv[0]).resolve()
-    ran = command or " ".join(["python", str(script.relative_to(REPOSITORY)), *sys.argv[1:]])
-    write_json(
-        path,
-        {
-            "command": threads + ran,
-            "commit": commit,
-            "versions": {package: version(package) for package in ("accept-head", "torch", "transformers")},
-            "hardware": f"{device_name(default_device())}, {os.cpu_count()} cores",
-            "threads": torch.get_num_threads(),
-            "date": datetime.date.today().isoformat(),
-            **result,
-        },
-    )
-    return path
+    return {
+        "command": threads + (command or " ".join(["python", str(script.relative_to(REPOSITORY)), *sys.argv[1:]])),
+        "commit": commit,
+        "versions": {package: version(package) for package in ("accept-head", "torch", "transformers")},
+        "hardware": f"{device_name(default_device())}, {os.cpu_count()} cores",
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+    }
