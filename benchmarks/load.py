@@ -45,6 +45,7 @@ from accept_head.prompts import load_prompts
 
 NEW_TOKENS, ROUNDS, K_MAX = 96, 50, 8
 LENGTHS, TWICE, HEAD = (1, 2, 3, 4), "fixed:2", "head, costs=auto"
+OF_A_ROUND = ("tokens", "seconds", "draft_steps", "verified_tokens")  # of vLLM's, only the first two are known
 
 
 class Served(NamedTuple):
@@ -123,7 +124,7 @@ def measured(
     return {"parts": parts, **figures(kept, list(specs), parts)}
 
 
-Arm = Callable[[Sequence[list[int]]], np.ndarray]  # runs texts → (ROUNDS, 2): tokens and seconds of rounds
+Arm = Callable[[Sequence[list[int]]], np.ndarray]  # runs texts → (ROUNDS, 2 or 4): OF_A_ROUND
 
 
 class Loop:
@@ -161,7 +162,7 @@ HOSTS = {"loop": Loop, "vllm": Vllm}
 def rounds_of(
     pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[int]], count: int, sampling: Sampling
 ) -> np.ndarray:
-    """(count, 2): tokens and seconds of rounds in which all rows have a request and none has just arrived."""
+    """(count, 4): OF_A_ROUND, of rounds in which all rows have a request and none has just arrived."""
     requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
     decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=rows, greedy=sampling.greedy)
     seen: list[tuple[float, ...]] = []
@@ -172,7 +173,8 @@ def rounds_of(
         now, before = time.perf_counter(), there
         there = [-1 if request is None else request.index for request in round_.rows.requests]
         if there == before:
-            seen.append((int(round_.outcome.accepted.sum()) + rows, now - last))
+            accepted, drafted, submitted = round_.outcome.accepted, round_.outcome.drafted, round_.outcome.submitted
+            seen.append((int(accepted.sum()) + rows, now - last, int(drafted.max()), int(submitted.sum()) + rows))
         last = now
 
         if len(seen) == count:
@@ -193,11 +195,12 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
     """Of each arm: tokens per second, and its gain over the best of no speculation and the fixed K, with an interval
     over the parts, which are drawn jointly for all arms."""
     sums = np.array([[next(each[2:] for each in kept if each[:2] == [part, name]) for part in range(parts)]
-                     for name in names])  # (arm, part, 2)  # fmt: skip
+                     for name in names])  # (arm, part, OF_A_ROUND)  # fmt: skip
     drawn = np.einsum("rp,apf->arf", draws(parts), sums)
     speeds, of_draws = (each[..., 0] / each[..., 1] for each in (sums.sum(1), drawn))
     fixed = [place for place, name in enumerate(names) if name == "none" or name in map("fixed:{}".format, LENGTHS)]
     best = max(fixed, key=lambda place: speeds[place])
+    means = sums.sum(1) / (parts * ROUNDS)
     twin, twice = speeds[names.index(TWICE + TWIN)], speeds[names.index(TWICE)]
     table = [
         {
@@ -206,8 +209,7 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
             "over_none": float(speeds[place] / speeds[0] - 1),
             "over_best": float(speeds[place] / speeds[best] - 1),
             "over_best_ci95": interval(of_draws[place] / of_draws[best] - 1),
-            "seconds_a_round": float(sums[place, :, 1].sum() / (parts * ROUNDS)),
-            "tokens_a_round": float(sums[place, :, 0].sum() / (parts * ROUNDS)),
+            **{f"{each}_a_round": float(mean) for each, mean in zip(OF_A_ROUND, means[place], strict=False)},
         }
         for place, name in enumerate(names)
     ]

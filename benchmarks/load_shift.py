@@ -77,6 +77,7 @@ def texts_of(phase: Phase, prompts: list[Prompt]) -> list[list[int]]:
 
 def compared(clocks: dict[str, np.ndarray]) -> dict[str, Any]:
     """Tokens per second of each arm, and of each window of the arm that learns over the others."""
+    clocks = {name: clock[:, :2] for name, clock in clocks.items()}  # tokens and seconds
     speeds = {name: float(np.divide(*clock.sum(0))) for name, clock in clocks.items()}
     learning = clocks[HEAD]
     windows = [learning[start : start + WINDOW] for start in range(0, len(learning) - WINDOW + 1, WINDOW // 2)]
