@@ -81,7 +81,8 @@ def main() -> None:
     if options.part == "prompts":
         print(f"{write_drafter_prompts():,} prompts; now run\n{RECIPE}")
     elif options.part == "drafter":
-        keep("drafter", tokens_a_call(), "policy")
+        for split in ("test", ALIKE):
+            keep("drafter", tokens_a_call(split), "tested_on")
     elif options.part == "speed":
         for row in speeds(options.host, options.temperatures):
             keep("speed", row, "host", "temperature")
@@ -133,12 +134,13 @@ def write_drafter_prompts() -> int:
     return len(kept)
 
 
-def tokens_a_call(policy: str = "fixed:4") -> dict[str, Any]:
-    """Greedily, on the test prompts: tokens a target call, of all and of each domain."""
-    out = HOME / "drafter.jsonl"
+def tokens_a_call(split: str) -> dict[str, Any]:
+    """Greedily: tokens a target call, of all prompts and of those of each domain. in_its_vocabulary: the share of the
+    answers' tokens that the drafter can propose."""
+    out, policy = HOME / f"drafter_{split}.jsonl", "fixed:4"
     if not out.with_suffix(".stats.json").is_file():
         generate_file(
-            TARGET, DRAFTER, str(prompts_file("test")), str(out), policy=policy, batch_size=16, max_new_tokens=64,
+            TARGET, DRAFTER, str(prompts_file(split)), str(out), policy=policy, batch_size=16, max_new_tokens=64,
             dtype=TEXT["dtype"], stream=False,
         )  # fmt: skip
     with out.open() as lines:
@@ -147,7 +149,14 @@ def tokens_a_call(policy: str = "fixed:4") -> dict[str, Any]:
     for domain in ("all", *sorted({answer["domain"] for answer in answers})):
         mine = [answer for answer in answers if domain in ("all", answer["domain"])]
         found[domain] = sum(one["generated"] for one in mine) / sum(one["rounds"] for one in mine)
-    return {"policy": policy, "prompts": len(answers), "tokens_a_target_call": found}
+    tokens = [token for answer in answers for token in answer["token_ids"]]
+    return {
+        "tested_on": split,
+        "policy": policy,
+        "prompts": len(answers),
+        "tokens_a_target_call": found,
+        "in_its_vocabulary": drafter().t2d[tokens].double().mean().item(),
+    }
 
 
 def collected(split: str, temperature: float) -> Path:
