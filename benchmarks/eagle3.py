@@ -102,8 +102,8 @@ def keep(part: str, found: dict[str, Any], *key: str) -> None:
     path = RESULTS / "eagle3.json"
     there = read_json(path) if path.is_file() else {}
     result = {name: there.get(name, []) for name in ("drafter", "ladder", "speed", "equal")}
-    found["measured"] = circumstances(f"python benchmarks/eagle3.py {part}")
-    result[part] = [row for row in result[part] if any(row[name] != found[name] for name in key)] + [found]
+    others = [row for row in result[part] if any(row[name] != found[name] for name in key)]
+    result[part] = [*others, {**found, "measured": circumstances()}]
     write_result("eagle3", {"costs": COSTS, **result}, command="python benchmarks/eagle3.py PART")
 
 
@@ -138,11 +138,10 @@ def tokens_a_call(split: str) -> dict[str, Any]:
     """Greedily: tokens a target call, of all prompts and of those of each domain. in_its_vocabulary: the share of the
     answers' tokens that the drafter can propose."""
     out, policy = HOME / f"drafter_{split}.jsonl", "fixed:4"
-    if not out.with_suffix(".stats.json").is_file():
-        generate_file(
-            TARGET, DRAFTER, str(prompts_file(split)), str(out), policy=policy, batch_size=16, max_new_tokens=64,
-            dtype=TEXT["dtype"], stream=False,
-        )  # fmt: skip
+    generate_file(
+        TARGET, DRAFTER, str(prompts_file(split)), str(out), policy=policy, batch_size=16, max_new_tokens=64,
+        dtype=TEXT["dtype"], stream=False,
+    )  # fmt: skip
     with out.open() as lines:
         answers = [json.loads(line) for line in lines]
     found: dict[str, float] = {}

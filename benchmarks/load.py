@@ -173,8 +173,8 @@ def rounds_of(
         now, before = time.perf_counter(), there
         there = [-1 if request is None else request.index for request in round_.rows.requests]
         if there == before:
-            accepted, drafted, submitted = round_.outcome.accepted, round_.outcome.drafted, round_.outcome.submitted
-            seen.append((int(accepted.sum()) + rows, now - last, int(drafted.max()), int(submitted.sum()) + rows))
+            accepted, submitted = (int(each.sum()) for each in (round_.outcome.accepted, round_.outcome.submitted))
+            seen.append((accepted + rows, now - last, int(round_.drafted.forwards), submitted + rows))
         last = now
 
         if len(seen) == count:
