@@ -10,9 +10,10 @@ python benchmarks/eagle3.py prompts     # then the drafter, in hours: the comman
 python benchmarks/eagle3.py drafter     # how many tokens a target call
 python benchmarks/eagle3.py collect     # traces with depths
 python benchmarks/eagle3.py ladder
-python benchmarks/eagle3.py speed --host loop      # by the clock, batch 1, against no speculation
 python benchmarks/eagle3.py equal --host loop      # is greedy text that of the target alone?
-.venv-vllm/bin/python benchmarks/eagle3.py speed --host vllm      # and equal
+.venv-vllm/bin/python benchmarks/eagle3.py equal --host vllm
+
+By the clock, it is `load.py --pair smollm2`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ladder import head_settings, judged, known_of, rule_settings
-from real_decoded import FIXED, HEAD, PROMPTS, InLoop, InVllm, chosen, figures_of, margins, requests_of, timed
+from real_decoded import FIXED, HEAD, InLoop, InVllm, chosen, margins, requests_of
 from real_pair import (
     ALIKE,
     LONGEST,
@@ -44,7 +45,6 @@ from accept_head import AcceptanceHead, Sampling
 from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.command.libraries import quiet_libraries
 from accept_head.files import read_json
-from accept_head.inference.bench.figures import TWIN
 from accept_head.inference.replay.coupled import CoupledTraces, load_coupled
 from accept_head.inference.replay.truth import InformedTables, informed_tables
 from accept_head.inference.tune.heads import load_heads
@@ -66,7 +66,7 @@ TRAIN = TRAIN_PARTS[:6]
 DRAFTED, VERIFIED = (0.03, 0.05, 0.1), (0.0, 0.02, 0.05, 0.1)  # c and v
 COSTS = sorted({round(c + v, 2) for c in DRAFTED for v in VERIFIED})
 EQUAL_PROMPTS, BATCHES = 100, (1, 4, 16)
-C = 0.15  # `speed` gives 0.08 to 0.17 on a CPU
+C = 0.15  # of the head that is served on a CPU
 RULES = ("cumulative-confidence", "max-prob", "online-logistic", "online-signals")
 HEADS = {"base": {"recipe": "signals"}, "default": {}}
 
@@ -74,7 +74,7 @@ HEADS = {"base": {"recipe": "signals"}, "default": {}}
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "speed", "equal"))
+    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "equal"))
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--host", choices=("loop", "vllm"), default="loop")
     options = parser.parse_args()
@@ -83,9 +83,6 @@ def main() -> None:
     elif options.part == "drafter":
         for split in ("test", ALIKE):
             keep("drafter", tokens_a_call(split), "tested_on")
-    elif options.part == "speed":
-        for row in speeds(options.host, options.temperatures):
-            keep("speed", row, "host", "temperature")
     elif options.part == "equal":
         for row in equality(options.host):
             keep("equal", row, "host", "batch")
@@ -101,7 +98,7 @@ def keep(part: str, found: dict[str, Any], *key: str) -> None:
     """Write a row of a part of the result, in place of an earlier one with the same key. Parts are measured apart."""
     path = RESULTS / "eagle3.json"
     there = read_json(path) if path.is_file() else {}
-    result = {name: there.get(name, []) for name in ("drafter", "ladder", "speed", "equal")}
+    result = {name: there.get(name, []) for name in ("drafter", "ladder", "equal")}
     others = [row for row in result[part] if any(row[name] != found[name] for name in key)]
     result[part] = [*others, {**found, "measured": circumstances()}]
     write_result("eagle3", {"costs": COSTS, **result}, command="python benchmarks/eagle3.py PART")
@@ -198,26 +195,6 @@ def trained(name: str, temperature: float) -> AcceptanceHead:
         train(folders, DRAFTER, str(out), dev_traces=str(collected("dev", temperature)), **HEADS[name])
     (head,) = load_heads([str(out)], drafter()).values()
     return head
-
-
-def speeds(host: str, temperatures: list[float]) -> Iterator[dict[str, Any]]:
-    """By the clock, one request at a time. block_efficiency: tokens a target call. The head, once there is a ladder, as
-    that has chosen it. others: greedy answers that leave that of the target alone, as in bfloat16 a forward of another
-    width turns near ties round."""
-    where = host_of(host, 1, TEXT["dtype"])
-    requests = requests_of(where, chosen(PROMPTS))
-    for temperature in temperatures:
-        arms = {"none": "none", FIXED: "fixed:4", FIXED + TWIN: "fixed:4", "fixed:2": "fixed:2"}
-        arms |= chosen_head(temperature)
-        cell = timed(where, arms, requests, 1, temperature, HOME / "speed" / f"{host}_t{temperature:g}.jsonl")
-        others = [] if temperature else margins(cell.finished, requests, TARGET, TEXT["dtype"])
-        yield {
-            "host": host,
-            "temperature": temperature,
-            "arms": arms,
-            **figures_of(cell, temperature),
-            "others": others,
-        }
 
 
 def equality(host: str) -> Iterator[dict[str, Any]]:

@@ -6,9 +6,10 @@ head with a threshold chosen for one request at a time, and the head and vLLM's 
 what a forward costs from the rounds they serve. In vLLM, no speculation and fixed K are vLLM's own. All are held
 against the best of those two in that very cell, which nobody knows beforehand.
 
-Every arm runs in turn on each part of the prompts, in random order, for ROUNDS rounds in which all rows have a request.
-Speed is tokens per second of these rounds. Rounds in which a request arrived are left out, as the clock would count its
-prompt, and so is the end of a part: rows that stand idle there are no matter of drafting.
+Every arm runs on each part of the prompts, for ROUNDS rounds in which all rows have a request. In our loop arms take
+turns by the round, in random order; in vLLM by the part. Speed is tokens per second of these rounds. Rounds in which a
+request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
+there are no matter of drafting.
 
 python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
@@ -20,9 +21,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import eagle3
 import numpy as np
@@ -42,6 +42,9 @@ from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
+
+if TYPE_CHECKING:
+    from greenlet import greenlet
 
 NEW_TOKENS, ROUNDS, K_MAX = 96, 50, 8
 LENGTHS, TWICE, HEAD = (1, 2, 3, 4), "fixed:2", "head, costs=auto"
@@ -107,24 +110,23 @@ def measured(
     served: Loop | Vllm, specs: dict[str, str], parts: int, *, host: str, pair: str, batch: int, temperature: float
 ) -> dict[str, Any]:
     """A cell of the result: all arms on all parts."""
-    runs = served.arms(specs, batch, Sampling(temperature=temperature, top_k=0))
     prompts = [list(prompt.ids) for prompt in load_prompts(str(prompts_file("test")), served.tokenizer)]
     order = np.random.default_rng(0).permutation(len(prompts))
     path = REPOSITORY / "runs" / "load" / f"{host}_{pair}_b{batch}_t{temperature:g}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    run = served.part(specs, batch, Sampling(temperature=temperature, top_k=0))
     for part in range(parts):
-        texts = [prompts[index] for index in np.roll(order, -3 * batch * part)]
-        for index in np.random.default_rng(part).permutation(len(specs)):
-            name = list(specs)[index]
-            if not any(each[:2] == [part, name] for each in kept):
-                kept.append([part, name, *runs[name](texts).sum(0).tolist()])
-                with path.open("a") as file:
-                    file.write(json.dumps(kept[-1]) + "\n")
+        if not any(each[0] == part for each in kept):
+            found = run([prompts[index] for index in np.roll(order, -3 * batch * part)], part)
+            kept += [[part, name, *rounds.sum(0).tolist()] for name, rounds in found.items()]
+            path.write_text("".join(json.dumps(each) + "\n" for each in kept))
     return {"parts": parts, **figures(kept, list(specs), parts)}
 
 
-Arm = Callable[[Sequence[list[int]]], np.ndarray]  # runs texts → (ROUNDS, 2 or 4): OF_A_ROUND
+Part = Callable[
+    [Sequence[list[int]], int], dict[str, np.ndarray]
+]  # runs (texts, seed) → of each arm (ROUNDS, 2 or 4): OF_A_ROUND
 
 
 class Loop:
@@ -132,12 +134,10 @@ class Loop:
         self.pair = load_pair(served.target, served.draft, dtype="bfloat16")
         self.tokenizer = self.pair.tokenizer
 
-    def arms(self, specs: dict[str, str], rows: int, sampling: Sampling) -> dict[str, Arm]:
+    def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         policies = {name: make_policy(spec, self.pair) for name, spec in specs.items()}
-        return {
-            name: lambda texts, policy=policy: rounds_of(self.pair, policy, rows, texts, ROUNDS, sampling)
-            for name, policy in policies.items()
-        }
+        counts = dict.fromkeys(specs, ROUNDS)
+        return lambda texts, seed: in_turns(self.pair, policies, counts, rows, texts, sampling, seed)
 
 
 class Vllm:
@@ -145,27 +145,53 @@ class Vllm:
         self.host = InVllm(served.target, served.draft, rows, "bfloat16", k_max=K_MAX, method=served.method)
         self.tokenizer = self.host.tokenizer
 
-    def arms(self, specs: dict[str, str], rows: int, sampling: Sampling) -> dict[str, Arm]:
+    def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         drafting = {name: self.host.drafting(spec) for name, spec in specs.items()}
 
-        def run(texts: Sequence[list[int]], name: str) -> np.ndarray:
+        def arm(texts: Sequence[list[int]], name: str) -> np.ndarray:
             requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
             steps = self.host.engines.run(drafting[name], requests, sampling, rows, ROUNDS).steps
             return np.array([(step.tokens, step.seconds) for step in steps if step.is_full(rows)])
 
-        return {name: lambda texts, name=name: run(texts, name) for name in specs}
+        def run(texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
+            return {name: arm(texts, name) for name in np.random.default_rng(seed).permutation(list(specs)).tolist()}
+
+        return run
 
 
 HOSTS = {"loop": Loop, "vllm": Vllm}
 
 
-def rounds_of(
-    pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[int]], count: int, sampling: Sampling
-) -> np.ndarray:
-    """(count, 4): OF_A_ROUND, of rounds in which all rows have a request and none has just arrived."""
+def in_turns(
+    pair: Pair,
+    policies: Mapping[str, DraftPolicy],
+    counts: Mapping[str, int],
+    rows: int,
+    texts: Sequence[list[int]],
+    sampling: Sampling,
+    seed: int,
+) -> dict[str, np.ndarray]:
+    """Of each arm (count, 4): OF_A_ROUND. Rounds are spread evenly over the turns, so that a slow moment of the machine
+    meets all arms alike."""
+    arms = {name: decoding(pair, policy, rows, texts, sampling) for name, policy in policies.items()}
+    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in arms}
+    random, turns = np.random.default_rng(seed), max(counts.values())
+    for turn in range(1, turns + 1):
+        for name in random.permutation(list(arms)).tolist():
+            if len(seen[name]) < turn * counts[name] // turns:
+                seen[name].append(arms[name].switch())
+    for arm in arms.values():
+        arm.throw()
+    return {name: np.array(rounds) for name, rounds in seen.items()}
+
+
+def decoding(pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[int]], sampling: Sampling) -> greenlet:
+    """An arm. Each switch to it gives OF_A_ROUND of the next round in which all rows have a request and none has just
+    arrived."""
+    from greenlet import getcurrent, greenlet  # not among what vLLM's environment has
+
     requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
     decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=rows, greedy=sampling.greedy)
-    seen: list[tuple[float, ...]] = []
     last, there = time.perf_counter(), [-1] * rows
 
     def watch(round_: Round) -> None:
@@ -174,21 +200,19 @@ def rounds_of(
         there = [-1 if request is None else request.index for request in round_.rows.requests]
         if there == before:
             accepted, submitted = (int(each.sum()) for each in (round_.outcome.accepted, round_.outcome.submitted))
-            seen.append((accepted + rows, now - last, int(round_.drafted.forwards), submitted + rows))
-        last = now
+            parent = getcurrent().parent
+            assert parent is not None
+            parent.switch((accepted + rows, now - last, int(round_.drafted.forwards), submitted + rows))
+        last = time.perf_counter()
 
-        if len(seen) == count:
-            raise Enough
+    def run() -> None:
+        try:
+            for _ in Stage(decoder, pair, sampling).run(requests, policy, 0, watch):
+                pass
+        finally:
+            decoder.free()
 
-    with suppress(Enough):
-        for _ in Stage(decoder, pair, sampling).run(requests, policy, 0, watch):
-            pass
-    decoder.free()
-    return np.array(seen)
-
-
-class Enough(Exception):
-    """All rounds that were wanted have been seen."""
+    return greenlet(run)
 
 
 def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> dict[str, Any]:

@@ -319,6 +319,13 @@ POLICIES = (
         (BATCH_STOP + "steps_in_vain_are_counted",),
     ),
     Mutant(
+        "`costs=`: a policy without a word on the next token is taken to be sure of it",
+        "inference/policies/batch_stop.py",
+        "predictions = self.predicted_next or self.predicted\n",
+        "predictions = self.predicted_next\n",
+        (rule("Told by costs, light"),),
+    ),
+    Mutant(
         "max-prob, `costs=`: a row goes on although its own token does not pay",
         "inference/policies/batch_stop.py",
         "& (gain > self.token_price)",
@@ -387,6 +394,13 @@ CORE = (
         "more = more + first - later",
         "pass",
         (rule("Told by costs, dear first"),),
+    ),
+    Mutant(
+        "costs=auto: a machine that becomes slower is taken for longer texts",
+        "inference/costs/learnt.py",
+        "return values - DRIFT * means[of_round]",
+        "return values",
+        ("inference/policies/test_learnt_costs.py::test_a_slower_machine_is_not_taken_for_longer_texts",),
     ),
     Mutant(
         "costs=auto: the first draft step of a round is taken for one of the others",

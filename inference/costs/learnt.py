@@ -29,6 +29,7 @@ from accept_head.inference.policy import VerifyOutcome
 
 ROUNDS = 128  # that are remembered
 OFTEN, SELDOM = 24, 8  # a fit after each of the first rounds, then after every eighth
+DRIFT = 0.8  # share of their mean that each eight rounds are less in a fit, as a machine becomes slower and faster
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
 # kernels are compiled, which takes a hundred times as long; from that nothing is learnt. (Nor is this told of rounds in
 # which graphs are captured.)
@@ -38,7 +39,10 @@ AGAIN = 128  # after so many rounds without drafts one token is drafted at no pr
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
-UNKNOWN, ALIKE = 0.01, 10.0  # rounds that a prior counts as; see `fitted`
+# Standard deviations of the priors in `fitted`, in forwards. Of drafts and of the target: of the difference between the
+# γ of both kinds, and of what the tokens of a forward cost. CONTEXT, for either: of what its context costs.
+OF_DRAFTS, OF_TARGET, CONTEXT = (1.0, 0.04), (0.1, 1.0), 0.05
+NOISE = 0.1, 0.01  # of a round's seconds, as a share: before it is known, and at least
 UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
 TINY = 1e-12  # seconds
 
@@ -145,13 +149,12 @@ class LearntCosts:
         for seen in (self.drafts, self.rests):
             while seen and seen[0][-1] <= self.rounds - ROUNDS:
                 seen.popleft()
-        self.target, self.plain = fitted(np.array(self.rests)[:, :4], 0.0, UNKNOWN)
+        self.target, self.plain = fitted(np.array(self.rests), 0.0, *OF_TARGET)
         if self.drafts:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
             # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
-            self.draft, self.first = fitted(
-                np.array(self.drafts)[:, :4], self.target.beta / max(self.target.gamma, TINY), ALIKE
-            )
+            ratio = self.target.beta / max(self.target.gamma, TINY)
+            self.draft, self.first = fitted(np.array(self.drafts), ratio, *OF_DRAFTS)
 
 
 def limit_of(rounds: int) -> int:
@@ -161,31 +164,43 @@ def limit_of(rounds: int) -> int:
     return 0 if rounds % PLAIN == 0 else NO_LIMIT
 
 
-def fitted(seen: np.ndarray, ratio: float, sure: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 4), the share of the first
-    kind in a round (1 or 0 if there is one forward), tokens, context and seconds. ratio: what β / γ of the first kind
-    is taken to be, as if so many rounds, `sure`, said so. As little as UNKNOWN says that context costs nothing, and
-    that both kinds have the same γ."""
-    share, seconds = seen[:, :1], seen[:, 3]
+def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple[BatchForwardCost, BatchForwardCost]:
+    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 5), the share of the first
+    kind in a round (1 or 0 if there is one forward), tokens, context, seconds, and the round's number.
+
+    Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
+    slower, and that must not be taken for their doing. Priors, each with its deviation in forwards: both kinds have the
+    same γ (differ), β = ratio·γ of the first kind (width), and context costs nothing (CONTEXT).
+    """
+    share, seconds, blocks = seen[:, :1], seen[:, 3], seen[:, 4] // SELDOM
     features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
-    prior = np.sqrt(np.diag([0.0, UNKNOWN, sure, UNKNOWN]))
+    level = max(float(np.median(seconds)), TINY)
+    priors = np.array([[1, -1, 0, 0], [-ratio * scale[2], 0, 1, 0], [0, 0, 0, 1]]) / [[differ], [width], [CONTEXT]]
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
-    weights = np.minimum(1, TIMES_OFF * float(np.median(seconds)) / np.maximum(seconds, TINY)) ** 2
-    prior[1, 0] = -prior[1, 1]
-    prior[2, 0] = -prior[2, 2] * ratio * scale[2]
+    weights, noise = np.minimum(1, TIMES_OFF * level / np.maximum(seconds, TINY)) ** 2, NOISE[0]
     for _ in range(REFITS):
-        root = np.sqrt(weights)
-        equations = np.concatenate([features / scale * root[:, None], prior])
-        terms, _ = nnls(equations, np.concatenate([seconds * root, np.zeros(4)]))
-        off = np.abs(seconds - features / scale @ terms)
-        limit = max(TIMES_OFF * float(np.median(off)), 1e-9)
+        rounds = without_drift(np.column_stack([features / scale, seconds]), weights, blocks)
+        weighted = rounds * np.sqrt(weights)[:, None]
+        terms, _ = nnls(np.concatenate([weighted[:, :4], noise * priors]), np.append(weighted[:, 4], np.zeros(3)))
+        off = np.abs(rounds[:, 4] - rounds[:, :4] @ terms)
+        usual = float(np.median(off))
+        noise = max(1.5 * usual / level, NOISE[1])  # 1.5: of a normal distribution
+        limit = max(TIMES_OFF * usual, 1e-9)
         before, weights = weights, np.minimum(1, limit / np.maximum(off, limit)) ** 2
         if np.abs(weights - before).max() < SETTLED:
             break
-    spread = seconds - np.average(seconds, weights=weights)
+    spread = rounds[:, 4] - np.average(rounds[:, 4], weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
     *gammas, beta, alpha = (terms / scale).tolist()
     one = BatchForwardCost(alpha=alpha, beta=beta, gamma=gammas[0], r_squared=r_squared)
     return one, replace(one, gamma=gammas[1])
+
+
+def without_drift(values: np.ndarray, weights: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+    """values: (n, columns), less DRIFT times the weighted means of their block. weights, blocks: (n,)."""
+    places = (blocks == np.unique(blocks)[:, None]) * weights  # (blocks, n)
+    means = places @ values / places.sum(1, keepdims=True)
+    _, of_round = np.unique(blocks, return_inverse=True)
+    return values - DRIFT * means[of_round]

@@ -34,13 +34,13 @@ class BatchStopPolicy(RowPolicy):
         λ = B·τ / (seconds of an average round), at least B / t_plain(B)                       tokens/s, Dinkelbach
 
     S_r: product of the policy's predictions for the row's tokens, 1 if it predicts nothing. β̂_r: its prediction for
-    the next token, 1 if it makes none. t_one: seconds of one more token of the row. t_step: of a draft step, however
-    many rows take part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops
-    saves nothing: verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with
-    drafts costs more than one without, whatever it drafts, that belongs to the first step; so does what a first step
-    takes longer than another. τ and the seconds of a round
-    come from averages over past rounds. λ is the speed of the past rounds, so it is never above the best one. It rises
-    to the best speed from the side on which too much is drafted.
+    the next token. If it makes none, that for the last one, as doubtful tokens come together; before the first, and if
+    it predicts nothing, 1. t_one: seconds of one more token of the row. t_step: of a draft step, however many rows take
+    part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops saves nothing:
+    verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with drafts costs
+    more than one without, whatever it drafts, that belongs to the first step; so does what a first step takes longer
+    than another. τ and the seconds of a round come from averages over past rounds. λ is the speed of the past rounds,
+    so it is never above the best one. It rises to the best speed from the side on which too much is drafted.
 
     costs: measured, or learnt from the seconds of the rounds. Ranks of one tensor-parallel group agree on each answer,
     so they may hold different costs.
@@ -211,7 +211,8 @@ class BatchStopPolicy(RowPolicy):
         self.judged.append(self.survival)
         if step.depth >= self.max_draft_tokens:
             return active
-        hope = self.survival * self.predicted_next[-1] if self.predicted_next else self.survival
+        predictions = self.predicted_next or self.predicted
+        hope = self.survival * predictions[-1] if predictions else self.survival
         gain = torch.where(active, hope * self.rho[step.depth], 0.0)
         goes_on = self._pays(gain, self.step_price) & (gain > self.token_price)
         self.decided.append(torch.where(goes_on, hope, 0.0))

@@ -45,17 +45,17 @@ def seconds_of(costs, host, drafted, lengths):
     return drafting + float(rest), drafting
 
 
-def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0):
-    """Rounds whose seconds are the model's, give or take 3 %; a share `spoilt` takes ten times as long. Returns the
-    longest draft of each, and its tokens and seconds by the model."""
+def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0, machine=lambda number: 1.0):
+    """Rounds whose seconds are the model's, give or take 3 %; a share `spoilt` takes ten times as long. machine: how
+    many times as long each round takes. Returns the longest draft of each, and its tokens and seconds by the model."""
     drafting = Drafting(policy, host=host)
     begin(policy, [100] * rows)
     lengths, longest, speed = [100] * rows, [], []
-    for _ in range(rounds):
+    for number in range(rounds):
         drafted, _ = one_round(policy, torch.ones(rows, dtype=torch.bool))
         wins = random.random((rows, policy.max_draft_tokens)) < acceptance
         accepted = torch.minimum(drafted, torch.from_numpy(np.cumprod(wins, axis=1).sum(1)))
-        noise = random.normal(1, 0.03, 2) * (10 if random.random() < spoilt else 1)
+        noise = machine(number) * random.normal(1, 0.03, 2) * (10 if random.random() < spoilt else 1)
         whole, draft_part = seconds_of(costs, host, drafted.tolist(), lengths)
         lengths = [length + 1 + int(new) for length, new in zip(lengths, accepted, strict=True)]
         draft_part, rest = draft_part * noise[0], (whole - draft_part) * noise[1]
@@ -79,6 +79,17 @@ def test_they_come_to_the_seconds_of_rounds(host, spoilt):
         assert float(policy.costs.verify_seconds(tokens, context)) == pytest.approx(right, rel=0.1)
     right = float(COSTS.draft_seconds(4, 4 * 300))
     assert float(policy.costs.draft_seconds(4, 4 * 300)) == pytest.approx(right, rel=0.1)
+
+
+def test_a_slower_machine_is_not_taken_for_longer_texts():
+    """Both come by and by. When new, short texts arrive, forwards would seem to take next to no time."""
+    policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
+    costs = pair_costs(0.02, 0.004, 0.1)
+    serve(policy, costs, PACKED, 120, 4, 0.5, np.random.default_rng(0), machine=lambda number: 1 + number / 240)
+    long, short = (float(policy.costs.verify_seconds(8, 4 * length)) for length in (300, 100))
+    assert short > 0.8 * long
+    price = policy.costs.target.beta / (policy.costs.target.gamma + 8 * policy.costs.target.beta)
+    assert price == pytest.approx(costs.target.beta / float(costs.verify_seconds(8, 0)), rel=0.25)
 
 
 @pytest.mark.parametrize("acceptance", [0.35, 0.7])

@@ -334,7 +334,7 @@ def batch_stop(inner, load, host):
     options = {"memory": 100.0, "probe": 6, "prior": 5.0, "optimism": 0.8}
     return Rule(
         lambda: BatchStopPolicy(inner(6, 0.05), LOADS[load], host=host, **options),
-        lambda policy: ScalarBatchStop(LOADS[load], 6, 0.05, host, **options),
+        lambda policy: ScalarBatchStop(LOADS[load], 6, 0.05, host, inner is Foretelling, **options),
         of_loads(inner is Foretelling),
         lambda played, reference: len(reference.longest) >= (5 if load == "light" else 3),
         rounds=300,

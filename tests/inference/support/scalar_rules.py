@@ -661,8 +661,9 @@ class ScalarAdaSpec(Reference):
 class ScalarBatchStop(Reference):
     """The end of a round for the batch, around a policy that says what it is told and stops by its product."""
 
-    def __init__(self, costs, k_max, threshold, host, prior=10.0, optimism=0.9, memory=500.0, probe=32):
+    def __init__(self, costs, k_max, threshold, host, looks_ahead, prior=10.0, optimism=0.9, memory=500.0, probe=32):
         self.costs, self.k_max, self.threshold, self.host = costs, k_max, threshold, host
+        self.looks_ahead = looks_ahead
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
         self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, 0.0, 0.0, 0
@@ -739,7 +740,7 @@ class ScalarBatchStop(Reference):
             for row in going:
                 drafted[row] = depth
                 product[row] *= told[row][depth - 1]
-                hope[row] = product[row] * ahead[row][depth - 1]
+                hope[row] = product[row] * (ahead if self.looks_ahead else told)[row][depth - 1]
             self.verdicts.append({row: product[row] for row in going})
             kappa = (self.prior * rho + self.accepted[depth - 1]) / (self.prior + self.after[depth - 1])
             going = {row for row in going if product[row] >= self.threshold and drafted[row] < room[row]}
