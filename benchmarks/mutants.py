@@ -398,7 +398,7 @@ CORE = (
     Mutant(
         "costs=auto: a machine that becomes slower is taken for longer texts",
         "inference/costs/learnt.py",
-        "return values - DRIFT * means[of_round]",
+        "return values - DRIFT * (weights > 0).T @ means",
         "return values",
         ("inference/policies/test_learnt_costs.py::test_a_slower_machine_is_not_taken_for_longer_texts",),
     ),

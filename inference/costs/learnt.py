@@ -173,6 +173,7 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
     same γ (differ), β = ratio·γ of the first kind (width), and context costs nothing (CONTEXT).
     """
     share, seconds, blocks = seen[:, :1], seen[:, 3], seen[:, 4] // SELDOM
+    near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
     features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
@@ -181,7 +182,7 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
     weights, noise = np.minimum(1, TIMES_OFF * level / np.maximum(seconds, TINY)) ** 2, NOISE[0]
     for _ in range(REFITS):
-        rounds = without_drift(np.column_stack([features / scale, seconds]), weights, blocks)
+        rounds = without_drift(np.column_stack([features / scale, seconds]), near * weights)
         weighted = rounds * np.sqrt(weights)[:, None]
         terms, _ = nnls(np.concatenate([weighted[:, :4], noise * priors]), np.append(weighted[:, 4], np.zeros(3)))
         off = np.abs(rounds[:, 4] - rounds[:, :4] @ terms)
@@ -198,9 +199,7 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
     return one, replace(one, gamma=gammas[1])
 
 
-def without_drift(values: np.ndarray, weights: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """values: (n, columns), less DRIFT times the weighted means of their block. weights, blocks: (n,)."""
-    places = (blocks == np.unique(blocks)[:, None]) * weights  # (blocks, n)
-    means = places @ values / places.sum(1, keepdims=True)
-    _, of_round = np.unique(blocks, return_inverse=True)
-    return values - DRIFT * means[of_round]
+def without_drift(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """values: (n, columns), less DRIFT times the mean of their block. weights: (blocks, n), 0 outside of the block."""
+    means = weights @ values / weights.sum(1, keepdims=True)
+    return values - DRIFT * (weights > 0).T @ means
