@@ -9,7 +9,7 @@ against the best of those two in that very cell, which nobody knows beforehand.
 Every arm runs on each part of the prompts, for ROUNDS rounds in which all rows have a request. In our loop arms take
 turns by the round, in random order; in vLLM by the part. Speed is tokens per second of these rounds. Rounds in which a
 request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
-there are no matter of drafting.
+there are no matter of drafting. Parts are kept; after a stop, policies begin to learn anew.
 
 python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
@@ -119,14 +119,15 @@ def measured(
     for part in range(parts):
         if not any(each[0] == part for each in kept):
             found = run([prompts[index] for index in np.roll(order, -3 * batch * part)], part)
-            kept += [[part, name, *rounds.sum(0).tolist()] for name, rounds in found.items()]
-            path.write_text("".join(json.dumps(each) + "\n" for each in kept))
+            new = [[part, name, *rounds.sum(0).tolist()] for name, rounds in found.items()]
+            with path.open("a") as file:
+                file.write("".join(json.dumps(each) + "\n" for each in new))
+            kept += new
     return {"parts": parts, **figures(kept, list(specs), parts)}
 
 
-Part = Callable[
-    [Sequence[list[int]], int], dict[str, np.ndarray]
-]  # runs (texts, seed) → of each arm (ROUNDS, 2 or 4): OF_A_ROUND
+# Runs (texts, seed) → of each arm (ROUNDS, 2 or 4): OF_A_ROUND.
+Part = Callable[[Sequence[list[int]], int], dict[str, np.ndarray]]
 
 
 class Loop:

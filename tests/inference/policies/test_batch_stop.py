@@ -322,8 +322,8 @@ def test_online_logistic_tells_what_it_predicts_and_rules_of_confidence_predict_
     assert Drafting(confidence).predicted == []
 
 
-@pytest.mark.parametrize("factor", [0.6, 1.2])
-def test_predictions_that_are_wrong_on_the_whole_hardly_matter(factor):
+@pytest.mark.parametrize(("factor", "share"), [(0.6, 0.95), (1.2, 0.97)])
+def test_predictions_that_are_wrong_on_the_whole_hardly_matter(factor, share):
     """Each is so many times what is true: κ and ρ make up for it, factor^−d at depth d. Not at once: a depth that is
     seldom reached is taken for worse than it is, as the last prediction stands for the next token."""
 
@@ -335,7 +335,7 @@ def test_predictions_that_are_wrong_on_the_whole_hardly_matter(factor):
 
     costs = pair_costs(0.1)
     right, wrong = (mixed(BatchStopPolicy(rule(12), costs), costs, PADDED) for rule in (Told, Wrong))
-    assert wrong > 0.95 * right > 1.05 * mixed(Told(12), costs, PADDED)
+    assert wrong > share * right > 1.05 * mixed(Told(12), costs, PADDED)
 
 
 # --- losslessness ----------------------------------------------------------------------------------------------------
