@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 
 class Drafted(NamedTuple):
-    logits: Tensor  # (batch, new, vocab) of the target's vocabulary; −inf for tokens that the drafter lacks
+    logits: Tensor  # (batch, new, draft vocabulary), of `drafted_ids`
     hidden: Tensor  # (batch, new, hidden), after the last norm
     own: Tensor  # (batch, new, hidden), before it: the states for the next slots
 
@@ -91,8 +91,13 @@ class Eagle3Drafter(PreTrainedModel):
 
     @property
     def output_size(self) -> int:
-        """Number of ids that it scores: all of the target's."""
+        """Number of ids that it gives a probability: all of the target's, 0 for those that it lacks."""
         return int(self.config.vocab_size)
+
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether it scores only a part of the target's vocabulary."""
+        return len(self.d2t) < self.output_size
 
     def get_decoder(self) -> nn.Module:
         return self.model
@@ -125,17 +130,18 @@ class Eagle3Drafter(PreTrainedModel):
         """input_ids: (batch, new), x_{i+1} of slots i. states: (batch, new, hidden), s_i. position_ids: i."""
         attention: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
         hidden, own = self.model(input_ids, states, position_ids, **attention)
-        return Drafted(self.spread(self.lm_head(hidden)), hidden, own)
+        return Drafted(self.lm_head(hidden), hidden, own)
 
     @property
     def drafted_ids(self) -> Tensor:
         """(draft vocabulary,) the target's ids of its tokens, ascending."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """(…, draft vocabulary) → (…, the target's vocabulary)."""
-        spread = logits.new_full((*logits.shape[:-1], self.output_size), float("-inf"))
-        return spread.index_copy(-1, self.drafted_ids, logits)
+    def spread(self, values: Tensor, lacking: float = -torch.inf) -> Tensor:
+        """Values of its tokens, (…, draft vocabulary), → of the target's, (…, the target's vocabulary); `lacking` of
+        those that it lacks."""
+        ids = self.drafted_ids.expand_as(values)
+        return values.new_full((*values.shape[:-1], self.output_size), lacking).scatter_(-1, ids, values)
 
 
 def layers_read(config: LlamaConfig) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from accept_head.inference.policy import DraftStep
 
 
 class Drawn(NamedTuple):
-    """The tokens drawn at one slot. ids: (batch,). q, scores: (batch, vocab), the distribution they were drawn from,
-    and its logits; None if not needed. step: what the policy sees; None if it is not asked."""
+    """The tokens drawn at one slot. ids: (batch,). q: (batch, vocab), the distribution that they were drawn from; of a
+    drafter with a vocabulary of its own, over that. scores: (batch, vocab), its logits over the pair's. None if not
+    needed. step: what the policy sees; None if it is not asked."""
 
     ids: Tensor
     q: Tensor | None
@@ -28,8 +29,8 @@ class Drafted:
     """One round's proposals. lengths: (batch,) tokens each row drew. submitted: (batch,) how many of them are verified.
     slots: the most that any row submits. extra_forwards: as in DraftProgress.
 
-    Lists with an entry per slot: ids, (batch,) each; probabilities, (batch, vocab) each, q, empty when greedy; scores,
-    (batch, vocab) each, the logits of q, empty if not needed.
+    Lists with an entry per slot, as in Drawn: ids, (batch,) each; probabilities, (batch, vocab) each, q, empty when
+    greedy; scores, (batch, vocab) each, empty if not needed.
     """
 
     lengths: Tensor

@@ -62,10 +62,11 @@ class Run:
             call = partial(graphs, optional=True)
             if capture is not None:
                 ask = partial(captured.of(policy), optional=True)
-        steps = Steps(rows, self.drafting, processing, ends, seed=seed, verifier=verifier)
+        eagle3 = draft.model if isinstance(draft.model, Eagle3Drafter) else None
+        lacking = eagle3 if eagle3 and eagle3.lacks_tokens else None
+        steps = Steps(rows, self.drafting, processing, ends, lacking, seed=seed, verifier=verifier)
         self._call, self._ask, self._steps = call, ask, steps
-        drafter = Eagle3 if isinstance(draft.model, Eagle3Drafter) else DraftModel
-        self.drafter = drafter(draft, rows, call, copy=self.copies)
+        self.drafter = (Eagle3 if eagle3 else DraftModel)(draft, rows, call, copy=self.copies)
         self._learnt = None if capture is None else capture.learnt
         self._backend, self._captures = captured.backend, 0
         self._began = self._drafted = 0.0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from accept_head.alternatives import DRAWS, Alternatives, draw_alternatives
+from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.drafted import Drafted, Drawn
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.rows import Rows
@@ -31,12 +32,16 @@ class Steps:
         drafting: Drafting,
         processing: Processing,
         stopping: Stopping,
+        drafter: Eagle3Drafter | None,
         *,
         seed: int,
         verifier: Verifier,
     ):
+        """drafter: one that lacks tokens. q, the draw and the signals are then of its tokens alone, unless a
+        processor has to see all."""
         self.rows, self.drafting, self.processing, self.stopping = rows, drafting, processing, stopping
         self.seed, self.verifier = seed, verifier
+        self.drafter, self.narrow = drafter, drafter if processing.plain else None
 
     def set_uniforms(self, slots: int) -> None:
         """Set this round's random numbers, `slots` for each purpose of each row."""
@@ -54,15 +59,16 @@ class Steps:
         """Draw the token at `depth` of every row; tokens of rows that have stopped do not count. needs: the signals
         that the policy reads. asks: whether the policy is asked afterwards."""
         rows, processing = self.rows, self.processing
-        scores = processing.scores(fed.logits, rows, depth - 1)[:, 0]  # (batch, vocab)
+        scores = processing.scores(self._draft_logits(fed), rows, depth - 1)[:, 0]  # (batch, vocab)
         q = None if processing.greedy else processing.probabilities(scores)
         signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
         if self.drafting.peeks:
-            progress = self.drafting.peek(step_of(needs, depth, None, progress.active, signal_q, fed), progress)
-        ids = likeliest(scores) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
+            progress = self.drafting.peek(step_of(needs, depth, None, None, progress.active, signal_q, fed), progress)
+        place = likeliest(scores) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
+        ids = place if self.narrow is None else self.narrow.drafted_ids[place]
         progress = rows.place_drawn(depth, ids, progress, self.stopping)
-        step = step_of(needs, depth, ids, progress.active, signal_q, fed) if asks else None
-        return Drawn(ids, q, scores if Signal.DIVERGENCE in needs else None, step), progress
+        step = step_of(needs, depth, ids, place, progress.active, signal_q, fed) if asks else None
+        return Drawn(ids, q, self._whole(scores, -torch.inf) if Signal.DIVERGENCE in needs else None, step), progress
 
     def judge(self, step: DraftStep, drawn_hidden: Tensor | None, progress: DraftProgress) -> DraftProgress:
         """Ask the policy which rows draft on. drawn_hidden: (batch, hidden), if the drawn token was fed."""
@@ -81,7 +87,7 @@ class Steps:
             places = rows.lengths[:, None] + torch.arange(k + 1, device=p.device)
             random = uniforms(self.seed, rows.keys[:, None], places, 0, DecodeStream.MATCH)
             return sampler_match(p, candidates, submitted, random)
-        q = torch.stack(drawn_from, dim=1) if k else p[:, :0]
+        q = self._whole(torch.stack(drawn_from, dim=1), 0.0) if k else p[:, :0]
         accept, redraw = rows.uniforms[:, DecodeStream.ACCEPT, :k], rows.uniforms[:, DecodeStream.REDRAW, 0]
         return by_ratio(p, q, candidates, submitted, accept, redraw)
 
@@ -90,11 +96,18 @@ class Steps:
         (batch, k + 1, vocab), the target's."""
         if not drafted.slots or self.processing.greedy or self.verifier != "ratio":
             return None
-        rows, q = self.rows, torch.stack(drafted.probabilities[: drafted.slots], dim=1)
+        rows, q = self.rows, self._whole(torch.stack(drafted.probabilities[: drafted.slots], dim=1), 0.0)
         slot, number = (torch.arange(n, device=q.device) for n in (drafted.slots, DRAWS))
         keys, rounds = rows.keys[:, None, None], rows.rounds[:, None, None]
         random = uniforms(self.seed, keys, rounds, slot[:, None], DecodeStream.ALTERNATIVES, number)
         return draw_alternatives(self.processing.probabilities(scores[:, :-1]), q, random)
+
+    def _draft_logits(self, fed: Forward) -> Tensor:
+        return fed.logits if self.drafter is None or self.narrow else self.drafter.spread(fed.logits)
+
+    def _whole(self, values: Tensor, lacking: float) -> Tensor:
+        """Values of the tokens that can be drawn, (batch, …), → of the pair's vocabulary."""
+        return values if self.narrow is None else self.narrow.spread(values, lacking)
 
 
 def sampler_match(p: Tensor, draft_ids: Tensor, drafted: Tensor, uniform: Tensor) -> Verified:
@@ -109,17 +122,18 @@ def step_of(
     needs: frozenset[Signal],
     depth: int,
     token_ids: Tensor | None,
+    place: Tensor | None,
     active: Tensor,
     q: Tensor | PlainSoftmax,
     fed: Forward,
 ) -> DraftStep:
-    """The DraftStep with the signals in `needs`. q: (batch, vocab), read only if a signal of q is needed. fed: the
-    draft forward on the token before Y, (batch, 1, …)."""
+    """The DraftStep with the signals in `needs`. place: (batch,), that of each token in q. q: (batch, vocab), read only
+    if a signal of q is needed. fed: the draft forward on the token before Y, (batch, 1, …)."""
     hidden = fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None
     if not needs & OF_Q:
         return DraftStep(depth, token_ids, active, fed_hidden=hidden)
     asked = {signal.name.lower(): signal in needs for signal in OF_Q}
-    logprob, entropy, max_prob, together = signals_of(q, token_ids, **asked)
+    logprob, entropy, max_prob, together = signals_of(q, place, **asked)
     return DraftStep(
         depth, token_ids, active, hidden, logprob=logprob, entropy=entropy, max_prob=max_prob, signals=together
     )

@@ -103,13 +103,8 @@ def _packs(cached: CachedModel, given: tuple[Tensor, Tensor, int], states: Tenso
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """How far these logits, (..., vocab), differ at the token where they differ most, as a share of their spread. Those
-    of tokens that a drafter lacks are -inf, in both."""
-    known = expected.isfinite()
-    if not torch.equal(found.isfinite(), known):
-        return float("inf")
-    squares = torch.where(known, found - expected, 0.0).square().sum(-1) / known.sum(-1)
-    return float(squares.max().sqrt() / expected[known].std())
+    """How far these logits, (..., vocab), differ at the token where they differ most, as a share of their spread."""
+    return float((found - expected).square().mean(-1).max().sqrt() / expected.std())
 
 
 def _tolerance(dtype: torch.dtype) -> float:

@@ -50,7 +50,6 @@ def leading_accepted(accepted: Tensor, last: Tensor) -> Tensor:
 
 def roll_out_rounds(
     drafter: Eagle3Drafter,
-    drafted: Tensor,
     text: Tensor,
     states: Tensor,
     own: Tensor,
@@ -62,8 +61,7 @@ def roll_out_rounds(
     """The tables of `roll_out_records` for one response, but `fed_hidden`. position: the rejected token's place among
     the n × depths tokens of the response. A rollout belongs to one round.
 
-    drafted: the ids that can be drafted, ascending. text, states, own: as for `states_by_depth`. accepted, draft_ids:
-    (n, depths). index: of the prompt.
+    text, states, own: as for `states_by_depth`. accepted, draft_ids: (n, depths). index: of the prompt.
     """
     count, depths = accepted.shape
     device, prompt = text.device, len(text) - count
@@ -94,8 +92,8 @@ def roll_out_rounds(
         own, here = output.own, torch.where(off >= 0)[0]
         active[here] &= ((off < budget) & ~torch.isin(fed, torch.tensor(config.end_token_ids, device=device)))[here]
         uniform = random.gather(1, off.clamp(min=0)[:, None])[:, 0]
-        drawn, signals = draw_with_signals(output.logits[:, 0, drafted], uniform, config.sampling)
-        drawn = drafted[drawn]
+        drawn, signals = draw_with_signals(output.logits[:, 0], uniform, config.sampling)
+        drawn = drafter.drafted_ids[drawn]
         found = {"ids": drawn.int(), "hidden": output.hidden[:, 0]}
         found |= dict(zip(("logprob", "entropy", "max_prob"), signals.unbind(-1), strict=True))
         for name, values in found.items():

@@ -41,11 +41,17 @@ def test_what_is_saved_is_loaded_and_shares_the_targets_embeddings(saved, target
     assert loaded.layers_read == (1, 2, 3) and torch.equal(loaded.t2d, drafter.t2d)
 
 
-def test_it_scores_the_targets_tokens_and_none_that_it_lacks(saved):
+def test_its_logits_are_of_its_own_tokens_and_are_spread_over_the_targets(saved):
     drafter, _ = saved
     logits = outputs(drafter).logits
-    assert logits.shape == (1, 3, 261)
-    assert torch.equal(logits.isfinite().all(1)[0], drafter.t2d) and int(drafter.t2d.sum()) == 120
+    assert logits.shape == (1, 3, 120)
+    spread = drafter.spread(logits, -1.0)
+    assert spread.shape == (1, 3, 261)
+    ids = drafter.t2d.nonzero()[:, 0]  # ascending
+    assert torch.equal(ids, drafter.drafted_ids)
+    for place, id in enumerate(ids.tolist()):
+        assert torch.equal(spread[..., id], logits[..., place])
+    assert len(ids) == 120 and (spread[..., ~drafter.t2d] == -1).all()
 
 
 def test_the_layout_of_speculators_is_read(saved, target):

@@ -32,8 +32,7 @@ class DepthScoring:
         assert isinstance(pair.draft, Eagle3Drafter) and config.depths is not None
         self.target, self.drafter, self.config, self.vocab_size = pair.target, pair.draft, config, pair.vocab_size
         self.depths = config.depths
-        ids = pair.draft.drafted_ids  # ascending
-        self.drafted = ids[ids < pair.vocab_size]
+        self.drafted = pair.draft.drafted_ids  # ascending
         self.reader = states_of(pair.target, pair.draft.layers_read)
 
     def __call__(self, round: Round) -> None:
@@ -52,8 +51,7 @@ class DepthScoring:
         p, x = self._among_drafted(logits, text[prompt:])
         sampling, by_depth = self.config.sampling, []
         for depth in range(self.depths):
-            scores = self.drafter.lm_head(hidden[:, depth])[:, : len(self.drafted)]
-            scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+            scores = torch.nn.functional.pad(self.drafter.lm_head(hidden[:, depth]), (0, 1), value=-torch.inf)
             q = sampling.probabilities(scores)
             described = sampling.signal_probabilities(scores, q)
             by_depth.append(coupled_columns(p, q, described, x, counters, seed=self.config.seed))
@@ -61,9 +59,8 @@ class DepthScoring:
         of_draft = {name: torch.stack([each[name] for each in by_depth], dim=-1) for name in kept}
         of_draft["draft_ids"] = self.drafted[of_draft["draft_ids"]]
         rollouts = roll_out_rounds(
-            self.drafter, self.drafted, text, states, own, of_draft["accepted"], of_draft["draft_ids"], self.config,
-            index,
-        )  # fmt: skip
+            self.drafter, text, states, own, of_draft["accepted"], of_draft["draft_ids"], self.config, index
+        )
         of_draft["divergence"] = torch.full_like(of_draft["overlap"], torch.nan)  # infinite: it lacks tokens
         columns = by_depth[0] | of_draft | {"response_ids": text[prompt:]}
         lists = {name: values.flatten().tolist() for name, values in columns.items()}

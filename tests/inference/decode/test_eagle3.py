@@ -77,7 +77,7 @@ def drafts_of(target, drafter, tokens, count):
     ids, drafted = torch.tensor(tokens[1:]), []
     for _ in range(count):
         output = drafter(ids[None], states[None], torch.arange(len(ids))[None])
-        drafted.append(int(output.logits[0, -1].argmax()))
+        drafted.append(int(drafter.spread(output.logits[0, -1]).argmax()))
         ids, states = torch.cat([ids, torch.tensor(drafted[-1:])]), torch.cat([states, output.own[0, -1:]])
     return drafted
 
@@ -174,3 +174,29 @@ def test_captured_drafts_are_those_of_a_plain_recomputation(target, drafter):
     with standing_in():
         differ, seen = drafts_that_differ(target, drafter, "fixed:3", 3, compile="graphs")
     assert differ == 0 and seen > 10
+
+
+# One for each of the signals, of the draws that learning reads, and of the logits that a divergence is of.
+READERS = ["fixed:3", "confidence:0.02,k_max=5", "adaedl", "svip", "online-signals:0.5", "dsde"]
+
+
+@pytest.mark.parametrize("policy", READERS)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0), Sampling(temperature=1.0, top_k=0), Sampling(temperature=0.8, top_p=0.9)],
+    ids=str,
+)  # fmt: skip
+def test_draws_and_signals_are_those_over_the_targets_whole_vocabulary(target, drafter, policy, sampling):
+    """A logits processor sees all tokens, so q is spread before it and not after."""
+    options = {"policy": policy, "sampling": sampling, "max_new_tokens": 24, "batch_size": 3, "seed": 3}
+    narrow = generate(target, drafter, PROMPTS, **options)
+    whole = generate(target, drafter, PROMPTS, logits_processor=[lambda ids, scores: scores], **options)
+    assert narrow.tokens == whole.tokens
+    timeless = [[replace(stats, seconds=0.0) for stats in made.stats] for made in (narrow, whole)]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_drafter_of_all_the_targets_tokens_needs_no_spreading(target, monkeypatch):
+    whole = make_eagle3(target, draft_vocabulary=261)
+    monkeypatch.setattr(type(whole), "spread", lambda *_: pytest.fail("spread"))
+    found = generate(target, whole, PROMPTS, policy="fixed:3", max_new_tokens=20, batch_size=3)
+    assert found.tokens == alone(target, 20)

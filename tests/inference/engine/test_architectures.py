@@ -247,11 +247,10 @@ def test_rounding_of_many_logits_is_none_of_it():
     """In bfloat16 the largest of 130,000 differences from float32 is 0.14 of the spread; an H100 was refused for it."""
     random = torch.Generator().manual_seed(0)
     expected, noise = (torch.randn(2, 3, 1 << 17, generator=random) for _ in range(2))
-    expected[..., ::5] = -torch.inf  # tokens that a drafter lacks
     rounded = expected + 0.027 * noise
-    assert (rounded - expected)[expected.isfinite()].abs().max() > 0.1
+    assert (rounded - expected).abs().max() > 0.1
     assert proof._difference(rounded, expected) == pytest.approx(0.027, rel=0.01)
     assert proof._tolerance(torch.float32) < 0.027 < proof._tolerance(torch.bfloat16) < 0.1
-    assert proof._difference(rounded.roll(1, -1), expected) == torch.inf
+    assert proof._difference(rounded.roll(1, -1), expected) > 1
     rounded[1, 2] += 0.2 * noise[0, 0]  # one token of six is wrong
     assert proof._difference(rounded, expected) > proof._tolerance(torch.bfloat16)
