@@ -51,14 +51,13 @@ class LearntCosts:
     """PairCosts that follow the clock. host: the decode loop that tells the seconds. Until the first rounds were timed,
     drafting costs next to nothing.
 
-    coefficients: (4, 3) float64, α, β and γ of a draft step, of the first one of a round, of the target, and of the
-    target in rounds without drafts.
+    coefficients: α, β and γ of each forward, as of PairCosts. on_device: the same, (4, 3) float64.
     limit: () int64, the most tokens that a row may draft in this round.
     """
 
     def __init__(self) -> None:
         self.host: Host = PADDED
-        self.coefficients, self.limit = torch.zeros(4, 3, dtype=torch.float64), torch.zeros((), dtype=torch.long)
+        self.on_device, self.limit = torch.zeros(4, 3, dtype=torch.float64), torch.zeros((), dtype=torch.long)
         self.forget()
 
     def forget(self) -> None:
@@ -75,7 +74,7 @@ class LearntCosts:
 
     def start(self, device: torch.device) -> None:
         """A decode loop on this device begins. Keeps what was learnt."""
-        self.coefficients, self.limit = self.coefficients.to(device), self.limit.to(device)
+        self.on_device, self.limit = self.on_device.to(device), self.limit.to(device)
 
     def draft_seconds(self, rows: Quantity, context_tokens: Quantity, steps: Quantity = 1) -> Quantity:
         """As PairCosts. The first step is not as the others."""
@@ -91,7 +90,7 @@ class LearntCosts:
         return self._seconds(3, rows, context_tokens)
 
     def _seconds(self, forward: int, tokens: Quantity, context: Quantity) -> Tensor:
-        alpha, beta, gamma = self.coefficients[forward]
+        alpha, beta, gamma = self.on_device[forward]
         return alpha * context + beta * tokens + gamma
 
     def _tell_policy(self, limit: int) -> None:
@@ -99,7 +98,8 @@ class LearntCosts:
         believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.first, self.target, self.plain)]
         if self.undrafted >= AGAIN:
             believed[:2], limit = [[0.0, 0.0, 0.0]] * 2, 1
-        self.coefficients.copy_(torch.tensor(believed, dtype=torch.float64))
+        self.coefficients = believed
+        self.on_device.copy_(torch.tensor(believed, dtype=torch.float64))
         self.limit.fill_(limit)
 
     def believed(self) -> dict[str, dict[str, float]]:

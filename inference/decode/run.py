@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -67,7 +66,6 @@ class Run:
         steps = Steps(rows, self.drafting, processing, ends, lacking, seed=seed, verifier=verifier)
         self._call, self._ask, self._steps = call, ask, steps
         self.drafter = (Eagle3 if eagle3 else DraftModel)(draft, rows, call, copy=self.copies)
-        self._learnt = None if capture is None else capture.learnt
         self._backend, self._captures = captured.backend, 0
         self._began = self._drafted = 0.0
 
@@ -165,11 +163,7 @@ class Run:
         finished = self.rows.sync(self.stopping)
         if self.captures == self._captures:  # else the round took a hundred times as long
             self.drafting.learn_costs(outcome)
-        if self._learnt is None:
-            self.policy.observe(outcome)
-        else:
-            timeless = replace(outcome, seconds=None, draft_seconds=None, draft_forwards=None)
-            self._ask("learn", self.policy.observe, timeless, state=self.policy, mutates=self._learnt)
+        self.policy.observe(outcome)
         return finished
 
     @property

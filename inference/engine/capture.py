@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
@@ -17,14 +15,12 @@ class Capture:
 
     carried: start_round makes them anew; draw_next and keep_drafting change them. read: these three methods only read
     them; observe, admit and select bind them to other tensors between rounds. unread: these three methods do not read
-    them; others rebind them. learnt: tensors that `observe` changes in place, if `observe` too is such a function of
-    the outcome and of the carried attributes; None: `observe` is not captured, and gets the seconds.
+    them; others rebind them.
     """
 
     carried: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    learnt: tuple[Tensor, ...] | None = None
 
 
 class Captured(Protocol):

@@ -7,7 +7,9 @@ draft on. Any policy that verifies all its drafted tokens can be wrapped; its ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +20,9 @@ from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
+from accept_head.inference.policies.past_rounds import PastRounds
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
 
-OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
 TINY = 1e-12  # seconds
 
 
@@ -66,11 +68,11 @@ class BatchStopPolicy(RowPolicy):
     too expensive for many.
 
     Global by design: ρ, κ, τ, n and ℓ belong to all rows together and outlive `start`. Rows have no state but their
-    lengths and the policy's own. Raises InputError for a policy that drafts nothing, or that trims: its trimming would
-    depend on how deep the batch goes, and so on tokens drawn later.
+    lengths, their record and the policy's own. Raises InputError for a policy that drafts nothing, or that trims: its
+    trimming would depend on how deep the batch goes, and so on tokens drawn later.
     """
 
-    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "rho", "token_price", "step_price", "longest")
+    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "token_price", "step_price", "longest")
 
     def __init__(
         self,
@@ -104,28 +106,39 @@ class BatchStopPolicy(RowPolicy):
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
             self.draw_next = self._draw_next
-        depths = self.max_draft_tokens
-        self.coefficients = torch.as_tensor(costs.coefficients, dtype=torch.float64)
-        # Per depth: accepted, Σ S·β̂ before the token was drawn, and Σ S after the policy judged it. In float64, as they
-        # are sums over many rounds and enter differences of nearly equal numbers.
-        self.sums = torch.zeros(3, depths, dtype=torch.float64)
-        # Sums of rows, emitted tokens, draft steps, verified drafted tokens, and rows of rounds with drafts.
-        self.totals = torch.zeros(5, dtype=torch.float64)
-        self.lengths, self.idle = torch.zeros(0, dtype=torch.long), torch.zeros((), dtype=torch.long)
-        # (2, batch): first tokens of each row that were accepted, and that were expected to be.
-        self.record = torch.zeros(2, 0, dtype=torch.float64)
+        self.past = PastRounds(self.max_draft_tokens, prior=prior, optimism=optimism, memory=memory)
+        self._allocate(0, torch.device("cpu"))
         self.counted = 0  # number of the policy's predictions that `survival` includes
-        self.survival = self.rho = self.token_price = self.step_price = torch.zeros(0, dtype=torch.float64)
+        self.survival = self.token_price = self.step_price = torch.zeros(0, dtype=torch.float64)
         self.longest = self.steps = torch.zeros((), dtype=torch.long)
         # Per depth of this round, (batch,) each: S·β̂ of the rows that drafted on to it, else 0; and S after judging it.
         self.decided, self.judged = list[Tensor](), list[Tensor]()
         self.forget()
 
+    def _allocate(self, batch: int, device: torch.device) -> None:
+        """What past rounds tell the steps of the next one, in float64 tensors that change in place. So CUDA graphs can
+        contain them."""
+        kinds = 15, 2, 1, self.max_draft_tokens
+        self.told = torch.zeros(sum(kinds), dtype=torch.float64, device=device)
+        prices, self.pace, probing, self.rho = self.told.split(kinds)
+        # As PastRounds has them; (τ, 1); and whether to probe, 1 or 0.
+        self.prices, self.probing = prices.view(5, 3), probing[0]
+        of_rows = torch.ones(3, batch, dtype=torch.float64, device=device)
+        self.sizes, self.at_best = of_rows[:2], of_rows[2]  # the tokens of each row's text, and 1; f of each row
+
     def forget(self) -> None:
-        """Reset the sums in place, to those of one row that drafted nothing; and the costs, if they are learnt."""
-        self.sums.zero_()
-        self.totals.zero_()[:2] = 1.0
+        """Reset what was learnt, in the same memory; and the costs, if they are learnt."""
+        self.past.forget()
         self.costs.forget()
+        self._tell()
+
+    def _tell(self) -> None:
+        past = self.past
+        prices = past.prices(self.costs.coefficients, self.host)
+        probes = float(self.probe > 0 and past.idle >= self.probe)
+        told = [*chain(*prices), past.emitted, 1.0, probes, *past.ratios()]
+        self.told.copy_(torch.tensor(told, dtype=torch.float64))
+        self.at_best.copy_(torch.from_numpy(past.at_best()))
 
     @property
     def capture(self) -> Capture | None:
@@ -137,7 +150,6 @@ class BatchStopPolicy(RowPolicy):
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
             read=tuple(f"policy.{name}" for name in held.read),
             unread=tuple(f"policy.{name}" for name in held.unread),
-            learnt=(self.sums, self.totals, self.lengths, self.idle, self.record),
         )
 
     @property
@@ -151,22 +163,18 @@ class BatchStopPolicy(RowPolicy):
     # --- rows --------------------------------------------------------------------------------------------------------
 
     def start(self, batch: int, device: torch.device) -> None:
-        """Keeps what was learnt. The sums also keep their memory if they are on the device already."""
+        """Keeps what was learnt. Tensors also keep their memory if there are as many rows on the same device."""
         self.inner.start(batch, device)
-        if self.lengths.shape != (batch,) or self.lengths.device != torch.empty(0, device=device).device:
-            self.sums, self.totals, self.idle = (each.to(device) for each in (self.sums, self.totals, self.idle))
-            self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-            self.record = torch.zeros(2, batch, dtype=torch.float64, device=device)
-        if isinstance(self.costs, LearntCosts):
-            self.coefficients = self.costs.coefficients  # which change in place
-        self.coefficients = self.coefficients.to(device)
-        for each in (self.lengths, self.record, self.idle):
-            each.zero_()
+        if self.at_best.shape != (batch,) or self.at_best.device != torch.empty(0, device=device).device:
+            self._allocate(batch, device)
+        self.sizes[0] = 0
+        self.past.begin(batch)
+        self._tell()
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
-        self.lengths[rows] = lengths
-        self.record[:, rows] = 0
+        self.sizes[0, rows], self.at_best[rows] = lengths.double(), 1.0
+        self.past.record[:, rows.tolist()] = 0
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -174,27 +182,33 @@ class BatchStopPolicy(RowPolicy):
     def select(self, rows: Tensor) -> None:
         """Called between rounds only."""
         self.inner.select(rows)
-        self.lengths, self.record = self.lengths[rows], self.record[:, rows]
+        self.sizes, self.at_best = self.sizes[:, rows], self.at_best[rows]
+        self.past.record = self.past.record[:, rows.tolist()]
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def start_round(self, live: Tensor) -> Tensor:
         budget = self.policy.start_round(live)
         first_price = self._set_prices(live)
-        self.rho = self._ratios()
         wanting = (live & (budget > 0)).double()
-        accepted, expected = self.record
         gain = wanting * self.rho[0]
         pays = self._pays(gain, first_price)
-        at_best = (OWN_PRIOR + accepted + 2 * (1 + accepted).sqrt()) / (OWN_PRIOR + expected)
-        drafts = (gain * at_best.clamp(max=1) > self.token_price) & pays
+        drafts = (gain * self.at_best > self.token_price) & pays
         self.longest = pays * self.max_draft_tokens
         if self.probe:
-            probes = self._pays(wanting, first_price) & (self.idle >= self.probe) & ~pays
+            probes = self._pays(wanting * self.probing, first_price) & ~pays
             drafts, self.longest = drafts | probes, self.longest + probes
         self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
         self.decided, self.judged = [wanting * drafts], []
         return torch.minimum(budget, self.longest * drafts)
+
+    def _set_prices(self, live: Tensor) -> Tensor:
+        """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
+        size = self.sizes @ live.double()  # context tokens, and rows
+        seconds = torch.addmv(self.prices[:, 2], self.prices[:, :2], size)
+        speed = size[1] * (self.pace / seconds[:2].clamp(min=TINY)).amax()  # λ
+        self.token_price, self.step_price, first_price = (speed * seconds[2:]).unbind()
+        return first_price
 
     def _draw_next(self, step: DraftStep) -> Tensor:
         self.steps = torch.where(step.active.any(), step.depth, self.steps)
@@ -222,77 +236,31 @@ class BatchStopPolicy(RowPolicy):
         """() bool, whether a step is worth its price. gain: (batch,) expected tokens of each row."""
         return (gain - self.token_price).clamp(min=0).sum() > price
 
-    # --- prices and ratios, at the start of a round ------------------------------------------------------------------
-
-    def _set_prices(self, live: Tensor) -> Tensor:
-        """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
-        rows = live.sum().double()
-        size = torch.stack([(self.lengths * live).sum().double(), rows, torch.ones_like(rows)])
-        later, first, verify, plain = (self.coefficients @ size).unbind()
-        _, drafted, verified, _ = self.coefficients[:, 1].unbind()  # one more token
-        # What a token costs its row; what a step costs beside.
-        by_row = 0.0 if self.host.drafts_stopped else drafted
-        step = later if self.host.drafts_stopped else later - rows * drafted
-        more = verify - plain  # of any drafts
-        if self.host.feeds:
-            plain = plain + first - later
-        else:
-            more = more + first - later
-        emitted, steps, tokens, share = (self.totals[1:] / self.totals[0]).unbind()
-        seconds = plain + steps * step + rows * tokens * (verified + by_row) + share * more
-        least = plain + later if self.host.feeds else plain
-        speed = rows * torch.maximum(emitted / seconds.clamp(min=TINY), 1 / least.clamp(min=TINY))  # λ
-        # Where padding is verified, one more slot is one more token for all rows.
-        by_row, column = (by_row, rows * verified) if self.host.verifies_padding else (by_row + verified, 0.0)
-        self.token_price, self.step_price = speed * by_row, speed * (step + column)
-        return speed * (more + (column if self.host.feeds else step + column))
-
-    def _ratios(self) -> Tensor:
-        """ρ of every depth, (max_draft_tokens,). ρ_d = a·κ_{d−1} + b, and κ_d = g·κ_{d−1} + h. The recursion is written
-        as the sum κ_d = Σ_j h_j·Π_{j<i≤d} g_i with h_0 = κ_0 = 1, which takes fewer operations than a loop."""
-        accepted, before, after = self.sums
-        near, far = self.prior + before, self.prior + after
-        a, b = self.prior * self.optimism / near, accepted / near
-        g, h = torch.nn.functional.pad(
-            torch.stack([self.prior * a, self.prior * b + accepted])[:, :-1] / far[:-1], (1, 0), value=1.0
-        )
-        depth = self._depths()
-        factors = torch.where(depth > depth[:, None], g, 1.0).cumprod(-1)  # (j, d)
-        kappa = (h[:, None] * factors).triu().sum(0)
-        return a * kappa + b
-
-    def _depths(self) -> Tensor:
-        """0, 1, …, (max_draft_tokens,)."""
-        return torch.arange(self.max_draft_tokens, device=self.sums.device)
-
     # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        live, accepted, drafted, submitted = outcome.live, outcome.accepted, outcome.drafted, outcome.submitted
-        rows = live.sum()
-        keep = (1 - 1 / self.memory) ** rows.double()
+        rows, one = outcome.live, (self.longest, self.steps)
+        counts = rows, outcome.accepted, outcome.drafted, outcome.submitted, *(each.expand_as(rows) for each in one)
+        numbers = torch.stack([*counts, *self.decided, *self.judged]).cpu().numpy()  # one sync
+        live, survival, last = numbers[0], numbers[6:], len(self.decided)
+        accepted, drafted, submitted = numbers[1:4] * live
+        tried, steps = numbers[4:6, 0].tolist()
+        longest = int(drafted.max())
         # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
         # declined was a draft step without a gain.
-        looked = submitted + (submitted == drafted) if self.inner.peeks else submitted
-        counts = torch.stack([accepted, looked, submitted])
-        known = live & (self._depths()[:, None] < counts[:, None])  # (3, depths, batch)
-        one, none = torch.ones_like(self.survival), torch.zeros_like(self.survival)
-        columns = [one] * self.max_draft_tokens
-        for survival in (self.decided, self.judged):
-            columns += survival + [none] * (self.max_draft_tokens - len(survival))
-        self.sums *= keep
-        self.sums += torch.where(known, torch.stack(columns).view(known.shape), 0.0).sum(-1)
-        longest = (drafted * live).max()
-        # The host may skip asking at the last depth, so `steps` can be too small.
-        steps = torch.where(longest > 0, torch.maximum(longest, self.steps), int(self.host.feeds))
-        more, _, verified = (counts * live).sum(-1).unbind()
-        if self.host.verifies_padding:
-            verified = rows * (submitted * live).max()
-        self.totals *= keep
-        self.totals += torch.stack([rows, rows + more, rows * steps, verified, rows * (longest > 0)])
-        self.idle[...] = torch.where(self.longest > 0, 0, self.idle + 1)
-        self.lengths[...] = outcome.lengths
-        self.record *= 1 - 1 / OWN_MEMORY
-        self.record += torch.stack([known[0, 0], known[2, 0] * self.rho[0]])
+        looked = submitted + (submitted == drafted) * live if self.inner.peeks else submitted
+        self.past.learn(
+            np.stack([accepted, looked, submitted]),
+            survival[:last],
+            survival[last:],
+            rows=int(live.sum()),
+            # The host may skip asking at the last depth, so the policy can know of too few steps.
+            steps=max(longest, int(steps)) if longest else int(self.host.feeds),
+            drew=longest > 0,
+            tried=tried > 0,
+            host=self.host,
+        )
+        self.sizes[0] = outcome.lengths
+        self._tell()
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -486,12 +486,13 @@ def test_what_is_wrapped_is_part_of_the_content():
 def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     policy = begin(BatchStopPolicy(FixedPolicy(4), pair_costs(0.1)), [10] * 8)
     decode(policy, 8, 0.3, 50)
-    learnt = policy.sums[0].tolist()
+    learnt = policy.past.sums.tolist()
     begin(policy, [10] * 2)
-    assert policy.sums[0].tolist() == learnt and policy.lengths.tolist() == [10, 10]
+    assert policy.past.sums.tolist() == learnt and policy.sizes.tolist() == [[10, 10], [1, 1]]
     other = copy.deepcopy(policy)
     decode(other, 2, 0.9, 5)
-    assert policy.sums[0].tolist() == learnt != other.sums[0].tolist()
+    assert policy.past.sums.tolist() == learnt != other.past.sums.tolist()
+    assert policy.rho.tolist() == policy.past.ratios() != other.rho.tolist() == other.past.ratios()
 
 
 def test_steps_in_vain_are_counted():
@@ -504,7 +505,7 @@ def test_steps_in_vain_are_counted():
         policy.keep_drafting(DraftStep(depth, None, live, hidden, hidden))
     policy.observe(outcome([2], [1], lengths=[5]))
     keep = 1 - 1 / 500
-    assert policy.totals.tolist() == pytest.approx([keep + 1, keep + 2, 3, 2, 1])
+    assert policy.past.totals == pytest.approx([keep + 1, keep + 2, 3, 2, 1])
     peeking = begin(BatchStopPolicy(AdaEdlPolicy(0.9, k_max=5), pair_costs(1e-9)), [3])
     peeking.start_round(live)
     for depth, entropy in ((1, 0.01), (2, 3.0)):
@@ -512,8 +513,8 @@ def test_steps_in_vain_are_counted():
         if peeking.draw_next(step).all():
             peeking.keep_drafting(step)
     peeking.observe(outcome([1], [1], lengths=[5]))
-    assert peeking.totals.tolist() == pytest.approx([keep + 1, keep + 2, 2, 1, 1])
-    assert peeking.sums[1].tolist() == [1, 1, 0, 0, 0] and peeking.sums[0].tolist() == [1, 0, 0, 0, 0]
+    assert peeking.past.totals == pytest.approx([keep + 1, keep + 2, 2, 1, 1])
+    assert peeking.past.sums[:2].tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
 
 
 # --- replay ----------------------------------------------------------------------------------------------------------

@@ -272,7 +272,6 @@ class Fixed:
         self.policy, self.capture = policy, capture_of(policy)
         if self.capture is not None:
             self.read = read_by_steps(policy)
-            self.learnt = [(each, each.data_ptr()) for each in self.capture.learnt or ()]
 
     def check(self):
         if self.capture is None:
@@ -280,5 +279,3 @@ class Fixed:
         now = read_by_steps(self.policy)
         moved = [name for name in now.keys() | self.read.keys() if now.get(name) is not self.read.get(name)]
         assert not moved, "changes, but `capture` does not name it"
-        for (each, place), other in zip(self.learnt, capture_of(self.policy).learnt or (), strict=True):
-            assert other is each and each.data_ptr() == place, "what is learnt has another place"

@@ -1,0 +1,109 @@
+"""What past rounds have taught the batch's rule (batch_stop.py). It is learnt on the host, once a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from accept_head.inference.costs.host import Host
+
+OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
+
+
+class PastRounds:
+    """Sums that decay. In float64, as they enter differences of nearly equal numbers.
+
+    sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
+    totals: 5, of all rows: rows, emitted tokens, draft steps, verified drafted tokens, and rows of rounds with
+    drafts. record: (2, batch), first tokens of each row that were accepted, and that were expected to be. idle: rounds
+    without drafts until now.
+    """
+
+    def __init__(self, depths: int, *, prior: float, optimism: float, memory: float):
+        self.depth, self.prior, self.optimism, self.memory = np.arange(depths)[:, None], prior, optimism, memory
+        self.forget()
+        self.begin(0)
+
+    def forget(self) -> None:
+        """Reset the sums to those of one row that drafted nothing."""
+        self.sums, self.totals = np.zeros((3, len(self.depth))), [1.0, 1.0, 0.0, 0.0, 0.0]
+
+    def begin(self, batch: int) -> None:
+        """So many rows begin, of which nothing is known."""
+        self.record, self.idle = np.zeros((2, batch)), 0
+
+    # --- what follows from them --------------------------------------------------------------------------------------
+
+    def ratios(self) -> list[float]:
+        """ρ of every depth."""
+        rho, kappa = list[float](), 1.0
+        for accepted, before, after in self.sums.T.tolist():
+            rho.append((self.prior * self.optimism * kappa + accepted) / (self.prior + before))
+            kappa = (self.prior * rho[-1] + accepted) / (self.prior + after)
+        return rho
+
+    def at_best(self) -> np.ndarray:
+        """f of every row, (batch,)."""
+        accepted, expected = self.record
+        return np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
+
+    @property
+    def emitted(self) -> float:
+        """τ: tokens that a row emits in an average round."""
+        return self.totals[1] / self.totals[0]
+
+    def prices(self, coefficients: Sequence[Sequence[float]], host: Host) -> list[list[float]]:
+        """Seconds, as factors of context, rows and 1: of an average round; of one without drafts; of one more token of
+        a row; of a draft step; and of the first of a round. (5, 3). coefficients: (4, 3), as of PairCosts."""
+        (_, drafted, _), _, (_, verified, _), _ = coefficients  # of one more token
+        _, _, steps, tokens, share = (total / self.totals[0] for total in self.totals)
+        by_row = 0.0 if host.drafts_stopped else drafted
+        # Where padding is verified, one more slot is one more token for all rows.
+        token, column = (by_row, verified) if host.verifies_padding else (by_row + verified, 0.0)
+        found = []
+        for place, (later, first, verify, plain) in enumerate(zip(*coefficients, strict=True)):
+            a_row, one = place == 1, place == 2
+            step, more = later - by_row * a_row, verify - plain  # of a draft step; of any drafts
+            if host.feeds:
+                plain = plain + first - later
+                least, begins = plain + later, more + column * a_row
+            else:
+                more = more + first - later
+                least, begins = plain, more + step + column * a_row
+            seconds = plain + steps * step + tokens * (verified + by_row) * a_row + share * more
+            found.append([seconds, least, token * one, step + column * a_row, begins])
+        return [list(each) for each in zip(*found, strict=True)]
+
+    # --- learning ----------------------------------------------------------------------------------------------------
+
+    def learn(
+        self,
+        counts: np.ndarray,
+        decided: np.ndarray,
+        judged: np.ndarray,
+        *,
+        rows: int,
+        steps: int,
+        drew: bool,
+        tried: bool,
+        host: Host,
+    ) -> None:
+        """Learn from a round of so many rows. counts: (3, batch), 0 for all other rows: tokens that were accepted, that
+        were drawn or declined, and that were verified. decided, judged: (≤ depths, batch), S·β̂ and S. steps: draft
+        steps. drew: whether a token was drafted. tried: whether one might be."""
+        expected, keep = self.ratios()[0], (1 - 1 / self.memory) ** rows
+        known = self.depth < counts[:, None]  # (3, depths, batch)
+        of_tokens = np.zeros(known.shape)
+        of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
+        self.sums *= keep
+        self.sums += (of_tokens * known).sum(-1)
+        accepted, _, verified = counts.sum(-1).tolist()
+        if host.verifies_padding:
+            verified = rows * counts[2].max()
+        new = rows, rows + accepted, rows * steps, verified, rows * drew
+        self.totals = [keep * total + more for total, more in zip(self.totals, new, strict=True)]
+        self.idle = 0 if tried else self.idle + 1
+        self.record *= 1 - 1 / OWN_MEMORY
+        self.record[0] += known[0, 0]
+        self.record[1] += expected * known[2, 0]
