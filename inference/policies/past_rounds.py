@@ -97,7 +97,7 @@ class PastRounds:
         of_tokens = np.zeros(known.shape)
         of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
         self.sums *= keep
-        self.sums += (of_tokens * known).sum(-1)
+        self.sums += np.where(known, of_tokens, 0.0).sum(-1)  # what is not known may be no number
         accepted, _, verified = counts.sum(-1).tolist()
         if host.verifies_padding:
             verified = rows * counts[2].max()

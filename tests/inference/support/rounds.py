@@ -7,6 +7,7 @@ reference that is written from its formula.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -246,7 +247,7 @@ def compare(policy, reference, given, rounds, lengths, *, moves=0, seed=0):
             [Verified(row, *counts[row], divergence[row], verdict.get("seconds")) for row in live if verdicts[row]]
         )
         for name, value in reference.state().items():
-            found = torch.as_tensor(getattr(policy, name)).numpy()
+            found = torch.as_tensor(attrgetter(name)(policy)).numpy()
             assert found == pytest.approx(np.array(value), rel=1e-4), (number, name)
         played.append((drafted, submitted))
         if moves and number % moves == moves - 1:

@@ -779,4 +779,4 @@ class ScalarBatchStop(Reference):
     def state(self):
         totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.speculating]
         record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
-        return {"sums": [self.accepted, self.before, self.after], "totals": totals, "record": record}
+        return {"past.sums": [self.accepted, self.before, self.after], "past.totals": totals, "past.record": record}
