@@ -307,8 +307,8 @@ POLICIES = (
     Mutant(
         "head, `costs=`: the price of a step is that of all rows, also of idle ones",
         "inference/policies/batch_stop.py",
-        "rows = live.sum().double()",
-        "rows = (0 * live.sum() + len(live)).double()",
+        "size = self.sizes @ live.double()",
+        "size = self.sizes.sum(-1)",
         (rule("Told by costs, light"),),
     ),
     Mutant(
@@ -383,14 +383,14 @@ CORE = (
     ),
     Mutant(
         "costs: the first draft of a round is not charged for what makes the round another",
-        "inference/policies/batch_stop.py",
-        "more = verify - plain",
-        "more = 0.0 * rows",
+        "inference/policies/past_rounds.py",
+        "verify - plain  # of a draft step",
+        "0.0  # of a draft step",
         (rule("Told by costs, other when plain"),),
     ),
     Mutant(
         "costs: the first draft step of a round is priced as the others",
-        "inference/policies/batch_stop.py",
+        "inference/policies/past_rounds.py",
         "more = more + first - later",
         "pass",
         (rule("Told by costs, dear first"),),
@@ -477,8 +477,8 @@ CORE = (
     Mutant(
         "costs: a request that does not pay drafts on",
         "inference/policies/batch_stop.py",
-        "at_best.clamp(max=1) > self.token_price",
-        "at_best.clamp(min=1) > self.token_price",
+        "gain * self.at_best > self.token_price",
+        "gain > self.token_price",
         (f"{BATCH_STOP}a_request_whose_tokens_do_not_pay_drafts_nothing_and_is_tried_again",),
     ),
     Mutant(

@@ -101,7 +101,7 @@ def test_a_round_without_drafts_has_costs_of_its_own(acceptance):
     plain = float(policy.costs.plain_seconds(4, 4 * 300)), float(costs.plain_seconds(4, 4 * 300))
     assert plain[0] == pytest.approx(plain[1], rel=0.05)
     right = float(costs.verify_seconds(8, 4 * 300))
-    assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.1)
+    assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.07)
     assert (np.mean(longest[100:]) < 0.7) == (acceptance == 0.35)
 
 
