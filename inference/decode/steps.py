@@ -63,11 +63,11 @@ class Steps:
         q = None if processing.greedy else processing.probabilities(scores)
         signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
         if self.drafting.peeks:
-            progress = self.drafting.peek(step_of(needs, depth, None, None, progress.active, signal_q, fed), progress)
+            progress = self.drafting.peek(step_of(needs, depth, None, progress.active, signal_q, fed), progress)
         place = likeliest(scores) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
         ids = place if self.narrow is None else self.narrow.drafted_ids[place]
         progress = rows.place_drawn(depth, ids, progress, self.stopping)
-        step = step_of(needs, depth, ids, place, progress.active, signal_q, fed) if asks else None
+        step = step_of(needs, depth, ids, progress.active, signal_q, fed, place) if asks else None
         return Drawn(ids, q, self._whole(scores, -torch.inf) if Signal.DIVERGENCE in needs else None, step), progress
 
     def judge(self, step: DraftStep, drawn_hidden: Tensor | None, progress: DraftProgress) -> DraftProgress:
@@ -122,18 +122,18 @@ def step_of(
     needs: frozenset[Signal],
     depth: int,
     token_ids: Tensor | None,
-    place: Tensor | None,
     active: Tensor,
     q: Tensor | PlainSoftmax,
     fed: Forward,
+    place: Tensor | None = None,
 ) -> DraftStep:
-    """The DraftStep with the signals in `needs`. place: (batch,), that of each token in q. q: (batch, vocab), read only
-    if a signal of q is needed. fed: the draft forward on the token before Y, (batch, 1, …)."""
+    """The DraftStep with the signals in `needs`. q: (batch, vocab), read only if a signal of q is needed. fed: the
+    draft forward on the token before Y, (batch, 1, …). place: (batch,), that of each token in q; None: its id."""
     hidden = fed.hidden[:, 0] if Signal.FED_HIDDEN in needs else None
     if not needs & OF_Q:
         return DraftStep(depth, token_ids, active, fed_hidden=hidden)
     asked = {signal.name.lower(): signal in needs for signal in OF_Q}
-    logprob, entropy, max_prob, together = signals_of(q, place, **asked)
+    logprob, entropy, max_prob, together = signals_of(q, token_ids if place is None else place, **asked)
     return DraftStep(
         depth, token_ids, active, hidden, logprob=logprob, entropy=entropy, max_prob=max_prob, signals=together
     )
