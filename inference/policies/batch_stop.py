@@ -118,13 +118,13 @@ class BatchStopPolicy(RowPolicy):
     def _allocate(self, batch: int, device: torch.device) -> None:
         """What past rounds tell the steps of the next one, in float64 tensors that change in place. So CUDA graphs can
         contain them."""
-        kinds = 15, 2, 1, self.max_draft_tokens
+        kinds = 15, 2, 1, self.max_draft_tokens, batch
         self.told = torch.zeros(sum(kinds), dtype=torch.float64, device=device)
-        prices, self.pace, probing, self.rho = self.told.split(kinds)
+        prices, self.pace, probing, self.rho, self.at_best = self.told.split(kinds)
         # As PastRounds has them; (τ, 1); and whether to probe, 1 or 0.
         self.prices, self.probing = prices.view(5, 3), probing[0]
-        of_rows = torch.ones(3, batch, dtype=torch.float64, device=device)
-        self.sizes, self.at_best = of_rows[:2], of_rows[2]  # the tokens of each row's text, and 1; f of each row
+        # (2, batch): the tokens of each row's text, and 1.
+        self.sizes = torch.ones(2, batch, dtype=torch.float64, device=device)
 
     def forget(self) -> None:
         """Reset what was learnt, in the same memory; and the costs, if they are learnt."""
@@ -136,9 +136,8 @@ class BatchStopPolicy(RowPolicy):
         past = self.past
         prices = past.prices(self.costs.coefficients, self.host)
         probes = float(self.probe > 0 and past.idle >= self.probe)
-        told = [*chain(*prices), past.emitted, 1.0, probes, *past.ratios()]
+        told = [*chain(*prices), past.emitted, 1.0, probes, *past.ratios(), *past.at_best().tolist()]
         self.told.copy_(torch.tensor(told, dtype=torch.float64))
-        self.at_best.copy_(torch.from_numpy(past.at_best()))
 
     @property
     def capture(self) -> Capture | None:
@@ -173,8 +172,9 @@ class BatchStopPolicy(RowPolicy):
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
-        self.sizes[0, rows], self.at_best[rows] = lengths.double(), 1.0
+        self.sizes[0, rows] = lengths.double()
         self.past.record[:, rows.tolist()] = 0
+        self._tell()
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -182,8 +182,11 @@ class BatchStopPolicy(RowPolicy):
     def select(self, rows: Tensor) -> None:
         """Called between rounds only."""
         self.inner.select(rows)
-        self.sizes, self.at_best = self.sizes[:, rows], self.at_best[rows]
-        self.past.record = self.past.record[:, rows.tolist()]
+        sizes, self.past.record = self.sizes[:, rows], self.past.record[:, rows.tolist()]
+        if len(rows) != len(self.at_best):
+            self._allocate(len(rows), sizes.device)
+        self.sizes.copy_(sizes)
+        self._tell()
 
     # --- a round -----------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ def test_other_ways_to_decode(options, waits):
 # --- when the host waits ----------------------------------------------------------------------------------------------
 
 ROUND_END = "inference/decode/rows.py"  # where the rows are, once a round
+LEARNING = "inference/policies/batch_stop.py"  # where costs decide
 QUESTION = "inference/decode/loop.py"  # whether any row goes on
 BUDGET = "inference/decode/run.py"  # how much may be drafted, where a policy chooses it
 
@@ -143,10 +144,11 @@ def test_a_round_that_may_stop_waits_once_a_token_besides(name, compile, waits):
 
 
 @SLOW
-def test_costs_add_the_question_of_the_budget(waits):
+def test_costs_add_the_question_of_the_budget_and_what_the_host_learns(waits):
+    """It reads the round in one piece, and tells the device in one."""
     for counts, slots in waits_of_rounds("costs", waits, compile="graphs"):
         questions = counts.pop(QUESTION, 0)
-        assert counts == {ROUND_END: 1, BUDGET: 1} and questions <= max(slots, 1)
+        assert counts == {ROUND_END: 1, BUDGET: 1, LEARNING: 2} and questions <= max(slots, 1)
 
 
 def test_a_policy_that_reads_on_the_host_is_seen(waits, monkeypatch):
