@@ -8,7 +8,7 @@ It is held against no speculation and the best fixed K: their tokens a round of 
 the rounds that were run between those of the window. One deviation of that ratio is given beside it, by what varies
 most: the tokens of a round.
 
-python benchmarks/load_shift.py --pair smollm2     # 15 minutes on 2 cores
+python benchmarks/load_shift.py --pair smollm2     # 18 minutes on 2 cores
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Steps:
         if self.drafting.peeks:
             progress = self.drafting.peek(step_of(needs, depth, None, progress.active, signal_q, fed), progress)
         place = likeliest(scores) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
-        ids = place if self.narrow is None else self.narrow.drafted_ids[place]
+        ids = place if self.narrow is None else place + self.narrow.d2t[place]
         progress = rows.place_drawn(depth, ids, progress, self.stopping)
         step = step_of(needs, depth, ids, progress.active, signal_q, fed, place) if asks else None
         return Drawn(ids, q, self._whole(scores, -torch.inf) if Signal.DIVERGENCE in needs else None, step), progress
