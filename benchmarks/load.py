@@ -9,7 +9,8 @@ against the best of those two in that very cell, which nobody knows beforehand.
 Every arm runs on each part of the prompts, for ROUNDS rounds in which all rows have a request. In our loop arms take
 turns by the round, in random order; in vLLM by the part. Speed is tokens per second of these rounds. Rounds in which a
 request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
-there are no matter of drafting. Parts are kept; after a stop, policies begin to learn anew.
+there are no matter of drafting. Parts are kept. Before the first, and again after a stop, arms with `costs=auto` have
+WARM_UP rounds of their own, in which they learn the costs: a server has them behind it after its first seconds.
 
 python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
@@ -46,7 +47,7 @@ from accept_head.prompts import load_prompts
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-NEW_TOKENS, ROUNDS, K_MAX = 96, 50, 8
+NEW_TOKENS, ROUNDS, WARM_UP, K_MAX = 96, 50, 32, 8
 LENGTHS, TWICE, HEAD = (1, 2, 3, 4), "fixed:2", "head, costs=auto"
 OF_A_ROUND = ("tokens", "seconds", "draft_steps", "verified_tokens")  # of vLLM's, only the first two are known
 
@@ -115,10 +116,13 @@ def measured(
     path = REPOSITORY / "runs" / "load" / f"{host}_{pair}_b{batch}_t{temperature:g}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    run = served.part(specs, batch, Sampling(temperature=temperature, top_k=0))
+    run, warm = served.part(specs, batch, Sampling(temperature=temperature, top_k=0)), False
     for part in range(parts):
         if not any(each[0] == part for each in kept):
-            found = run([prompts[index] for index in np.roll(order, -3 * batch * part)], part)
+            texts = [prompts[index] for index in np.roll(order, -3 * batch * part)]
+            if not warm:
+                run({name: WARM_UP for name, spec in specs.items() if "costs=auto" in spec}, texts[::-1], part)
+            found, warm = run(dict.fromkeys(specs, ROUNDS), texts, part), True
             new = [[part, name, *rounds.sum(0).tolist()] for name, rounds in found.items()]
             with path.open("a") as file:
                 file.write("".join(json.dumps(each) + "\n" for each in new))
@@ -126,8 +130,8 @@ def measured(
     return {"parts": parts, **figures(kept, list(specs), parts)}
 
 
-# Runs (texts, seed) → of each arm (ROUNDS, 2 or 4): OF_A_ROUND.
-Part = Callable[[Sequence[list[int]], int], dict[str, np.ndarray]]
+# Runs (rounds of each arm, texts, seed) → of each arm (rounds, 2 or 4): OF_A_ROUND.
+Part = Callable[[Mapping[str, int], Sequence[list[int]], int], dict[str, np.ndarray]]
 
 
 class Loop:
@@ -137,8 +141,7 @@ class Loop:
 
     def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         policies = {name: make_policy(spec, self.pair) for name, spec in specs.items()}
-        counts = dict.fromkeys(specs, ROUNDS)
-        return lambda texts, seed: in_turns(self.pair, policies, counts, rows, texts, sampling, seed)
+        return lambda counts, texts, seed: in_turns(self.pair, policies, counts, rows, texts, sampling, seed)
 
 
 class Vllm:
@@ -149,13 +152,14 @@ class Vllm:
     def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         drafting = {name: self.host.drafting(spec) for name, spec in specs.items()}
 
-        def arm(texts: Sequence[list[int]], name: str) -> np.ndarray:
+        def arm(texts: Sequence[list[int]], name: str, rounds: int) -> np.ndarray:
             requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
-            steps = self.host.engines.run(drafting[name], requests, sampling, rows, ROUNDS).steps
+            steps = self.host.engines.run(drafting[name], requests, sampling, rows, rounds).steps
             return np.array([(step.tokens, step.seconds) for step in steps if step.is_full(rows)])
 
-        def run(texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
-            return {name: arm(texts, name) for name in np.random.default_rng(seed).permutation(list(specs)).tolist()}
+        def run(counts: Mapping[str, int], texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
+            names = np.random.default_rng(seed).permutation(list(counts)).tolist()
+            return {name: arm(texts, name, counts[name]) for name in names}
 
         return run
 
@@ -172,9 +176,9 @@ def in_turns(
     sampling: Sampling,
     seed: int,
 ) -> dict[str, np.ndarray]:
-    """Of each arm (count, 4): OF_A_ROUND. Rounds are spread evenly over the turns, so that a slow moment of the machine
-    meets all arms alike."""
-    arms = {name: decoding(pair, policy, rows, texts, sampling) for name, policy in policies.items()}
+    """Of each arm in `counts` (count, 4): OF_A_ROUND. Rounds are spread evenly over the turns, so that a slow moment of
+    the machine meets all arms alike."""
+    arms = {name: decoding(pair, policies[name], rows, texts, sampling) for name in counts}
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in arms}
     random, turns = np.random.default_rng(seed), max(counts.values())
     for turn in range(1, turns + 1):

@@ -2,10 +2,11 @@
 
 Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, on unseen prompts, in our loop and in vLLM. Arms: no
 speculation, the best fixed K, one of them twice (the noise floor), cumulative q(Y), vLLM's estimator and the shipped
-head; each rule with what the dev prompts chose (real_pair.json, at c = 0.43). Every arm runs in turn on each chunk of
-prompts, in random order. Counted gains are by eq. 3.1, beside the replay of the same prompts; z is their difference in
-standard errors. Greedily, `margins` has each answer that leaves that of the target alone: in bfloat16 the two likeliest
-logits may be so near that a forward of another width turns them round. In float32 there should be none.
+head; each rule with what the dev prompts chose (real_pair.json, at c = 0.43). And the head with `costs=auto`, which was
+told nothing and learns from the first prompt on. Every arm runs in turn on each chunk of prompts, in random order.
+Counted gains are by eq. 3.1, beside the replay of the same prompts; z is their difference in standard errors. Greedily,
+`margins` has each answer that leaves that of the target alone: in bfloat16 the two likeliest logits may be so near that
+a forward of another width turns them round. In float32 there should be none.
 
 python benchmarks/real_decoded.py --host loop            # 3 hours on 2 cores for both; goes on where it was, run by run
 .venv-vllm/bin/python benchmarks/real_decoded.py --host vllm
@@ -50,7 +51,8 @@ from accept_head.trace.shards import read_traces, write_shard
 
 PROMPTS, NEW_TOKENS, K_MAX, C = 50, 32, 20, 0.43
 RULES = {"cumulative q(Y)": "cumulative-confidence", "vLLM's estimator": "online-logistic"}
-FIXED, HEAD = "fixed", "head"
+FIXED, HEAD, BY_COST = "fixed", "head", "head, costs=auto"
+GENERATED, _, TARGET_FORWARDS, DRAFT_FORWARDS = range(4)  # of DecodeCounts
 
 
 def main() -> None:
@@ -90,7 +92,7 @@ def measured(host: Any, options: argparse.Namespace, batch: int, temperature: fl
         "prompts": len(indices),
         "arms": arms,
         **figures_of(cell, temperature),
-        "counted": counted(cell, arms, indices, temperature),
+        "counted": counted(cell, arms, indices, temperature, first_is_free=options.host == "vllm"),
         "margins": [] if temperature else margins(cell.finished, requests, TARGET, options.dtype),
     }
 
@@ -141,7 +143,7 @@ def arms_of(temperature: float) -> dict[str, str]:
     for name, rung in RULES.items():
         specs[name] = f"{rung}:{chosen_on_dev[rung]['params']['threshold']},k_max={K_MAX}"
     head = (SHIPPED / NAMES[temperature]).relative_to(REPOSITORY)
-    return specs | {HEAD: f"head:{head},k_max={K_MAX}"}
+    return specs | {HEAD: f"head:{head},k_max={K_MAX}", BY_COST: f"head:{head}:1,k_max={K_MAX},costs=auto"}
 
 
 def chosen(count: int) -> list[int]:
@@ -199,10 +201,15 @@ class InVllm:
 # --- counted forwards ------------------------------------------------------------------------------------------------
 
 
-def counted(cell: Cell, arms: dict[str, str], indices: Sequence[int], temperature: float) -> dict[str, Any]:
+def counted(
+    cell: Cell, arms: dict[str, str], indices: Sequence[int], temperature: float, *, first_is_free: bool
+) -> dict[str, Any]:
     """By eq. 3.1, of decoded forwards and by replay of the same prompts: each rule's gain over the fixed K; and how
-    fast each arm is for itself, decoded over replayed. vLLM's own fixed K drafts beyond the end of a request's text."""
-    traces = coupled_of(shortened(TRACES / f"t{temperature:g}" / "test"))
+    fast each arm is for itself, decoded over replayed.
+
+    first_is_free: as in vLLM, where the first token comes with the prompt and costs no round, and its own fixed K
+    drafts beyond the end of a request's text. Replay then counts so, too."""
+    traces = coupled_of(shortened(TRACES / f"t{temperature:g}" / "test", indices, int(first_is_free)))
     costs = ForwardCosts(t_draft=C, t_target=1.0)
 
     def decoded(name: str) -> np.ndarray:
@@ -211,7 +218,12 @@ def counted(cell: Cell, arms: dict[str, str], indices: Sequence[int], temperatur
 
     def replayed(name: str) -> np.ndarray:
         policy = make_policy(arms[name], draft_model())
-        return replay(traces, policy, name, batch=1).counts[list(indices)]
+        counts = replay(traces, policy, name, batch=1).counts.copy()
+        if first_is_free:
+            counts[:, GENERATED] += 1
+            if name == FIXED:
+                counts[:, DRAFT_FORWARDS] = policy.max_draft_tokens * counts[:, TARGET_FORWARDS]
+        return counts
 
     both = {name: (decoded(name), replayed(name)) for name in (FIXED, *RULES, HEAD)}
     of_fixed = both[FIXED]
@@ -230,28 +242,32 @@ def ratio_of_speeds(decoded: np.ndarray, replayed: np.ndarray, costs: ForwardCos
     return [float(whole), *interval(ratios)]
 
 
-def shortened(folder: Path) -> Path:
-    """The traces cut after NEW_TOKENS tokens."""
-    out = REPOSITORY / "runs" / "real_decoded" / f"{folder.parent.name}_{folder.name}_{NEW_TOKENS}"
+def shortened(folder: Path, indices: Sequence[int], first: int) -> Path:
+    """The traces of these prompts, of the tokens from place `first` to NEW_TOKENS of each response; those before are
+    moved to the prompt."""
+    out = REPOSITORY / "runs" / "real_decoded" / f"{folder.parent.name}_{folder.name}_{len(indices)}_from_{first}"
     if not (out / CONFIG_NAME).is_file():
         config, traces = read_traces(folder)
-        records = [cut(record, config.alternatives or 0) for record in traces]
+        kept = [traces[index] for index in indices]
+        records = [cut(record, config.alternatives or 0, first) | {"index": i} for i, record in enumerate(kept)]
         out.mkdir(parents=True, exist_ok=True)
-        for shard, first in enumerate(range(0, len(records), config.shard_size)):
-            write_shard(out, shard, records[first : first + config.shard_size])
-        TraceConfig(**{**vars(config), "max_new_tokens": NEW_TOKENS}).save(out)
+        for shard, start in enumerate(range(0, len(records), config.shard_size)):
+            write_shard(out, shard, records[start : start + config.shard_size])
+        tokens = NEW_TOKENS - first
+        TraceConfig(**{**vars(config), "num_prompts": len(records), "max_new_tokens": tokens}).save(out)
     return out
 
 
-def cut(record: dict[str, Any], alternatives: int) -> dict[str, Any]:
-    """The first NEW_TOKENS positions; a position has so many alternatives."""
-    lists = {
-        name: value[: NEW_TOKENS * (alternatives if name in ALTERNATIVE_COLUMNS else 1)]
-        for name, value in record.items()
-        if isinstance(value, list)
-    }
+def cut(record: dict[str, Any], alternatives: int, first: int) -> dict[str, Any]:
+    """A position has so many alternatives."""
+    lists = {}
+    for name, value in record.items():
+        if isinstance(value, list):
+            each = alternatives if name in ALTERNATIVE_COLUMNS else 1
+            lists[name] = value[first * each : NEW_TOKENS * each]
     whole = len(record["response_ids"]) <= NEW_TOKENS
-    return record | lists | {"prompt_ids": record["prompt_ids"], "finished": record["finished"] and whole}
+    prompt = record["prompt_ids"] + record["response_ids"][:first]
+    return record | lists | {"prompt_ids": prompt, "finished": record["finished"] and whole}
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int:

@@ -114,7 +114,7 @@ collect(folder + "/target", folder + "/draft", prompts=prompts, out={str(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("verb", "stops"), [("collect", 8), ("train", 8), ("generate", 3)])
+@pytest.mark.parametrize(("verb", "stops"), [("collect", 20), ("train", 20), ("generate", 3)])
 def test_the_rerun_after_stops_at_random_moments_ends_with_the_same_bits(
     verb, stops, verbs, stopped, folder, run_cli, random_traces_folder, tmp_path
 ):
