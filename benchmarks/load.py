@@ -7,10 +7,12 @@ what a forward costs from the rounds they serve. In vLLM, no speculation and fix
 against the best of those two in that very cell, which nobody knows beforehand.
 
 Every arm runs on each part of the prompts, for ROUNDS rounds in which all rows have a request. In our loop arms take
-turns by the round, in random order; in vLLM by the part. Speed is tokens per second of these rounds. Rounds in which a
-request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
-there are no matter of drafting. Parts are kept. Before the first, and again after a stop, arms with `costs=auto` have
-WARM_UP rounds of their own, in which they learn the costs: a server has them behind it after its first seconds.
+turns by the round, in random order; in vLLM by the part. Speed is tokens per second of these rounds. In our loop a
+drafted token counts with the chance that it and those before it had to be accepted, so the luck of single tokens does
+not count. Rounds in which a request arrived are left out, as the clock would count its prompt, and so is the end of a
+part: rows that stand idle there are no matter of drafting. Parts are kept. Before the first, and again after a stop,
+arms with `costs=auto` have WARM_UP rounds of their own, in which they learn the costs: a server has them behind it
+after its first seconds.
 
 python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import eagle3
 import numpy as np
+import torch
 from real_decoded import DRAFT, NAMES, REPOSITORY, SHIPPED, TARGET, InVllm, prompts_file
 from record import RESULTS, write_result
 
@@ -204,10 +207,9 @@ def decoding(pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[in
         now, before = time.perf_counter(), there
         there = [-1 if request is None else request.index for request in round_.rows.requests]
         if there == before:
-            accepted, submitted = (int(each.sum()) for each in (round_.outcome.accepted, round_.outcome.submitted))
-            parent = getcurrent().parent
+            submitted, parent = int(round_.outcome.submitted.sum()), getcurrent().parent
             assert parent is not None
-            parent.switch((accepted + rows, now - last, int(round_.drafted.forwards), submitted + rows))
+            parent.switch((accepted_in(round_) + rows, now - last, int(round_.drafted.forwards), submitted + rows))
         last = time.perf_counter()
 
     def run() -> None:
@@ -218,6 +220,15 @@ def decoding(pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[in
             decoder.free()
 
     return greenlet(run)
+
+
+def accepted_in(round_: Round) -> float:
+    """Tokens that a round's drafts were expected to have accepted."""
+    submitted, chances = round_.outcome.submitted, round_.verified.acceptance
+    if chances is None:  # greedily they are 0 or 1
+        return float(round_.outcome.accepted.sum())
+    there = torch.arange(chances.shape[1]) < submitted[:, None]
+    return float(torch.where(there, chances, 0.0).cumprod(1).sum())
 
 
 def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> dict[str, Any]:
