@@ -22,8 +22,8 @@ from accept_head.signals import SIGNALS, draft_signals
 from accept_head.trace.columns import ALTERNATIVE_COLUMNS
 from accept_head.training.halving import REMEDY, Halving
 
-# Logits turned into probabilities at a time. Bounds memory at about 0.5 GB for any vocabulary.
-CHUNK_ELEMENTS = 1 << 24
+# Logits turned into probabilities at a time. Bounds memory at about 0.25 GB for any vocabulary.
+CHUNK_ELEMENTS = 1 << 23
 LOGIT_SHARE = 0.25  # of the available memory, for the logits of the responses that are scored together
 
 
