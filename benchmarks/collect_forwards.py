@@ -88,7 +88,8 @@ def main() -> None:
         pair, (TARGET, DRAFT), prompts,
         sampling=Sampling(temperature=options.temperature, top_k=options.top_k),
         max_new_tokens=options.max_new_tokens, seed=0, batch_size=len(prompts), shard_size=len(prompts),
-        alternatives=4 if options.temperature else None, backend="loop", source=str(prompts_file("test")), stored=None,
+        alternatives=4 if options.temperature else 0, depths=None, backend="loop", source=str(prompts_file("test")),
+        stored=None,
     )  # fmt: skip
     decoding = Decoding(pair, prompts, config)
     with Recorded() as recorded:
