@@ -7,7 +7,7 @@ together. Each gets a test prompt, and an answer as long as the trace says, of N
 Latency is from arrival to the last token. A request is in time if it takes at most so much per token as nine of ten
 take with the target alone.
 
-python benchmarks/load_arrivals.py     # a quarter of an hour on 2 cores; goes on where it was
+python benchmarks/load_arrivals.py     # 25 minutes on 2 cores; goes on where it was
 """
 
 from __future__ import annotations
