@@ -7,7 +7,8 @@
 The drafter learns the target's distribution at each position of an answer, unrolled over several steps as it will draft
 (accept_head/eagle3/unroll.py). Answers and training checkpoints are kept in --work, so an interrupted run goes on. On a
 CPU the target reads each answer once: what the drafter learns from is kept, too, about 2 × (layers + 1) × channels
-bytes a token. There `--engine vllm` answers several times as fast as our loop, where vLLM is installed.
+bytes a token. There `--engine vllm` answers several times as fast as our loop, where vLLM is installed. If there are
+too few prompts, `--own_prompts` lets the target write more, provided that it is a chat model (own_text.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from language_model import quick_bf16
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from own_text import Answer, answers, own_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -34,18 +36,16 @@ from accept_head.eagle3.saved import save_eagle3
 from accept_head.eagle3.unroll import unroll
 from accept_head.files import atomic_path, sha256
 from accept_head.inference.engine.call import states_of
-from accept_head.inference.verbs.generate import generate_file
-from accept_head.pair import load_model, load_tokenizer
-from accept_head.prompts import load_prompts
+from accept_head.pair import load_model
 
 DECAY = 0.8  # of a step's weight in the loss, as in EAGLE-3's code
-Answer = tuple[list[int], list[int]]  # ids of a prompt and of its answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True)
     parser.add_argument("--prompts", required=True)
+    parser.add_argument("--own_prompts", type=int, default=0, help="and so many that the target, a chat model, writes")
     parser.add_argument("--held_out", required=True, help="prompts whose answers are not trained on")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, help="answers, states, checkpoints, logs; OUT/work when left out")
@@ -65,13 +65,19 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     work = options.work or options.out / "work"
+    work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
+    passes = len(options.temperatures)
+    files = {"train": options.prompts}
+    if options.own_prompts:
+        files["own"] = own_prompts(options, work / "own_prompts.jsonl", options.own_prompts, passes + 1)
     train = [
         answer
         for seed, temperature in enumerate(options.temperatures)
-        for answer in answers(options, options.prompts, work / f"train{seed}.jsonl", temperature, seed)
+        for name, prompts in files.items()
+        for answer in answers(options, prompts, work / f"{name}{seed}.jsonl", temperature, seed, options.new_tokens)
     ]
-    held_out = answers(options, options.held_out, work / "held_out.jsonl", 1.0, len(options.temperatures))
+    held_out = answers(options, options.held_out, work / "held_out.jsonl", 1.0, passes, options.new_tokens)
     target = load_model(options.target, "--target", dtype=options.dtype)
     L.seed_everything(0)
     drafter = new_drafter(target, options)
@@ -81,43 +87,6 @@ def main() -> None:
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
-
-
-def answers(options: argparse.Namespace, prompts: str, path: Path, temperature: float, seed: int) -> list[Answer]:
-    """The target's own answers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    asked = [list(prompt.ids) for prompt in load_prompts(prompts, load_tokenizer(options.target, "--target"))]
-    if options.engine == "vllm":
-        if not path.is_file():
-            with atomic_path(path) as unfinished:
-                unfinished.write_text(answered_by_vllm(options, asked, temperature, seed))
-    elif not path.with_suffix(".stats.json").is_file():
-        generate_file(
-            options.target, options.target, prompts, str(path), policy="none", batch_size=at_once(), top_k=0, seed=seed,
-            max_new_tokens=options.new_tokens, temperature=temperature, dtype=options.dtype, stream=False,
-        )  # fmt: skip
-    with path.open() as lines:
-        answered = [json.loads(line)["token_ids"] for line in lines]
-    return list(zip(asked, answered, strict=True))
-
-
-def at_once() -> int:
-    """Answers that our loop decodes together."""
-    return 512 if torch.cuda.is_available() else 32
-
-
-def answered_by_vllm(options: argparse.Namespace, asked: list[list[int]], temperature: float, seed: int) -> str:
-    """One JSON object a prompt."""
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    llm = LLM(
-        options.target, dtype=options.dtype, max_model_len=max(map(len, asked)) + options.new_tokens, max_num_seqs=64,
-        seed=seed, gpu_memory_utilization=0.5, generation_config="vllm",
-    )  # fmt: skip
-    sampling = SamplingParams(temperature=temperature, max_tokens=options.new_tokens, detokenize=False)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in asked], sampling)
-    llm.llm_engine.engine_core.shutdown()  # its memory is needed for training
-    return "".join(json.dumps({"token_ids": list(output.outputs[0].token_ids)}) + "\n" for output in outputs)
 
 
 def most_frequent(texts: list[Answer], count: int, vocabulary: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from accept_head import load_pair
 from accept_head.inference import generate
+from accept_head.pair import load_tokenizer
 from accept_head.prompts import load_prompts
 
 
@@ -22,12 +24,23 @@ def test_a_drafter_is_trained_and_a_run_goes_on(embedded_pair_folder, repository
     command = [sys.executable, repository / "checkpoints" / "recipe" / "make_eagle3.py", "--temperatures", 1, 0]
     command += ["--target", embedded_pair_folder / "target", "--out", tmp_path / "drafter", "--layers", 1, 5, 8]
     command += ["--prompts", tmp_path / "train.jsonl", "--held_out", tmp_path / "dev.jsonl", "--new_tokens", 24]
-    command += ["--draft_vocab", 512, "--intermediate", 64, "--steps", 3, "--batch_tokens", 512]
+    command += ["--draft_vocab", 512, "--intermediate", 64, "--steps", 3, "--batch_tokens", 512, "--own_prompts", 64]
     losses = []
     for epochs in (1, 3):  # the second run goes on where the first one ended
         subprocess.run([str(word) for word in (*command, "--epochs", epochs)], check=True, capture_output=True)
         with (tmp_path / "drafter" / "work" / "log" / "metrics.csv").open() as file:
             losses.append([float(row["held_out_0"]) for row in csv.DictReader(file) if row["held_out_0"]])
+    work = tmp_path / "drafter" / "work"
+    own, said = (
+        [json.loads(line) for line in (work / name).read_text("utf-8").splitlines()]
+        for name in ("own_prompts.jsonl", "own1.jsonl")
+    )
+    texts = [record["prompt"][0]["content"] for record in own]
+    assert 16 < len(texts) == len(set(texts)) == len(said)  # a prompt each, and an answer
+    assert not any("<|" in text for text in texts)
+    tokenizer = load_tokenizer(str(embedded_pair_folder / "target"), "--target")
+    begun, prompt = (load_prompts(str(work / f"{name}.jsonl"), tokenizer)[0].ids for name in ("begun", "own_prompts"))
+    assert prompt[: len(begun)] == begun  # one beginning-of-text, as in a conversation
     assert [len(each) for each in losses] == [1, 2]
     assert losses[1][1] < losses[1][0] < losses[0][0] - 0.1
     pair = load_pair(embedded_pair_folder / "target", tmp_path / "drafter", device="cpu")
