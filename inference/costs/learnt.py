@@ -28,8 +28,8 @@ from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
 ROUNDS = 128  # that are remembered
-OFTEN, SELDOM = 24, 8  # a fit after each of the first rounds, then after every eighth
-DRIFT = 0.8  # share of their mean that each eight rounds are less in a fit, as a machine becomes slower and faster
+OFTEN, SELDOM = 24, 16  # a fit after each of the first rounds, then after every sixteenth
+NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their mean, as a machine's speed changes
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
 # kernels are compiled, which takes a hundred times as long; from that nothing is learnt. (Nor is this told of rounds in
 # which graphs are captured.)
@@ -172,7 +172,7 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
     slower, and that must not be taken for their doing. Priors, each with its deviation in forwards: both kinds have the
     same γ (differ), β = ratio·γ of the first kind (width), and context costs nothing (CONTEXT).
     """
-    share, seconds, blocks = seen[:, :1], seen[:, 3], seen[:, 4] // SELDOM
+    share, seconds, blocks = seen[:, :1], seen[:, 3], seen[:, 4] // NEAR
     near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
     features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)

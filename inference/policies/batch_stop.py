@@ -120,9 +120,9 @@ class BatchStopPolicy(RowPolicy):
         contain them."""
         kinds = 15, 2, 1, self.max_draft_tokens, batch
         self.told = torch.zeros(sum(kinds), dtype=torch.float64, device=device)
-        prices, self.pace, probing, self.rho, self.at_best = self.told.split(kinds)
-        # As PastRounds has them; (τ, 1); and whether to probe, 1 or 0.
-        self.prices, self.probing = prices.view(5, 3), probing[0]
+        prices, self.pace, most, self.rho, self.at_best = self.told.split(kinds)
+        # As PastRounds has them, but 1 for ρ_1 and f if a token is probed; (τ, 1); tokens to draft at most.
+        self.prices, self.most = prices.view(5, 3), most[0]
         # (2, batch): the tokens of each row's text, and 1.
         self.sizes = torch.ones(2, batch, dtype=torch.float64, device=device)
 
@@ -135,8 +135,10 @@ class BatchStopPolicy(RowPolicy):
     def _tell(self) -> None:
         past = self.past
         prices = past.prices(self.costs.coefficients, self.host)
-        probes = float(self.probe > 0 and past.idle >= self.probe)
-        told = [*chain(*prices), past.emitted, 1.0, probes, *past.ratios(), *past.at_best().tolist()]
+        most, rho, at_best = self.max_draft_tokens, past.ratios(), past.at_best().tolist()
+        if 0 < self.probe <= past.idle:
+            most, rho[0], at_best = 1, 1.0, [1.0 for _ in at_best]
+        told = [*chain(*prices), past.emitted, 1.0, most, *rho, *at_best]
         self.told.copy_(torch.tensor(told, dtype=torch.float64))
 
     @property
@@ -197,10 +199,7 @@ class BatchStopPolicy(RowPolicy):
         gain = wanting * self.rho[0]
         pays = self._pays(gain, first_price)
         drafts = (gain * self.at_best > self.token_price) & pays
-        self.longest = pays * self.max_draft_tokens
-        if self.probe:
-            probes = self._pays(wanting * self.probing, first_price) & ~pays
-            drafts, self.longest = drafts | probes, self.longest + probes
+        self.longest = (pays * self.most).long()
         self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
         self.decided, self.judged = [wanting * drafts], []
         return torch.minimum(budget, self.longest * drafts)

@@ -8,8 +8,6 @@ affected; greedy requests beside sampled ones are.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 KNOWN_WRONG = ("0.32.0", "0.33.0")  # by its source, which is the same
@@ -33,7 +31,6 @@ def apply() -> bool:
     from vllm.utils import cpu_triton_utils
 
     register_kernels({KERNEL: expand})
-    _skip_empty_batches()
     # Each further engine in this process registers the platform's kernels again, for all engines.
     cpu_triton_utils._expand_kernel_impl = expand
     # vLLM shows only its own loggers and their children.
@@ -43,19 +40,6 @@ def apply() -> bool:
         version,
     )
     return True
-
-
-def _skip_empty_batches() -> None:
-    """Make top-k accept a batch without rows, where it raises. A step without drafts has no rows, for example that of a
-    single prompt."""
-    from vllm.v1.sample import rejection_sampler
-
-    original = rejection_sampler.apply_top_k_top_p
-
-    def apply_top_k_top_p(logits: Tensor, *limits: Tensor | None, **options: Any) -> Tensor:
-        return original(logits, *limits, **options) if len(logits) else logits
-
-    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 
 
 def _cpp_function_in_use() -> bool:

@@ -131,12 +131,12 @@ class PolicyHost:
                 # A round emits one token more than it accepts.
                 rooms = [min(limit, end.k_max, end.length - now - 1) for end, now in zip(ends, lengths, strict=True)]
             self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
-        ids = [torch.tensor([*end.token_ids, -1]) for end in ends or []]
-        self.end_ids = torch.nn.utils.rnn.pad_sequence(ids, True, -1) if ids else None
         self.context, self.live = lengths, list(live)  # at the start of this round
         self.pending, self.depth, self.forwards, self.caught_up = None, 0, 0, 0
         self.most = int(self.progress.budget.max()) if live else 0
         self.more = self.most > 0
+        ids = [torch.tensor([*end.token_ids, -1]) for end in ends or []] if self.more else []
+        self.end_ids = torch.nn.utils.rnn.pad_sequence(ids, True, -1) if ids else None
         return self.most
 
     def advance(self, hidden: Tensor) -> bool:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 # Allows a sync where vLLM's debug mode reports them.
 from vllm.utils.gpu_sync_debug import gpu_sync_allowed as host_reads
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
@@ -50,6 +52,8 @@ class PolicyRounds(SpecDecodeBaseProposer):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.host = build_host(self.vllm_config, self.device, self.model, self.tenant_of)
+        if self.host is not None:
+            self.runner.rejection_sampler = Sampler(self.runner.sampler, self.speculative_config, self.device)
 
     def tenant_of(self, request: str) -> str:
         """A request's tenant, "" if it names none."""
@@ -142,6 +146,18 @@ class PolicyRounds(SpecDecodeBaseProposer):
             if not host.drawn(ids, probs, logits=logits, temperature=sampling_metadata.temperature):
                 raise EndOfRound
         return ids, probs
+
+
+class Sampler(RejectionSampler):
+    """vLLM's, but a round in which no request has a draft is sampled as without speculation. vLLM's V2 runner does so,
+    too; its V1 runner draws noise for a whole vocabulary a request, for nothing."""
+
+    def forward(
+        self, metadata: Any, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: Any
+    ) -> SamplerOutput:
+        if any(metadata.num_draft_tokens):
+            return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        return self.sampler(logits=logits, sampling_metadata=sampling_metadata)  # logits: (batch, vocab)
 
 
 class AcceptHeadProposer(PolicyRounds, DraftModelProposer):

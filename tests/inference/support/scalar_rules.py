@@ -724,7 +724,7 @@ class ScalarBatchStop(Reference):
             rho /= self.prior + self.before[depth - 1]
             gains = {row: hope[row] * rho for row in going}
             pays = sum(max(0.0, gain - one) for gain in gains.values()) > price
-            if depth == 1 and not pays and self.probe and self.idle >= self.probe:
+            if depth == 1 and 0 < self.probe <= self.idle:
                 pays = len(lengths) * max(0.0, 1 - one) > price
                 room = [min(1, r) for r in room]
             else:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from scipy.stats import chi2_contingency
 from torch import Tensor
+from vllm import SamplingParams
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 
 from accept_head import Pair
 from accept_head.inference.adapters.vllm.host import PolicyHost
@@ -91,14 +93,46 @@ def test_long_samples_follow_the_target(
 def test_greedy_requests_beside_sampled_ones_stay_greedy(
     plain: Any, speculative: Any, spec_of: Any, prompts: Any, generate: Any
 ) -> None:
-    from vllm import SamplingParams
-
     use(speculative, spec_of(POLICIES[0]))
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:24]]
     mixed = [SamplingParams(temperature=float(index % 2), max_tokens=32) for index in range(24)]
     outputs = speculative.generate(inputs, mixed, use_tqdm=False)
     greedy = [list(output.outputs[0].token_ids) for output in outputs[::2]]
     assert greedy == generate(plain, prompts[:24:2], temperature=0.0, max_tokens=32)
+
+
+def test_a_round_without_drafts_is_sampled_as_without_speculation(
+    plain: Any, speculative: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seeds, limits, penalties and logprobs included; and without the noise of vLLM's rejection sampler."""
+    calls: list[int] = []
+    original = RejectionSampler.forward
+
+    def counted(self: Any, metadata: Any, *inputs: Any) -> Any:
+        calls.append(sum(metadata.num_draft_tokens))
+        return original(self, metadata, *inputs)
+
+    monkeypatch.setattr(RejectionSampler, "forward", counted)
+    limits = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1, "logprobs": 3}
+
+    def texts(llm: Any) -> list[list[tuple[int, float]]]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts[:12]]
+        each = [SamplingParams(**limits, max_tokens=24, seed=index) for index in range(12)]
+        outputs = [done.outputs[0] for done in llm.generate(inputs, each, use_tqdm=False)]
+        return [
+            [(token, known[token].logprob) for token, known in zip(done.token_ids, done.logprobs, strict=True)]
+            for done in outputs
+        ]
+
+    use(speculative, "none")
+    drafted_nothing, without = texts(speculative), texts(plain)
+    for ours, theirs in zip(drafted_nothing, without, strict=True):
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+        np.testing.assert_allclose([value for _, value in ours], [value for _, value in theirs], atol=1e-4)
+    assert not calls
+    use(speculative, "fixed:2")
+    texts(speculative)
+    assert calls and min(calls) > 0
 
 
 # --- the joint distribution of the first tokens ---------------------------------------------------------------------

@@ -34,7 +34,7 @@ HOOKED = {
     (f"{SPEC}/utils.py", "DraftTokensHandler"): ("set_draft_tokens", "get_draft_tokens"),
     ("utils/gpu_sync_debug.py", ""): ("gpu_sync_allowed",),
     ("v1/sample/rejection_sampler.py", ""): ("expand_kernel",),
-    ("v1/sample/ops/topk_topp_sampler.py", ""): ("apply_top_k_top_p",),
+    ("v1/sample/rejection_sampler.py", "RejectionSampler"): ("__init__", "forward"),
     ("utils/cpu_triton_utils.py", ""): ("_expand_kernel_impl",),
     ("config/vllm.py", "VllmConfig"): ("__post_init__",),
     ("v1/attention/backend.py", "CommonAttentionMetadata"): ("__init__",),

@@ -19,7 +19,7 @@ OVERRIDES = [
     ("v2.py", "PolicyRounds", f"{SPEC}/standalone_ar/speculator.py StandaloneARSpeculator"),
     ("v2.py", "PolicyRounds", f"{SPEC}/target_dependent_ar/speculator.py TargetDependentARSpeculator"),
     ("ragged.py", "RaggedDraftTokensHandler", f"{SPEC}/utils.py DraftTokensHandler"),
-    ("cpu_fix.py", "", "v1/sample/ops/topk_topp_sampler.py "),
+    ("v1.py", "Sampler", "v1/sample/rejection_sampler.py RejectionSampler"),
 ]
 
 
