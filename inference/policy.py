@@ -173,6 +173,13 @@ class Predicts(Protocol):
     predicted_next: list[Tensor]
 
 
+class Rests(Protocol):
+    """Drafts nothing now and then, for many rounds. If may_rest is True, a host need not ask it in each of them, nor
+    tell it those in which it was not asked: asking takes time that a round without drafts does not win back."""
+
+    may_rest: bool
+
+
 class ByTenant(Protocol):
     """Distinguishes the tenants that rows belong to, if by_tenant is True."""
 

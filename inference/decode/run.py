@@ -68,6 +68,7 @@ class Run:
         self.drafter = (Eagle3 if eagle3 else DraftModel)(draft, rows, call, copy=self.copies)
         self._backend, self._captures = captured.backend, 0
         self._began = self._drafted = 0.0
+        self._most, self._rests = 0, False  # of the last round
 
     # --- drafting ----------------------------------------------------------------------------------------------------
 
@@ -76,6 +77,9 @@ class Run:
         self._began, self._captures = time.perf_counter(), self.captures
         if not self.processing.greedy:
             self._call("random", self._steps.set_uniforms, max(1, self.drafting.max_draft_tokens))
+        self._rests = self.drafting.rests(self._most > 0)
+        if self._rests:
+            return self.drafting.begin(self.rows.live, 0, rests=True)
         progress: DraftProgress = self._ask("begin", self._steps.begin, state=self.policy, renews=True)
         return progress
 
@@ -85,8 +89,12 @@ class Run:
             self._drafted = self._seconds()
 
     def longest_draft(self, progress: DraftProgress) -> int:
-        """The most tokens that any row may draft. A sync, unless the policy's budget is constant."""
-        return self.rows.room(self.drafting.max_draft_tokens) if self.drafting.constant else int(progress.budget.max())
+        """The most tokens that any row may draft. A sync, unless the policy rests or its budget is constant."""
+        if self.drafting.constant:
+            self._most = self.rows.room(self.drafting.max_draft_tokens)
+        else:
+            self._most = 0 if self._rests else int(progress.budget.max())
+        return self._most
 
     def feed_drafter(self) -> Forward:
         """Feed the drafter what it has not been fed → its output at each row's last token. What it has missed over many
@@ -161,6 +169,8 @@ class Run:
     def observe(self, outcome: VerifyOutcome) -> list[Finished]:
         """Let the policy learn from the round → the finished responses."""
         finished = self.rows.sync(self.stopping)
+        if self._rests:
+            return finished
         if self.captures == self._captures:  # else the round took a hundred times as long
             self.drafting.learn_costs(outcome)
         self.policy.observe(outcome)

@@ -60,9 +60,9 @@ class BatchStopPolicy(RowPolicy):
 
     Never absorbing: all sums decay by 1/`memory` a row and round, whether the depth was reached or not. So ρ_d of an
     abandoned depth returns to optimism·κ_{d−1}, until the depth is tried again. Depths return one at a time: κ_d is
-    unknown as well, and as low as ρ_d. K = 0 ends in the same way. Besides, one token is drafted after `probe` rounds
-    without drafts (0: never). It is not drafted if even a token that is sure to be accepted would cost more time than
-    it saves.
+    unknown as well, and as low as ρ_d. K = 0 ends in the same way. Besides, one token is drafted after the policy
+    was asked in `probe` rounds without drafts (0: never). It is not drafted if even a token that is sure to be accepted
+    would cost more time than it saves.
 
     The policy's k_min bounds when the *policy* may stop a row. The batch may end sooner: a bound that suits one row is
     too expensive for many.
@@ -72,6 +72,7 @@ class BatchStopPolicy(RowPolicy):
     trimming would depend on how deep the batch goes, and so on tokens drawn later.
     """
 
+    may_rest = True
     OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "token_price", "step_price", "longest")
 
     def __init__(

@@ -73,6 +73,8 @@ class Drafting:
         self.looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         self.by_tenant: bool = getattr(policy, "by_tenant", False)
         self.lossless: frozenset[Verifier] = getattr(policy, "lossless", BOTH)
+        self.may_rest: bool = getattr(policy, "may_rest", False)
+        self.idle = 0  # rounds without drafts until now
 
     @property
     def stops_early(self) -> bool:
@@ -115,9 +117,19 @@ class Drafting:
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def begin(self, live: Tensor, room: Tensor | int) -> DraftProgress:
+    def rests(self, drafted: bool) -> bool:
+        """Whether the policy is left out of the round that begins: nothing is drafted, and it is not told the outcome.
+        The more rounds have had no drafts, the fewer it is asked in, at least every fourth. A host calls this once a
+        round, outside of captured steps. drafted: whether any row could draft in the last round."""
+        self.idle = 0 if drafted else self.idle + 1
+        return self.may_rest and self.idle % min(1 + self.idle // 8, 4) > 0
+
+    def begin(self, live: Tensor, room: Tensor | int, *, rests: bool = False) -> DraftProgress:
         """Start a round. live: (batch,) bool. room: the most tokens the host lets each row draft, (batch,) or one int
-        for all."""
+        for all. rests: the policy is left out."""
+        if rests:
+            none = torch.zeros_like(live, dtype=torch.long)
+            return DraftProgress(none, none > 0, none, none)
         answer = self.policy.start_round(self.on_device(live))
         limit = room if isinstance(room, Tensor) else torch.full_like(live, room, dtype=torch.long)
         if self.learnt:

@@ -86,6 +86,7 @@ class _Rows:
         self.histograms = torch.zeros(3, traces.k_max + 1, dtype=torch.long)
         self.waiting: Iterator[int] = iter(range(len(traces.lengths)))
         self.response, self.place, self.end = (torch.zeros(batch, dtype=torch.long) for _ in range(3))
+        self.drafted = False  # whether any row could draft in the last round
         self.drafting.start(batch, torch.device("cpu"))
         self.admit()
 
@@ -113,7 +114,9 @@ class _Rows:
     def round(self) -> None:
         traces, live = self.traces, self.live
         here = self.place.clamp(max=traces.positions - 1)
-        progress = self.draft(here, self.drafting.begin(live, traces.drafts[here]))
+        rests = self.drafting.rests(self.drafted)
+        begun = self.drafting.begin(live, traces.drafts[here], rests=rests)
+        self.drafted, progress = bool(begun.budget.any()), self.draft(here, begun)
         drafted = submitted = progress.lengths
         if self.drafting.trims and progress.budget.any():
             submitted = self.drafting.trim(drafted)
@@ -125,7 +128,8 @@ class _Rows:
         for histogram, value in zip(self.histograms, (drafted, judged, accepted), strict=True):
             histogram += torch.bincount(value[live], minlength=traces.k_max + 1)
         self.place = torch.where(live, torch.minimum(self.place + accepted + 1, self.end), self.place)
-        self.observe(here, live, drafted, submitted, accepted, forwards)
+        if not rests:
+            self.observe(here, live, drafted, submitted, accepted, forwards)
         self.admit()
 
     def draft(self, here: Tensor, progress: DraftProgress) -> DraftProgress:

@@ -100,7 +100,7 @@ class PolicyHost:
         self.kept, self.submitted, self.live = list[int](), list[int](), list[bool]()
         self.most = self.depth = self.forwards = self.caught_up = 0
         self.end_ids: Tensor | None = None  # (batch, most), padded with −1
-        self.more = False  # whether to draft another token
+        self.rests = self.more = False  # whether the policy is left out; whether to draft another token
         self.pending: DraftStep | None = None
         self.began, self.draft_seconds = time.perf_counter(), 0.0
         self.drafting.start(rows, device)
@@ -130,7 +130,8 @@ class PolicyHost:
             if ends is not None:
                 # A round emits one token more than it accepts.
                 rooms = [min(limit, end.k_max, end.length - now - 1) for end, now in zip(ends, lengths, strict=True)]
-            self.progress = self.drafting.begin(torch.tensor(live, dtype=torch.bool), torch.tensor(rooms))
+            self.rests = self.drafting.rests(self.most > 0)
+            self.progress = self.drafting.begin(torch.tensor(live).bool(), torch.tensor(rooms), rests=self.rests)
         self.context, self.live = lengths, list(live)  # at the start of this round
         self.pending, self.depth, self.forwards, self.caught_up = None, 0, 0, 0
         self.most = int(self.progress.budget.max()) if live else 0
@@ -234,9 +235,7 @@ class PolicyHost:
             return
         if verdict is None:
             verdict = Verdict([0] * len(lengths), [0] * len(lengths))
-        rows: Sequence[int] = range(len(requests))
-        if requests != self.requests:
-            rows = _positions(self.requests, requests)
+        rows: Sequence[int] = range(len(requests)) if requests == self.requests else _positions(self.requests, requests)
         live, submitted, accepted, now = list[bool](), list[int](), list[int](), list[int]()
         for before, row in enumerate(rows):
             there = row >= 0
@@ -250,7 +249,7 @@ class PolicyHost:
         if self.metrics is not None:
             counted = VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted())
             self.metrics.record(counted, self.forwards + self.caught_up, self.stopwatch.take())
-        if self.drafting.learns:
+        if self.drafting.learns and not self.rests:
             numbers = torch.tensor([self.kept, accepted, submitted, now, live], device=self.device)
             drafted, right, verified, texts, took_part = numbers.unbind(0)
             self.drafting.observe(

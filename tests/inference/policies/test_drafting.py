@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policy import RowPolicy
 from tests.inference.support.rounds import one_round
 
@@ -43,3 +44,23 @@ def test_no_row_submits_more_than_it_drafted_or_less_than_nothing():
     policy = Trimming([1, 2, 4, 4], [[True] * 4] * 4, [3, 1, -2, 4])
     drafted, submitted = one_round(policy, [True] * 4)
     assert drafted.tolist() == [1, 2, 4, 4] and submitted.tolist() == [1, 1, 0, 4]
+
+
+class MayRest(Answers):
+    may_rest = True
+
+
+def test_who_may_rest_is_asked_in_ever_fewer_rounds_while_nothing_is_drafted():
+    drafting = Drafting(MayRest([0], [], []))
+    asked = [number for number in range(1, 61) if not drafting.rests(drafted=False)]
+    assert asked == [*range(1, 9), 10, 12, 14, 18, 21, *range(24, 61, 4)]
+    assert not any(drafting.rests(drafted=number == 0) for number in range(8))  # from the beginning
+    other = Drafting(Answers([0], [], []))
+    assert not any(other.rests(drafted=False) for _ in range(60))
+
+
+def test_a_policy_that_is_left_out_is_not_asked():
+    drafting, live = Drafting(MayRest([4, 4], [], [])), torch.tensor([True, False])
+    assert drafting.begin(live, 9).budget.tolist() == [4, 0]
+    resting = drafting.begin(live, 9, rests=True)
+    assert not any(each.any() for each in resting) and resting.active.dtype == torch.bool

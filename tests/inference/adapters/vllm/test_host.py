@@ -264,6 +264,35 @@ def test_a_verdict_on_other_drafts_than_ours_counts_for_nothing():
     assert spy.seen[0].live.tolist() == [False, True]
 
 
+class Seldom(RowPolicy):
+    """Drafts two tokens in every twentieth round in which it is asked."""
+
+    needs, max_draft_tokens, may_rest = frozenset(), 2, True
+
+    def __init__(self):
+        self.asked, self.told = 0, []
+
+    def start_round(self, live):
+        self.asked += 1
+        return torch.where(live, 2 if self.asked % 20 == 0 else 0, 0)
+
+    def observe(self, outcome):
+        self.told.append((outcome.drafted.tolist(), outcome.accepted.tolist()))
+
+
+def test_a_policy_at_rest_is_neither_asked_nor_told_and_hears_of_all_its_drafts():
+    policy, metrics, engine, verdict, drafts = Seldom(), DraftMetrics(4), Engine(2, 2, 0), None, []
+    host = host_of(policy, metrics=metrics)
+    for number in range(200):
+        drafts.append((engine.round(host, names(2), verdict=verdict)[0], [number % 2, 1]))
+        verdict = Verdict(drafts[-1][0], [min(n, m) for n, m in zip(*drafts[-1], strict=True)])
+    with_drafts = [(drafted, taken) for drafted, taken in drafts if any(drafted)]
+    assert len(with_drafts) == policy.asked // 20 > 4 and policy.asked < 150
+    assert len(policy.told) == policy.asked - (not host.rests)  # the last round is not over
+    assert [each for each in policy.told if any(each[0])] == with_drafts
+    assert metrics.read()["rounds"] == 199 * 2
+
+
 # --- the time that it takes ------------------------------------------------------------------------------------------
 
 
