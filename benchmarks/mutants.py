@@ -475,6 +475,33 @@ CORE = (
         ),
     ),
     Mutant(
+        "costs: who once rests is not asked again",
+        "inference/policies/drafting.py",
+        "self.idle % min(1 + self.idle // 8, 4) > 0",
+        "(self.idle % min(1 + self.idle // 8, 4) > 0 or self.idle > 12)",
+        (
+            "inference/policies/test_drafting.py"
+            "::test_who_may_rest_is_asked_in_ever_fewer_rounds_while_nothing_is_drafted",
+        ),
+    ),
+    Mutant(
+        "costs: the loop tells a policy of rounds in which it was not asked",
+        "inference/decode/run.py",
+        "if self._rests:\n            return finished",
+        "if False:\n            return finished",
+        ("inference/policies/test_batch_stop.py::test_replay_counts_what_the_loop_does[at rest]",),
+    ),
+    Mutant(
+        "vllm: a policy is told of rounds in which it was not asked",
+        "inference/adapters/vllm/host.py",
+        "if self.drafting.learns and not self.rests:",
+        "if self.drafting.learns:",
+        (
+            "inference/adapters/vllm/test_host.py"
+            "::test_a_policy_at_rest_is_neither_asked_nor_told_and_hears_of_all_its_drafts",
+        ),
+    ),
+    Mutant(
         "costs: a request that does not pay drafts on",
         "inference/policies/batch_stop.py",
         "gain * self.at_best > self.token_price",

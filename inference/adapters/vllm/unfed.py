@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STATES = 512  # tokens whose states are kept: some 25 MB of a 70B target, for which vLLM has planned no memory
+STATES = 64 << 20  # bytes of states that are kept, for which vLLM has planned no memory: 1300 tokens of a 70B target
 
 
 class Span(NamedTuple):
@@ -41,7 +41,7 @@ class Unfed:
     fed the target's states; tokens alone need not be kept, as vLLM knows them."""
 
     def __init__(self, limit: int, *, reads_states: bool):
-        self.limit, self.reads_states = min(limit, STATES) if reads_states else limit, reads_states
+        self.limit, self.reads_states = limit, reads_states
         self.missing: dict[str, Missing] = {}
 
     def put_off(self, spans: Sequence[Span], states: Tensor, known: Container[str]) -> bool:
@@ -49,7 +49,8 @@ class Unfed:
         known: vLLM's requests; others have ended."""
         self.missing = {name: each for name, each in self.missing.items() if name in known}
         there = sum(each.end - each.begin for each in self.missing.values())
-        if there + len(states) > self.limit:
+        size = states[:1].nbytes if self.reads_states else 0
+        if there + len(states) > self.limit or (there + len(states)) * size > STATES:
             return False
         # On the host, a request at a time, as vLLM itself prepares its inputs.
         for span, own in zip(spans, states.split([end - begin for _, begin, end in spans]), strict=True):

@@ -47,8 +47,10 @@ def test_no_more_is_put_off_than_a_forward_takes_and_requests_that_ended_cost_no
 
 
 def test_few_states_are_kept_and_any_number_of_tokens():
-    long = ("a", 0, STATES + 1)
-    assert not put_off(Unfed(10_000, reads_states=True), long) and put_off(Unfed(10_000, reads_states=False), long)
+    most = STATES // (1 << 19)
+    for reads_states, tokens, waits in ((True, most, True), (True, most + 1, False), (False, most + 1, True)):
+        states = torch.zeros(1 << 18, dtype=torch.bfloat16).expand(tokens, -1)
+        assert Unfed(10_000, reads_states=reads_states).put_off([Span("a", 0, tokens)], states, "a") == waits
 
 
 def test_inputs_are_the_missed_tokens_of_these_rows_in_the_requests_own_blocks():
