@@ -446,7 +446,7 @@ CORE = (
     Mutant(
         "costs=auto: drafting that was too dear is never tried again",
         "inference/costs/learnt.py",
-        "if self.undrafted >= AGAIN:",
+        "if self.unknown:",
         "if False:",
         ("inference/policies/test_learnt_costs.py::test_it_tries_again_where_drafting_was_too_dear[batch stop]",),
     ),

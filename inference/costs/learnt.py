@@ -35,7 +35,7 @@ NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their 
 # which graphs are captured.)
 TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
-AGAIN = 128  # after so many rounds without drafts one token is drafted at no price: nothing is remembered of its cost
+LIKE = 8  # nothing is known of drafts for so many rows if no remembered round verified 1 to so many tokens a row
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
@@ -69,7 +69,7 @@ class LearntCosts:
         # Of the rounds: for the average draft step, whether it is a later one than the first (the share of such ones);
         # for the remainder, whether the round drafted. Then tokens, context, seconds, and the round's number.
         self.drafts, self.rests = (deque[tuple[float, ...]]() for _ in range(2))
-        self.rounds = self.undrafted = 0  # and of these, the last in which nothing was drafted
+        self.rounds, self.unknown = 0, False  # and whether nothing is remembered of drafts for so many rows
         self._tell_policy(limit=limit_of(0))
 
     def start(self, device: torch.device) -> None:
@@ -94,10 +94,10 @@ class LearntCosts:
         return alpha * context + beta * tokens + gamma
 
     def _tell_policy(self, limit: int) -> None:
-        """Set coefficients and limit."""
+        """Set coefficients and limit. Where nothing is known of drafts, one token is drafted at no price."""
         believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.first, self.target, self.plain)]
-        if self.undrafted >= AGAIN:
-            believed[:2], limit = [[0.0, 0.0, 0.0]] * 2, 1
+        if self.unknown:
+            believed[:2], believed[2], limit = [[0.0, 0.0, 0.0]] * 2, [self.plain.alpha, 0.0, self.plain.gamma], 1
         self.coefficients = believed
         self.on_device.copy_(torch.tensor(believed, dtype=torch.float64))
         self.limit.fill_(limit)
@@ -129,8 +129,7 @@ class LearntCosts:
         numbers = torch.cat([of_rows.sum(-1), of_rows[3:].amax(-1), forwards.view(1)])
         rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
         self.rounds += 1
-        again, self.undrafted = self.undrafted >= AGAIN, 0 if ran else self.undrafted + 1
-        fits = False
+        tried, fits = self.unknown and ran > 0, False
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
@@ -138,11 +137,13 @@ class LearntCosts:
             tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append((verified > 0, tokens, context, rest, self.rounds))
-            fits = (again and ran > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
+            fits = tried or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
             if fits:
                 self._fit()
+            if self.rounds >= 2 * len(TRIAL):
+                self.unknown = not any(drafts and rows < tokens <= LIKE * rows for drafts, tokens, *_ in self.rests)
         limit = limit_of(self.rounds)
-        if fits or self.undrafted >= AGAIN or limit != limit_of(self.rounds - 1):
+        if fits or tried or self.unknown or limit != limit_of(self.rounds - 1):
             self._tell_policy(limit)
 
     def _fit(self) -> None:

@@ -200,7 +200,7 @@ class BatchStopPolicy(RowPolicy):
         gain = wanting * self.rho[0]
         pays = self._pays(gain, first_price)
         drafts = (gain * self.at_best > self.token_price) & pays
-        self.longest = (pays * self.most).long()
+        self.longest = (drafts.any() * self.most).long()
         self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
         self.decided, self.judged = [wanting * drafts], []
         return torch.minimum(budget, self.longest * drafts)

@@ -746,7 +746,7 @@ class ScalarBatchStop(Reference):
             going = {row for row in going if product[row] >= self.threshold and drafted[row] < room[row]}
             if not going:
                 break
-        self.idle = 0 if self.decisions else self.idle + 1
+        self.idle = 0 if self.decisions and self.decisions[0] else self.idle + 1
         self.longest.add(max(drafted))
         return list(zip(drafted, [min(n, given.cut[row]) for n, row in zip(drafted, live, strict=True)], strict=True))
 
