@@ -475,6 +475,20 @@ CORE = (
         ),
     ),
     Mutant(
+        "costs: a round in which no row wants to draft counts as one with drafts",
+        "inference/policies/batch_stop.py",
+        "(drafts.any() * self.most)",
+        "(pays * self.most)",
+        ("inference/policies/test_batch_stop.py::test_a_round_in_which_no_row_wants_to_draft_is_one_without_drafts",),
+    ),
+    Mutant(
+        "costs: a load at which nothing was drafted is taken for known",
+        "inference/costs/learnt.py",
+        "drafts and rows < tokens <= LIKE * rows for",
+        "drafts for",
+        ("inference/policies/test_learnt_costs.py::test_a_load_at_which_nothing_was_drafted_yet_is_tried_at_once",),
+    ),
+    Mutant(
         "costs: who once rests is not asked again",
         "inference/policies/drafting.py",
         "self.idle % min(1 + self.idle // 8, 4) > 0",

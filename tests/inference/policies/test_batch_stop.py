@@ -175,6 +175,15 @@ def test_a_row_is_trimmed_where_its_own_token_does_not_pay():
     assert all(each == [4, 1, 4] for each in lengths.values()), lengths
 
 
+class CheapWithDrafts(PairCosts):
+    """A round without drafts takes a second more."""
+
+    @property
+    def coefficients(self):
+        *others, (alpha, beta, gamma) = super().coefficients
+        return [*others, [alpha, beta, gamma + 1.0]]
+
+
 # --- it comes back ---------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +226,14 @@ def test_without_drafts_one_is_probed_after_a_while_unless_none_could_pay(draft,
     seen = decode(policy, 4, 0.0, 48)
     assert set(seen) == ({0, 1} if probes else {0})
     assert seen.sum() == (6 if probes else 0)
+
+
+def test_a_round_in_which_no_row_wants_to_draft_is_one_without_drafts():
+    """Also where a round with drafts costs less than one without, so that drafting nothing would seem to pay."""
+    costs = CheapWithDrafts(**vars(pair_costs(0.01, 0.3)))
+    policy = begin(BatchStopPolicy(FixedPolicy(2), costs, host=HOSTS["packed"], memory=1e9, probe=3), [10] * 4)
+    seen = decode(policy, 4, 0.0, 120)
+    assert np.diff(np.flatnonzero(seen[-40:])).tolist() == [4] * 9 and seen[-40:].sum() == 10
 
 
 def test_no_drafts_under_load_and_drafts_again_when_rows_leave():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accept_head import InputError
+from accept_head.cost import PairCosts
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.costs.host import PACKED, PADDED, VLLM_V2
@@ -168,6 +169,23 @@ def test_it_tries_again_where_drafting_was_too_dear(rule):
     assert 1 <= sum(dear[100:]) <= (2 if rule == "batch stop" else 8)
     cheap, _ = serve(policy, pair_costs(0.002, 0.0, 0.2), PACKED, 300, 2, 0.6, random)
     assert np.mean(cheap[200:]) > 2
+
+
+class FreeBeyondEight(PairCosts):
+    """Each of the first eight tokens takes longer to verify, and no further one."""
+
+    def verify_seconds(self, batch_tokens, context_tokens):
+        return super().verify_seconds(min(batch_tokens, 8), context_tokens)
+
+
+def test_a_load_at_which_nothing_was_drafted_yet_is_tried_at_once():
+    """Two rows' drafts are not worth verifying. By the line through their seconds, eight rows' are not either."""
+    policy, random = BatchStopPolicy(FixedPolicy(4), LearntCosts()), np.random.default_rng(5)
+    costs = FreeBeyondEight(**vars(pair_costs(0.001, 0.05, 0.1)))
+    few, _ = serve(policy, costs, PACKED, 200, 2, 0.4, random)
+    assert np.mean(few[100:]) < 0.3
+    many, _ = serve(policy, costs, PACKED, 250, 8, 0.4, random)
+    assert many[:2] == [0, 1] and np.mean(many[150:]) > 0.8, many
 
 
 @pytest.mark.parametrize("spec", ["confidence:0.2,k_max=6,costs=auto", "goodput,k_max=6", "adaspec:auto", "budget"])
