@@ -484,7 +484,7 @@ CORE = (
     Mutant(
         "costs: a load at which nothing was drafted is taken for known",
         "inference/costs/learnt.py",
-        "drafts and rows < tokens <= LIKE * rows for",
+        "drafts and 1 / LIKE <= rows / of <= LIKE for",
         "drafts for",
         ("inference/policies/test_learnt_costs.py::test_a_load_at_which_nothing_was_drafted_yet_is_tried_at_once",),
     ),

@@ -35,7 +35,7 @@ NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their 
 # which graphs are captured.)
 TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
-LIKE = 8  # nothing is known of drafts for so many rows if no remembered round verified 1 to so many tokens a row
+LIKE = 2  # nothing is known of drafts for so many rows if none are remembered of up to so many times more or fewer
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
@@ -67,7 +67,7 @@ class LearntCosts:
         )
         self.first, self.plain = self.draft, self.target
         # Of the rounds: for the average draft step, whether it is a later one than the first (the share of such ones);
-        # for the remainder, whether the round drafted. Then tokens, context, seconds, and the round's number.
+        # for the remainder, whether the round drafted. Then tokens, context, seconds, the round's number, and its rows.
         self.drafts, self.rests = (deque[tuple[float, ...]]() for _ in range(2))
         self.rounds, self.unknown = 0, False  # and whether nothing is remembered of drafts for so many rows
         self._tell_policy(limit=limit_of(0))
@@ -129,26 +129,26 @@ class LearntCosts:
         numbers = torch.cat([of_rows.sum(-1), of_rows[3:].amax(-1), forwards.view(1)])
         rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
         self.rounds += 1
-        tried, fits = self.unknown and ran > 0, False
+        unknown, fits = self.unknown, False
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
-                self.drafts.append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
+                self.drafts.append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds, rows))
             tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
             rest = outcome.seconds - outcome.draft_seconds
-            self.rests.append((verified > 0, tokens, context, rest, self.rounds))
-            fits = tried or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
+            self.rests.append((verified > 0, tokens, context, rest, self.rounds, rows))
+            fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
             if fits:
                 self._fit()
             if self.rounds >= 2 * len(TRIAL):
-                self.unknown = not any(drafts and rows < tokens <= LIKE * rows for drafts, tokens, *_ in self.rests)
+                self.unknown = not any(drafts and 1 / LIKE <= rows / of <= LIKE for drafts, *_, of in self.rests)
         limit = limit_of(self.rounds)
-        if fits or tried or self.unknown or limit != limit_of(self.rounds - 1):
+        if fits or unknown or self.unknown or limit != limit_of(self.rounds - 1):
             self._tell_policy(limit)
 
     def _fit(self) -> None:
         for seen in (self.drafts, self.rests):
-            while seen and seen[0][-1] <= self.rounds - ROUNDS:
+            while seen and seen[0][4] <= self.rounds - ROUNDS:
                 seen.popleft()
         self.target, self.plain = fitted(np.array(self.rests), 0.0, *OF_TARGET)
         if self.drafts:
@@ -166,8 +166,8 @@ def limit_of(rounds: int) -> int:
 
 
 def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 5), the share of the first
-    kind in a round (1 or 0 if there is one forward), tokens, context, seconds, and the round's number.
+    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 6), the share of the first
+    kind in a round (1 or 0 if there is one forward), tokens, context, seconds, the round's number, and its rows.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
     slower, and that must not be taken for their doing. Priors, each with its deviation in forwards: both kinds have the
