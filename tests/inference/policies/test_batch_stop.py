@@ -544,7 +544,7 @@ REPLAYED = {
     "head, lag 1": lambda: BatchStopPolicy(HeadPolicy(head(signals=True), 0.9, k_max=K_MAX), EMBEDDED),
     "head before": lambda: BatchStopPolicy(HeadPolicy(head(reads="before"), 0.9, k_max=K_MAX), EMBEDDED),
     "adaedl": lambda: BatchStopPolicy(AdaEdlPolicy(0.5, k_max=K_MAX), EMBEDDED),
-    "at rest": lambda: BatchStopPolicy(FixedPolicy(8), pair_costs(6e-3, 4.6e-4, 8.5e-3), probe=9),
+    "at rest": lambda: BatchStopPolicy(FixedPolicy(8), pair_costs(6e-3, 4.6e-4, 8.5e-3), probe=20),
 }
 
 
