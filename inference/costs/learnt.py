@@ -67,7 +67,8 @@ class LearntCosts:
         )
         self.first, self.plain = self.draft, self.target
         # Of the rounds: for the average draft step, whether it is a later one than the first (the share of such ones);
-        # for the remainder, whether the round drafted. Then tokens, context, seconds, the round's number, and its rows.
+        # for the remainder, whether the round drafted. Then tokens, context, seconds, and the round's number. Of the
+        # remainder also its rows.
         self.drafts, self.rests = (deque[tuple[float, ...]]() for _ in range(2))
         self.rounds, self.unknown = 0, False  # and whether nothing is remembered of drafts for so many rows
         self._tell_policy(limit=limit_of(0))
@@ -133,7 +134,7 @@ class LearntCosts:
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
-                self.drafts.append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds, rows))
+                self.drafts.append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
             tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append((verified > 0, tokens, context, rest, self.rounds, rows))
@@ -166,8 +167,8 @@ def limit_of(rounds: int) -> int:
 
 
 def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 6), the share of the first
-    kind in a round (1 or 0 if there is one forward), tokens, context, seconds, the round's number, and its rows.
+    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 5 or more), the share of
+    the first kind in a round (1 or 0 if there is one forward), tokens, context, seconds, and the round's number.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
     slower, and that must not be taken for their doing. Priors, each with its deviation in forwards: both kinds have the
