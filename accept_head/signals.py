@@ -55,10 +55,11 @@ def signals_of_logits(logits: Tensor, temperature: Tensor, y: Tensor) -> tuple[T
     logits: (batch, vocab), any float dtype, −inf allowed; temperature: (batch,) above 0; y: (batch,) → float32.
     """
     logits = logits.float()
-    # Clamped to the least float32 probability, to avoid 0 · −inf.
-    z = ((logits - logits.amax(-1, keepdim=True)) * (1 / temperature[:, None])).clamp(min=LEAST_LOG)
+    scaled = (logits - logits.amax(-1, keepdim=True)) * (1 / temperature[:, None])
+    # Clamped to avoid 0 · −inf; above the least normal number, as below it a CPU takes ten times as long.
+    z = scaled.clamp(min=LEAST_LOG + 1)
     share = z.exp()
     total = share.sum(-1)
     log_total = total.log()
-    logprob = z.gather(-1, y.unsqueeze(-1)).squeeze(-1) - log_total
+    logprob = scaled.gather(-1, y.unsqueeze(-1)).squeeze(-1) - log_total
     return logprob.clamp(min=LEAST_LOG), log_total - (share * z).sum(-1) / total, 1 / total

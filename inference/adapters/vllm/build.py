@@ -91,6 +91,12 @@ def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
     return torch.cat([layers[0](chunk) for chunk in ids.split(1 << 14)])
 
 
+def drafted_ids(model: nn.Module) -> Tensor | None:
+    """(own,) the target's ids of the tokens that a drafter with a vocabulary of its own can propose; None: all."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
+
+
 def build_host(
     vllm_config: Any,
     device: torch.device,
@@ -121,7 +127,8 @@ def build_host(
     if host.metrics is not None:
         host.metrics.costs = host.drafting.learnt
     if settings.compile:
-        _compile(host, policy, spec, device)
+        own = drafted_ids(model) if runner is VLLM_V1 else None  # under the V2 runner the signals are read of all
+        _compile(host, policy, spec, device, spec.draft_model_config.get_vocab_size() if own is None else len(own))
     if policy.max_draft_tokens < limit:
         _logger().warning(
             "accept-head: the policy drafts at most %d tokens, but num_speculative_tokens reserves cache for %d",
@@ -131,11 +138,11 @@ def build_host(
     return host
 
 
-def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.device) -> None:
-    """Compile the work for each token now, so that no request waits for it."""
+def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.device, vocab: int) -> None:
+    """Compile the work for each token now, so that no request waits for it. vocab: size of the logits."""
     draft, logger = spec.draft_model_config, _logger()
     ids = torch.arange(4, device=device)
-    logits = (ids[:, None] * torch.linspace(-1, 1, draft.get_vocab_size(), device=device)).to(draft.dtype)
+    logits = (ids[:, None] * torch.linspace(-1, 1, vocab, device=device)).to(draft.dtype)
     hidden = torch.zeros(4, draft.get_hidden_size(), dtype=draft.dtype, device=device)
     sampled = spec.draft_sample_method == "probabilistic"
     while isinstance(policy, BatchStopPolicy):

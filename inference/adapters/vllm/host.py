@@ -158,16 +158,16 @@ class PolicyHost:
         *,
         logits: Tensor | None = None,
         temperature: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> bool:
         """Take the token drawn for each row → whether to run another forward. token_ids: (batch,). q: (batch, vocab),
         the distribution they were drawn from. If the draft is greedy, give `logits`, (batch, vocab), instead, and the
-        requests' temperatures, (batch,), or None if all are greedy. Both are read only if `reads_q`.
-
-        A row's token belongs to its draft only if the row was active; `end` returns how many do.
+        requests' temperatures, (batch,), or None if all are greedy. places: (batch,), where the tokens are in `q` or
+        `logits`; None: at their ids. All of these are read only if `reads_q`. A row's token belongs to its draft only
+        if the row was active; `end` returns how many do.
         """
-        self.depth += 1
-        drafting = self.drafting
-        signals = self._signals(token_ids, q, logits, temperature)
+        self.depth, drafting = self.depth + 1, self.drafting
+        signals = self._signals(token_ids.long(), places, q, logits, temperature)
         hidden = self.hidden if self.reads_fed else None
         if drafting.peeks:
             seen = DraftStep(self.depth, None, self._active(), hidden, None, None, signals.entropy, signals.max_prob)
@@ -204,15 +204,16 @@ class PolicyHost:
     # --- inside a round ----------------------------------------------------------------------------------------------
 
     def _signals(
-        self, token_ids: Tensor, q: Tensor | None, logits: Tensor | None, temperature: Tensor | None
+        self, ids: Tensor, places: Tensor | None, q: Tensor | None, logits: Tensor | None, temperature: Tensor | None
     ) -> Distribution:
         if not self.reads_q:
             return NOTHING
+        places = ids if places is None else places
         with self.stopwatch.timing():  # the signals can include a head's score
             if q is not None:
-                return self.reader.of_q(q, token_ids, self.hidden)
+                return self.reader.of_q(q, places, ids, self.hidden)
             assert logits is not None
-            return self.reader.of_logits(logits, temperature, token_ids, self.hidden)
+            return self.reader.of_logits(logits, temperature, places, ids, self.hidden)
 
     def _judge(self, step: DraftStep) -> None:
         with self.stopwatch.timing():

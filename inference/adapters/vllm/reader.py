@@ -30,7 +30,7 @@ class SignalReader:
 
     def __init__(self, needs: frozenset[Signal]):
         self.needs = needs & OF_Q
-        # Compiled: (q, ids, hidden) and (logits, temperature, ids, hidden) → all signals and the head's score.
+        # Compiled: (q, places, ids, hidden) and (logits, temperature, places, ids, hidden) → all signals and the score.
         self.of_q_at_once: Function | None = None
         self.of_logits_at_once: Function | None = None
         self.ones: dict[int, Tensor] = {}  # temperatures of greedy batches
@@ -53,54 +53,62 @@ class SignalReader:
             return False  # one or two operations are as fast
         name = "the draft's signals" if score is None else "the head with the draft's signals"
         state = hidden if score is not None else None
-        temperature, ids = logits.new_ones(len(logits), dtype=torch.float32), likeliest(logits)
+        temperature = logits.new_ones(len(logits), dtype=torch.float32)
         alone = score is not None and not signals
 
-        def of_q(q: Tensor, ids: Tensor, hidden: Tensor | None) -> Tensor | tuple[Tensor, ...]:
-            return _scored(score, signals_of_q(q, ids), ids, hidden, alone)
+        def of_q(q: Tensor, places: Tensor, ids: Tensor | None, hidden: Tensor | None) -> Tensor | tuple[Tensor, ...]:
+            return _scored(score, signals_of_q(q, places), ids, hidden, alone)
 
         def of_logits(
-            logits: Tensor, temperature: Tensor, ids: Tensor, hidden: Tensor | None
+            logits: Tensor, temperature: Tensor, places: Tensor, ids: Tensor | None, hidden: Tensor | None
         ) -> Tensor | tuple[Tensor, ...]:
-            found = signals_of_logits(logits, _at_least_greedy(temperature), ids)
+            found = signals_of_logits(logits, _at_least_greedy(temperature), places)
             return _scored(score, found, ids, hidden, alone)
 
-        at_once = compiled(of_logits, (logits, temperature, ids, state), name=f"{name} (logits)", logger=logger)
+        places = likeliest(logits)
+        of_token = places, places if score is not None else None, state
+        at_once = compiled(of_logits, (logits, temperature, *of_token), name=f"{name} (logits)", logger=logger)
         if at_once is of_logits:
             return False
         self.of_logits_at_once = at_once
         if sampled:
-            example = (logits.softmax(-1, dtype=torch.float32), ids, state)
+            example = (logits.softmax(-1, dtype=torch.float32), *of_token)
             self.of_q_at_once = compiled(of_q, example, name=f"{name} (q)", logger=logger)
         return True
 
-    def of_q(self, q: Tensor, ids: Tensor, hidden: Tensor | None = None) -> Distribution:
-        """Signals from q: (batch, vocab). ids: (batch,). hidden: (batch, hidden) that q came from."""
+    def of_q(self, q: Tensor, places: Tensor, ids: Tensor | None = None, hidden: Tensor | None = None) -> Distribution:
+        """Signals from q: (batch, vocab). places: (batch,), those of the tokens in q. ids, hidden: (batch,) the tokens
+        and (batch, hidden) that q came from, which a score reads."""
         if not self.needs:
             return Distribution()
         if self.of_q_at_once is not None:
-            return self._found(self.of_q_at_once(q, ids.long(), hidden))
+            return self._found(self.of_q_at_once(q, places.long(), ids, hidden))
         needs = self.needs
         return Distribution(
-            draft_logprob(q, ids.long()) if Signal.LOGPROB in needs else None,
+            draft_logprob(q, places.long()) if Signal.LOGPROB in needs else None,
             draft_entropy(q) if Signal.ENTROPY in needs else None,
             draft_max_prob(q) if Signal.MAX_PROB in needs else None,
         )
 
     def of_logits(
-        self, logits: Tensor, temperature: Tensor | None, ids: Tensor, hidden: Tensor | None = None
+        self,
+        logits: Tensor,
+        temperature: Tensor | None,
+        places: Tensor,
+        ids: Tensor | None = None,
+        hidden: Tensor | None = None,
     ) -> Distribution:
         """Signals of the softmax at the temperature; at temperature 0, of the plain softmax. logits: (batch, vocab).
-        temperature: (batch,); None = all greedy. ids: (batch,). hidden: (batch, hidden) that the logits came from."""
+        temperature: (batch,); None = all greedy. places, ids, hidden: as of `of_q`."""
         if not self.needs:
             return Distribution()
         if self.of_logits_at_once is None:
-            return self.of_q(draft_distribution(logits, temperature), ids, hidden)
+            return self.of_q(draft_distribution(logits, temperature), places, ids, hidden)
         if temperature is None:
-            temperature = self.ones.get(len(ids))
+            temperature = self.ones.get(len(places))
             if temperature is None:
-                temperature = self.ones[len(ids)] = torch.ones(len(ids), device=ids.device)
-        return self._found(self.of_logits_at_once(logits, temperature, ids.long(), hidden))
+                temperature = self.ones[len(places)] = torch.ones(len(places), device=places.device)
+        return self._found(self.of_logits_at_once(logits, temperature, places.long(), ids, hidden))
 
     def _found(self, results: Tensor | tuple[Tensor, ...]) -> Distribution:
         return Distribution(scored=results) if isinstance(results, Tensor) else Distribution(*results)
@@ -109,7 +117,7 @@ class SignalReader:
 def _scored(
     score: Function | None,
     signals: tuple[Tensor, Tensor, Tensor],
-    ids: Tensor,
+    ids: Tensor | None,
     hidden: Tensor | None,
     alone: bool,
 ) -> Tensor | tuple[Tensor, ...]:

@@ -17,12 +17,13 @@ from vllm.v1.spec_decode.draft_model import DraftModelProposer
 from vllm.v1.spec_decode.eagle import EagleProposer
 from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 
-from accept_head.inference.adapters.vllm.build import build_host, build_policy
+from accept_head.inference.adapters.vllm.build import build_host, build_policy, drafted_ids
 from accept_head.inference.adapters.vllm.cpu_fix import apply as fix_cpu_sampling
 from accept_head.inference.adapters.vllm.host import Ending, EndOfRound, PolicyHost, Verdict
 from accept_head.inference.adapters.vllm.settings import K_MAX, TENANT, check_hooks
 from accept_head.inference.adapters.vllm.unfed import Span, Unfed, catching_up
 from accept_head.inference.profile.device import finish
+from accept_head.sampling import likeliest
 
 HOOKS = (
     "load_model",
@@ -43,6 +44,7 @@ class PolicyRounds(SpecDecodeBaseProposer):
         self.runner = runner
         self.host: PolicyHost | None = None
         self.verified: tuple[list[int], Tensor] | None = None  # drafted tokens of each request, and sampled ones
+        self.own_ids: Tensor | None = None  # as `drafted_ids`
         limit = self.max_num_tokens - self.max_batch_size  # of vLLM's buffers; a draft model takes one more a request
         self.unfed = Unfed(limit, reads_states=self.pass_hidden_states_to_model)
         if build_policy(vllm_config, device) is not None:
@@ -52,6 +54,7 @@ class PolicyRounds(SpecDecodeBaseProposer):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.host = build_host(self.vllm_config, self.device, self.model, self.tenant_of)
+        self.own_ids = drafted_ids(self.model)
         if self.host is not None:
             self.runner.rejection_sampler = Sampler(self.runner.sampler, self.speculative_config, self.device)
 
@@ -97,7 +100,7 @@ class PolicyRounds(SpecDecodeBaseProposer):
         self.drawn_ids: list[Tensor] = []
         self.drawn_from: list[Tensor] = []
         counts = self.host.end(self._feed(most, inputs, may_wait=verified is None or not any(verified[0])))
-        self._last_draft_probs = torch.stack(self.drawn_from, dim=1) if self.drawn_from else None
+        self._last_draft_probs = self._spread(torch.stack(self.drawn_from, dim=1)) if self.drawn_from else None
         self.drawn_from = []  # vLLM's memory plan has room for one of them
         with host_reads():
             return _ragged(self.drawn_ids, counts)
@@ -136,16 +139,31 @@ class PolicyRounds(SpecDecodeBaseProposer):
         with host_reads():
             if not host.advance(hidden_states):
                 raise EndOfRound
-        logits = self.model.compute_logits(hidden_states)
+        logits = self._own_logits(hidden_states)
+        greedy = sampling_metadata.all_greedy or not self._enable_probabilistic_draft_probs
         # For greedy requests or a greedy draft the logits stay unscaled, and there is no q.
-        ids, probs = self._sample_from_logits(logits, sampling_metadata)
+        places, probs = (likeliest(logits), None) if greedy else self._sample_from_logits(logits, sampling_metadata)
+        ids = places if self.own_ids is None else self.own_ids[places]
         self.drawn_ids.append(ids)
         if probs is not None:
             self.drawn_from.append(probs)
         with host_reads():
-            if not host.drawn(ids, probs, logits=logits, temperature=sampling_metadata.temperature):
+            if not host.drawn(ids, probs, logits=logits, temperature=sampling_metadata.temperature, places=places):
                 raise EndOfRound
         return ids, probs
+
+    def _own_logits(self, hidden_states: Tensor) -> Tensor:
+        """(batch, vocab), of the tokens that the drafter can propose. vLLM spreads them over the target's vocabulary
+        and draws from that, which is several times as large."""
+        if self.own_ids is None:
+            return self.model.compute_logits(hidden_states)
+        return self.model.logits_processor(self.model.lm_head, hidden_states)
+
+    def _spread(self, q: Tensor) -> Tensor:
+        """q of the tokens that the drafter can propose, (batch, slots, own), → (batch, slots, vocab), of all."""
+        if self.own_ids is None:
+            return q
+        return q.new_zeros(*q.shape[:-1], self.model.config.vocab_size).index_copy_(-1, self.own_ids, q)
 
 
 class Sampler(RejectionSampler):

@@ -114,14 +114,15 @@ def test_without_a_compiler_the_function_itself_serves(monkeypatch, caplog):
     ("dtype", "predicts"), [(torch.float32, "token"), (torch.bfloat16, "token"), (torch.float32, "both")]
 )
 def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
-    logits, ids, hidden = drawn(4, dtype=dtype)
-    table = torch.randn(logits.shape[1], HIDDEN, generator=torch.Generator().manual_seed(4))
+    logits, _, hidden = drawn(4, dtype=dtype)
+    table = torch.randn(2 * logits.shape[1], HIDDEN, generator=torch.Generator().manual_seed(4))
     head = random_head(HIDDEN, signals=True, reads="before", embeddings=table, width=2 * HIDDEN, predicts=predicts)
     plain, at_once, score = SignalReader(OF_Q), SignalReader(OF_Q), make_scorer(head, predicts, fusible=True)
     # Of q, `both` is no other case than `token`, and takes seconds to compile.
     at_once.compile(logits, hidden, sampled=predicts == "token", logger=LOGGER, score=score)
     for batch in (0, 1, 3, 16):
-        logits, ids, hidden = drawn(batch, batch, dtype)
+        logits, places, hidden = drawn(batch, batch, dtype)
+        ids = 2 * places + 1  # the drafter's tokens are every second one of the target's
         temperature = torch.linspace(0, 2, batch)
         q = (logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]).softmax(-1)
         plainly = logits.float().softmax(-1)
@@ -130,15 +131,15 @@ def test_what_is_read_at_once_is_what_is_read_one_by_one(dtype, predicts):
             (partial(at_once.of_logits, logits, None), plainly),
             (partial(at_once.of_q, q), q),
         ):
-            found = read(ids, hidden)
-            signals = draft_signals(expected, ids)
+            found = read(places, ids, hidden)
+            signals = draft_signals(expected, places)
             torch.testing.assert_close(torch.stack(found[:3], dim=-1), signals, rtol=1e-4, atol=1e-4)
             step = DraftStep(1, ids, ids == ids, hidden, None, *found)
             probability = head(hidden, signals, ids).detach().sigmoid()
             probability = probability if predicts == "both" else probability[:, 0]
             torch.testing.assert_close(HeadPolicy(head, 0.5).score(step), probability, rtol=1e-4, atol=1e-4)
-        one_by_one = torch.stack(plain.of_logits(logits, temperature, ids)[:3], dim=-1)
-        torch.testing.assert_close(one_by_one, draft_signals(q, ids))
+        one_by_one = torch.stack(plain.of_logits(logits, temperature, places)[:3], dim=-1)
+        torch.testing.assert_close(one_by_one, draft_signals(q, places))
 
 
 @pytest.mark.parametrize("predicts", ["token", "both"])
@@ -160,7 +161,7 @@ def test_a_score_can_come_without_the_signals(monkeypatch):
     both.compile(logits, hidden, sampled=True, logger=LOGGER, score=score)
     alone.compile(logits, hidden, sampled=True, logger=LOGGER, score=score, signals=False)
     for read in ("of_q", "of_logits"):
-        given = (logits.softmax(-1), ids, hidden) if read == "of_q" else (logits, None, ids, hidden)
+        given = (logits.softmax(-1), ids, ids, hidden) if read == "of_q" else (logits, None, ids, ids, hidden)
         found = getattr(alone, read)(*given)
         assert found == Distribution(scored=found.scored)
         torch.testing.assert_close(found.scored, getattr(both, read)(*given).scored)

@@ -85,10 +85,13 @@ def test_ten_thousand_samples_are_those_of_vllm_without_speculation(
 
 
 @pytest.fixture
-def head(tmp_path: Path) -> str:
-    """One that reads the drafter's state and signals. It need not be good."""
-    random_head(256, signals=True, reads="before", std=0.1).save_pretrained(tmp_path / "head")
-    return f"head:{tmp_path / 'head'}:0.5,k_max=6"
+def head(tmp_path: Path, embedded_pair: Pair) -> str:
+    """One that reads the drafter's state and signals, and the embedding of the drawn token, whose id is not its place
+    in the drafter's own vocabulary. It need not be good."""
+    embeddings = embedded_pair.target.get_input_embeddings().weight
+    head = random_head(256, signals=True, reads="before", std=0.1, embeddings=embeddings)
+    head.save_pretrained(tmp_path / "head")
+    return f"head:{tmp_path / 'head'}:0.98,k_max=6"
 
 
 @pytest.mark.parametrize("policy", [*POLICIES[:3], "head"])
