@@ -10,6 +10,7 @@ python benchmarks/eagle3.py prompts     # then the drafter, in hours: the comman
 python benchmarks/eagle3.py drafter     # how many tokens a target call
 python benchmarks/eagle3.py collect     # traces with depths
 python benchmarks/eagle3.py ladder
+python benchmarks/eagle3.py heads       # what is shipped, in checkpoints/smollm2
 python benchmarks/eagle3.py equal --host loop      # is greedy text that of the target alone?
 .venv-vllm/bin/python benchmarks/eagle3.py equal --host vllm
 
@@ -31,11 +32,13 @@ from real_decoded import FIXED, HEAD, InLoop, InVllm, chosen, margins, requests_
 from real_pair import (
     ALIKE,
     LONGEST,
+    NAMES,
     SPLITS,
     TRAIN_PARTS,
     is_collected,
     message,
     prompts_file,
+    ship,
     texts_by_domain,
     write_prompts,
 )
@@ -66,7 +69,11 @@ TRAIN = TRAIN_PARTS[:6]
 DRAFTED, VERIFIED = (0.03, 0.05, 0.1), (0.0, 0.02, 0.05, 0.1)  # c and v
 COSTS = sorted({round(c + v, 2) for c in DRAFTED for v in VERIFIED})
 EQUAL_PROMPTS, BATCHES = 100, (1, 4, 16)
-C = 0.15  # of the head that is served on a CPU
+C, T_DRAFT = 0.15, 0.0055  # of the head that is served on a CPU, and seconds there
+NAMED = {"target": "HuggingFaceTB/SmolLM2-135M-Instruct", "draft": "checkpoints/smollm2/eagle3"}
+WEIGHTS = """- its target's weights were made with a GGUF file of this model (Q4_1, sha256
+  `b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53`), dequantised to bfloat16; with the unquantised
+  weights the library says once that they are others, and text stays exact"""
 RULES = ("cumulative-confidence", "max-prob", "online-logistic", "online-signals")
 HEADS = {"base": {"recipe": "signals"}, "default": {}}
 
@@ -74,7 +81,7 @@ HEADS = {"base": {"recipe": "signals"}, "default": {}}
 def main() -> None:
     quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "equal"))
+    parser.add_argument("part", choices=("prompts", "drafter", "collect", "ladder", "heads", "equal"))
     parser.add_argument("--temperatures", nargs="+", type=float, choices=(1.0, 0.0), default=[1.0, 0.0])
     parser.add_argument("--host", choices=("loop", "vllm"), default="loop")
     options = parser.parse_args()
@@ -92,6 +99,9 @@ def main() -> None:
                 collected(split, temperature)
         elif options.part == "ladder":
             keep("ladder", {"temperature": temperature, "rows": ladder_of(temperature)}, "temperature")
+        elif options.part == "heads":
+            head, dev = made("default", temperature), collected("dev", temperature)
+            ship(head, shipped(temperature), NAMED, dev, DRAFTER, t_draft=T_DRAFT, c=C, note=WEIGHTS)
 
 
 def keep(part: str, found: dict[str, Any], *key: str) -> None:
@@ -189,12 +199,16 @@ def asked(traces: CoupledTraces) -> InformedTables | None:
 
 
 def trained(name: str, temperature: float) -> AcceptanceHead:
+    (head,) = load_heads([str(made(name, temperature))], drafter()).values()
+    return head
+
+
+def made(name: str, temperature: float) -> Path:
     out = HOME / f"t{temperature:g}" / "heads" / name
     if not (out / "model.safetensors").is_file():
         folders = [str(collected(part, temperature)) for part in TRAIN]
         train(folders, DRAFTER, str(out), dev_traces=str(collected("dev", temperature)), **HEADS[name])
-    (head,) = load_heads([str(out)], drafter()).values()
-    return head
+    return out
 
 
 def equality(host: str) -> Iterator[dict[str, Any]]:
@@ -218,7 +232,7 @@ def host_of(host: str, rows: int, dtype: str) -> InLoop | InVllm:
 
 
 def chosen_head(temperature: float) -> dict[str, str]:
-    head = head_at(temperature).relative_to(REPOSITORY)
+    head = shipped(temperature).relative_to(REPOSITORY)
     for ladder in read_json(RESULTS / "eagle3.json")["ladder"]:
         for row in ladder["rows"]:
             if (ladder["temperature"], row["rung"], row["c"], row["tested_on"]) == (temperature, "default", C, "test"):
@@ -226,8 +240,8 @@ def chosen_head(temperature: float) -> dict[str, str]:
     return {}
 
 
-def head_at(temperature: float) -> Path:
-    return HOME / f"t{temperature:g}" / "heads" / "default"
+def shipped(temperature: float) -> Path:
+    return Path(DRAFTER).parent / NAMES[temperature]
 
 
 @cache

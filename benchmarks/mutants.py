@@ -915,6 +915,20 @@ CORE = (
         ("inference/adapters/vllm/test_host.py::test_a_verdict_on_other_drafts_than_ours_counts_for_nothing",),
     ),
     Mutant(
+        "vLLM: a token's embedding is that of its place in the drafter's own vocabulary",
+        "inference/adapters/vllm/host.py",
+        "step = DraftStep(self.depth, token_ids, self._active()",
+        "step = DraftStep(self.depth, token_ids if places is None else places, self._active()",
+        ("inference/adapters/vllm/test_host.py::test_signals_are_read_at_a_tokens_place_and_its_embedding_by_its_id",),
+    ),
+    Mutant(
+        "vLLM: a token's embedding is that of its place, where head and signals are read at once",
+        "inference/adapters/vllm/reader.py",
+        "return _scored(score, signals_of_q(q, places), ids, hidden, alone)",
+        "return _scored(score, signals_of_q(q, places), places if ids is not None else None, hidden, alone)",
+        ("inference/engine/test_compiled.py::test_what_is_read_at_once_is_what_is_read_one_by_one",),
+    ),
+    Mutant(
         "vLLM: a verdict is in the order of the rows now",
         "inference/adapters/vllm/host.py",
         "rows = _positions(self.requests, requests)",

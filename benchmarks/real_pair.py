@@ -332,29 +332,43 @@ def parts_with(parts: Sequence[Path], count: int) -> list[Path]:
 
 def shipped(temperature: float) -> Path:
     """The default head in SHIPPED, tuned on dev prompts for the last of COSTS, with the models' names on the Hub."""
-    folder, out = made("default", train_parts(temperature), temperature), SHIPPED / NAMES[temperature]
-    out.mkdir(parents=True, exist_ok=True)
-    shutil.copy(folder / WEIGHTS_NAME, out)
-    for name in (HEAD_CONFIG_NAME, "metrics.json", TRAINING_NAME):
-        (out / name).write_text((folder / name).read_text().replace(f"{REPOSITORY}/", ""))
-    replace(TraceConfig.load(folder), **HUB).save(out)
-    dev, tuned = str(TRACES / f"t{temperature:g}" / "dev"), str(HOME / f"tuned_t{temperature:g}.json")
-    tune(dev, DRAFT, tuned, [str(out)], t_draft=T_DRAFT, t_target=T_DRAFT / COSTS[-1], dtype=TEXT["dtype"])
-    (out / "README.md").write_text(card_of(out, temperature))
+    head, out = made("default", train_parts(temperature), temperature), SHIPPED / NAMES[temperature]
+    dev = TRACES / f"t{temperature:g}" / "dev"
+    ship(head, out, HUB, dev, DRAFT, t_draft=T_DRAFT, c=COSTS[-1], note=WEIGHTS, more=gains_table(temperature))
     return out
 
 
-def card_of(folder: Path, temperature: float) -> str:
+def ship(
+    head: Path,
+    out: Path,
+    names: dict[str, str],
+    dev: Path,
+    draft: str,
+    *,
+    t_draft: float,
+    c: float,
+    note: str,
+    more: str = "",
+) -> None:
+    """Copy a trained head, tuned on these traces for these costs, with a card. names: of target and draft. note: in
+    place of the card's line on the base model. more: at its end."""
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(head / WEIGHTS_NAME, out)
+    for name in (HEAD_CONFIG_NAME, "metrics.json", TRAINING_NAME):
+        (out / name).write_text((head / name).read_text().replace(f"{REPOSITORY}/", ""))
+    replace(TraceConfig.load(head), **names).save(out)
+    tuned = head.parent / f"{head.name}_tuned.json"
+    tune(str(dev), draft, str(tuned), [str(out)], t_draft=t_draft, t_target=t_draft / c, dtype=TEXT["dtype"])
     facts = CardFacts(
-        config=read_stored(folder)[0],
-        traces=TraceConfig.load(folder),
-        metrics=read_json(folder / "metrics.json"),
-        decoding=read_json(folder / "decoding.json"),
+        config=read_stored(out)[0],
+        traces=TraceConfig.load(out),
+        metrics=read_json(out / "metrics.json"),
+        decoding=read_json(out / "decoding.json"),
         license="apache-2.0",
     )
     card = model_card(facts)
-    card.data.base_model = list(HUB.values())
-    return str(card).replace(NO_BASE_MODEL, WEIGHTS) + gains_table(temperature)
+    card.data.base_model = [name for name in names.values() if not (REPOSITORY / name).is_dir()]
+    (out / "README.md").write_text(str(card).replace(NO_BASE_MODEL, note) + more)
 
 
 def gains_table(temperature: float) -> str:

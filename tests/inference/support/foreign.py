@@ -12,14 +12,16 @@ VOCAB, HIDDEN = 7, 16
 class Engine:
     """A foreign draft loop: it feeds, draws for every row, and asks. Its numbers are made beforehand.
 
-    hidden: (forwards, batch, hidden), the first at the last verified token. q: (forwards, batch, vocab).
+    hidden: (forwards, batch, hidden), the first at the last verified token. q: (forwards, batch, vocab). places:
+    (forwards, batch), what was drawn from q. ids: its tokens, the same places of all tokens from number `first` on.
     """
 
-    def __init__(self, batch, depth, seed):
+    def __init__(self, batch, depth, seed, first=0):
         generator = torch.Generator().manual_seed(seed)
         self.hidden = torch.randn(depth + 1, batch, HIDDEN, generator=generator)
         self.q = (3 * torch.randn(depth + 1, batch, VOCAB, generator=generator)).softmax(-1)
-        self.ids = torch.stack([torch.multinomial(q, 1, generator=generator)[:, 0] for q in self.q])
+        self.places = torch.stack([torch.multinomial(q, 1, generator=generator)[:, 0] for q in self.q])
+        self.first, self.ids = first, self.places + first
 
     def round(self, host, names, live=None, verdict=None, limit=99, ends=None):
         """→ (batch,) lengths, and the number of forwards."""
@@ -27,9 +29,10 @@ class Engine:
         host.begin(names, live, self.texts(host, names, verdict), limit, verdict, ends)
         forwards = 0
         while True:
-            hidden, q, ids = self.hidden[forwards], self.q[forwards], self.ids[forwards]
+            hidden, q, places, ids = (each[forwards] for each in (self.hidden, self.q, self.places, self.ids))
             forwards += 1
-            if not host.advance(hidden) or not host.drawn(ids, q if host.reads_q else None):
+            given = {"places": places} if self.first else {}
+            if not host.advance(hidden) or not host.drawn(ids, q if host.reads_q else None, **given):
                 return host.end(), forwards
 
     @staticmethod

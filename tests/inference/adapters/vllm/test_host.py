@@ -23,7 +23,7 @@ from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.max_prob import MaxProbPolicy
 from accept_head.inference.policy import RowPolicy, Signal
 from accept_head.signals import draft_signals
-from tests.inference.support.foreign import HIDDEN, Engine, host_of, names
+from tests.inference.support.foreign import HIDDEN, VOCAB, Engine, host_of, names
 from tests.inference.support.rounds import Verified
 from tests.inference.support.scalar_rules import ScalarAdaEdl, product_rule
 from tests.inference.support.toy import random_head
@@ -78,11 +78,21 @@ def test_heads_read_the_state_that_they_were_trained_on(reading, signals, batch,
     assert forwards == longest + (reads == "drawn" and lag == 0 and longest < limit)
 
 
+def test_signals_are_read_at_a_tokens_place_and_its_embedding_by_its_id():
+    """As of an EAGLE-3 drafter whose vocabulary is a part of the target's."""
+    table = torch.randn(VOCAB + 40, HIDDEN, generator=torch.Generator().manual_seed(3))
+    head = random_head(HIDDEN, signals=True, reads="before", embeddings=table)
+    engine = Engine(8, 6, seed=0, first=40)
+    lengths, _ = engine.round(host_of(HeadPolicy(head, 0.8), limit=6), names(8))
+    assert lengths == [scalar_head(head, 0, engine, row, 6, 0.8) for row in range(8)]
+    assert len(set(lengths)) > 2
+
+
 def scalar_head(head, lag, engine, row, limit, threshold):
     """How many tokens are drafted. Y_k is drawn from q[k − 1], which came with hidden[k − 1]; hidden[k] is at it."""
     hidden = engine.hidden[:-1] if head.config.reads == "before" else engine.hidden[1:]
-    signals = draft_signals(engine.q[:, row], engine.ids[:, row])[:limit] if head.config.signals else None
-    probabilities = head.probability(hidden[:limit, row], signals=signals).tolist()
+    signals = draft_signals(engine.q[:, row], engine.places[:, row])[:limit] if head.config.signals else None
+    probabilities = head.probability(hidden[:limit, row], signals=signals, token_ids=engine.ids[:limit, row]).tolist()
     return product_rule(probabilities, threshold, limit, lag=lag or 0)
 
 
