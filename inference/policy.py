@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from typing import Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,6 +92,12 @@ class VerifyOutcome:
     seconds: float | None = None
     draft_seconds: float | None = None
     draft_forwards: Tensor | int | None = None
+
+    @cached_property
+    def on_host(self) -> np.ndarray:
+        """(5, batch) int64: live, lengths, drafted, submitted and accepted. The first to ask waits for the device."""
+        numbers = self.live, self.lengths, self.drafted, self.submitted, self.accepted
+        return torch.stack([each.long() for each in numbers]).cpu().numpy()
 
     @property
     def judged(self) -> Tensor:
@@ -171,6 +179,14 @@ class Predicts(Protocol):
 
     predicted: list[Tensor]
     predicted_next: list[Tensor]
+
+
+class Plans(Protocol):
+    """Does a part of its work on the host before a round, so that `start_round` need not wait for the device."""
+
+    def plan(self, live: Sequence[bool]) -> None:
+        """A round with these rows begins. Called before `start_round`, outside of captured steps."""
+        ...
 
 
 class Rests(Protocol):

@@ -124,11 +124,9 @@ class LearntCosts:
         """Learn from a round."""
         host, steps = self.host, outcome.draft_forwards
         assert outcome.seconds is not None and outcome.draft_seconds is not None and steps is not None
-        live = outcome.live.long()
-        of_rows = torch.stack([live, outcome.lengths, outcome.drafted, outcome.submitted]) * live
-        forwards = torch.as_tensor(steps, device=live.device)
-        numbers = torch.cat([of_rows.sum(-1), of_rows[3:].amax(-1), forwards.view(1)])
-        rows, context, fed, verified, longest, ran = numbers.tolist()  # one sync
+        of_rows = outcome.on_host[:4] * outcome.on_host[0]
+        rows, context, fed, verified = of_rows.sum(-1).tolist()
+        longest, ran = int(of_rows[3].max()), int(steps)
         self.rounds += 1
         unknown, fits = self.unknown, False
         if rows and self.rounds > len(TRIAL):

@@ -77,7 +77,7 @@ class Run:
         self._began, self._captures = time.perf_counter(), self.captures
         if not self.processing.greedy:
             self._call("random", self._steps.set_uniforms, max(1, self.drafting.max_draft_tokens))
-        self._rests = self.drafting.rests(self._most > 0)
+        self._rests = self.drafting.prepare([request is not None for request in self.rows.requests], self._most > 0)
         if self._rests:
             return self.drafting.begin(self.rows.live, 0, rests=True)
         progress: DraftProgress = self._ask("begin", self._steps.begin, state=self.policy, renews=True)

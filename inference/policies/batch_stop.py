@@ -7,7 +7,6 @@ draft on. Any policy that verifies all its drafted tokens can be wrapped; its ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -42,7 +41,8 @@ class BatchStopPolicy(RowPolicy):
     verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with drafts costs
     more than one without, whatever it drafts, that belongs to the first step; so does what a first step takes longer
     than another. τ and the seconds of a round come from averages over past rounds. λ is the speed of the past rounds,
-    so it is never above the best one. It rises to the best speed from the side on which too much is drafted.
+    so it is never above the best one. It rises to the best speed from the side on which too much is drafted. Before the
+    first step all gains are ρ_1, so the host decides on that step (`plan`), with all live rows in R.
 
     costs: measured, or learnt from the seconds of the rounds. Ranks of one tensor-parallel group agree on each answer,
     so they may hold different costs.
@@ -73,7 +73,7 @@ class BatchStopPolicy(RowPolicy):
     """
 
     may_rest = True
-    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "token_price", "step_price", "longest")
+    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps")
 
     def __init__(
         self,
@@ -107,11 +107,13 @@ class BatchStopPolicy(RowPolicy):
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         if inner.peeks:
             self.draw_next = self._draw_next
+        self.counts_steps = inner.peeks or inner.looks_ahead  # there may be more draft steps than drawn tokens
         self.past = PastRounds(self.max_draft_tokens, prior=prior, optimism=optimism, memory=memory)
         self._allocate(0, torch.device("cpu"))
+        self.lengths, self.planned = np.zeros(0), False  # tokens of each row's text; whether `plan` was called
         self.counted = 0  # number of the policy's predictions that `survival` includes
-        self.survival = self.token_price = self.step_price = torch.zeros(0, dtype=torch.float64)
-        self.longest = self.steps = torch.zeros((), dtype=torch.long)
+        self.survival = torch.zeros(0, dtype=torch.float64)
+        self.steps = torch.zeros((), dtype=torch.long)  # of this round, if counted
         # Per depth of this round, (batch,) each: S·β̂ of the rows that drafted on to it, else 0; and S after judging it.
         self.decided, self.judged = list[Tensor](), list[Tensor]()
         self.forget()
@@ -119,28 +121,18 @@ class BatchStopPolicy(RowPolicy):
     def _allocate(self, batch: int, device: torch.device) -> None:
         """What past rounds tell the steps of the next one, in float64 tensors that change in place. So CUDA graphs can
         contain them."""
-        kinds = 15, 2, 1, self.max_draft_tokens, batch
-        self.told = torch.zeros(sum(kinds), dtype=torch.float64, device=device)
-        prices, self.pace, most, self.rho, self.at_best = self.told.split(kinds)
-        # As PastRounds has them, but 1 for ρ_1 and f if a token is probed; (τ, 1); tokens to draft at most.
-        self.prices, self.most = prices.view(5, 3), most[0]
-        # (2, batch): the tokens of each row's text, and 1.
-        self.sizes = torch.ones(2, batch, dtype=torch.float64, device=device)
+        self.told = torch.zeros(1 + self.max_draft_tokens + batch, dtype=torch.float64, device=device)
+        # In tokens: the price of one more token of a row, and that of a draft step. Then ρ of depths 2, 3, …; and what
+        # each row may draft.
+        self.token_price, self.step_price, *self.rho = self.told[: 1 + self.max_draft_tokens].unbind()
+        self.budget = self.told[1 + self.max_draft_tokens :]
+        self.nothing = torch.zeros((), dtype=torch.float64, device=device)
 
     def forget(self) -> None:
         """Reset what was learnt, in the same memory; and the costs, if they are learnt."""
         self.past.forget()
         self.costs.forget()
-        self._tell()
-
-    def _tell(self) -> None:
-        past = self.past
-        prices = past.prices(self.costs.coefficients, self.host)
-        most, rho, at_best = self.max_draft_tokens, past.ratios(), past.at_best().tolist()
-        if 0 < self.probe <= past.idle:
-            most, rho[0], at_best = 1, 1.0, [1.0 for _ in at_best]
-        told = [*chain(*prices), past.emitted, 1.0, most, *rho, *at_best]
-        self.told.copy_(torch.tensor(told, dtype=torch.float64))
+        self.planned = False
 
     @property
     def capture(self) -> Capture | None:
@@ -167,17 +159,15 @@ class BatchStopPolicy(RowPolicy):
     def start(self, batch: int, device: torch.device) -> None:
         """Keeps what was learnt. Tensors also keep their memory if there are as many rows on the same device."""
         self.inner.start(batch, device)
-        if self.at_best.shape != (batch,) or self.at_best.device != torch.empty(0, device=device).device:
+        if self.budget.shape != (batch,) or self.told.device != torch.empty(0, device=device).device:
             self._allocate(batch, device)
-        self.sizes[0] = 0
+        self.lengths, self.planned = np.zeros(batch), False
         self.past.begin(batch)
-        self._tell()
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
-        self.sizes[0, rows] = lengths.double()
-        self.past.record[:, rows.tolist()] = 0
-        self._tell()
+        places = rows.tolist()
+        self.lengths[places], self.past.record[:, places], self.planned = lengths.tolist(), 0, False
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -185,33 +175,38 @@ class BatchStopPolicy(RowPolicy):
     def select(self, rows: Tensor) -> None:
         """Called between rounds only."""
         self.inner.select(rows)
-        sizes, self.past.record = self.sizes[:, rows], self.past.record[:, rows.tolist()]
-        if len(rows) != len(self.at_best):
-            self._allocate(len(rows), sizes.device)
-        self.sizes.copy_(sizes)
-        self._tell()
+        places = rows.tolist()
+        self.lengths, self.past.record, self.planned = self.lengths[places], self.past.record[:, places], False
+        if len(places) != len(self.budget):
+            self._allocate(len(places), self.told.device)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def start_round(self, live: Tensor) -> Tensor:
-        budget = self.policy.start_round(live)
-        first_price = self._set_prices(live)
-        wanting = (live & (budget > 0)).double()
-        gain = wanting * self.rho[0]
-        pays = self._pays(gain, first_price)
-        drafts = (gain * self.at_best > self.token_price) & pays
-        self.longest = (drafts.any() * self.most).long()
-        self.survival, self.counted, self.steps = torch.ones_like(wanting), 0, torch.zeros_like(self.longest)
-        self.decided, self.judged = [wanting * drafts], []
-        return torch.minimum(budget, self.longest * drafts)
+    def plan(self, live: Sequence[bool]) -> None:
+        """Decide on the first step, and tell what the others go by."""
+        past, most, takes_part = self.past, self.max_draft_tokens, np.array(live, bool)
+        rows, context = int(takes_part.sum()), float(self.lengths @ takes_part)
+        prices = past.prices(self.costs.coefficients, self.host)
+        average, plain, *more = (of_context * context + of_rows * rows + one for of_context, of_rows, one in prices)
+        speed = rows * max(past.emitted / max(average, TINY), 1 / max(plain, TINY))  # λ
+        token, step, first = (speed * seconds for seconds in more)
+        rho, at_best = past.ratios(), past.at_best()
+        if 0 < self.probe <= past.idle:
+            most, rho[0], at_best = 1, 1.0, np.ones_like(at_best)
+        pays = rows * max(0.0, rho[0] - token) > first
+        budget = most * pays * (rho[0] * at_best > token)
+        self.told.copy_(torch.tensor([token, step, *rho[1:], *budget.tolist()], dtype=torch.float64))
+        self.planned = True
 
-    def _set_prices(self, live: Tensor) -> Tensor:
-        """Set this round's price of a row's token and of a draft step, in tokens → the price of the first step."""
-        size = self.sizes @ live.double()  # context tokens, and rows
-        seconds = torch.addmv(self.prices[:, 2], self.prices[:, :2], size)
-        speed = size[1] * (self.pace / seconds[:2].clamp(min=TINY)).amax()  # λ
-        self.token_price, self.step_price, first_price = (speed * seconds[2:]).unbind()
-        return first_price
+    def start_round(self, live: Tensor) -> Tensor:
+        if not self.planned:  # its host leaves it to us, and we wait for the device
+            self.plan(live.tolist())
+        budget = torch.minimum(self.policy.start_round(live), self.budget.long())
+        drafts = (live & (budget > 0)).double()
+        self.decided, self.judged, self.survival, self.counted = [drafts], [], torch.ones_like(drafts), 0
+        if self.counts_steps:
+            self.steps = torch.zeros((), dtype=torch.long, device=live.device)
+        return budget
 
     def _draw_next(self, step: DraftStep) -> Tensor:
         self.steps = torch.where(step.active.any(), step.depth, self.steps)
@@ -230,40 +225,35 @@ class BatchStopPolicy(RowPolicy):
             return active
         predictions = self.predicted_next or self.predicted
         hope = self.survival * predictions[-1] if predictions else self.survival
-        gain = torch.where(active, hope * self.rho[step.depth], 0.0)
-        goes_on = self._pays(gain, self.step_price) & (gain > self.token_price)
-        self.decided.append(torch.where(goes_on, hope, 0.0))
+        surplus = (hope * self.rho[step.depth - 1] - self.token_price).clamp(min=0)
+        surplus = torch.where(active, surplus, self.nothing)
+        goes_on = (surplus > 0) & (surplus.sum() > self.step_price)
+        self.decided.append(torch.where(goes_on, hope, self.nothing))
         return goes_on
-
-    def _pays(self, gain: Tensor, price: Tensor) -> Tensor:
-        """() bool, whether a step is worth its price. gain: (batch,) expected tokens of each row."""
-        return (gain - self.token_price).clamp(min=0).sum() > price
 
     # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        rows, one = outcome.live, (self.longest, self.steps)
-        counts = rows, outcome.accepted, outcome.drafted, outcome.submitted, *(each.expand_as(rows) for each in one)
-        numbers = torch.stack([*counts, *self.decided, *self.judged]).cpu().numpy()  # one sync
-        live, survival, last = numbers[0], numbers[6:], len(self.decided)
-        accepted, drafted, submitted = numbers[1:4] * live
-        tried, steps = numbers[4:6, 0].tolist()
+        live, lengths, drafted, submitted, accepted = outcome.on_host
+        of_a_round = torch.stack([*self.decided, *self.judged]).cpu().numpy()
+        decided, judged = of_a_round[: len(self.decided)], of_a_round[len(self.decided) :]
+        steps = int(self.steps) if self.counts_steps else 0
+        accepted, drafted, submitted = np.stack([accepted, drafted, submitted]) * live
         longest = int(drafted.max())
         # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
         # declined was a draft step without a gain.
         looked = submitted + (submitted == drafted) * live if self.inner.peeks else submitted
         self.past.learn(
             np.stack([accepted, looked, submitted]),
-            survival[:last],
-            survival[last:],
+            decided,
+            judged,
             rows=int(live.sum()),
             # The host may skip asking at the last depth, so the policy can know of too few steps.
-            steps=max(longest, int(steps)) if longest else int(self.host.feeds),
+            steps=max(longest, steps) if longest else int(self.host.feeds),
             drew=longest > 0,
-            tried=tried > 0,
+            tried=bool(decided[0].any()),
             host=self.host,
         )
-        self.sizes[0] = outcome.lengths
-        self._tell()
+        self.lengths, self.planned = lengths, False
         if self.inner.learns:
             self.policy.observe(outcome)

@@ -3,7 +3,8 @@
 The decode loop, replay, the exact enumeration and vLLM's runners each draft in their own way. All of them ask the
 policy through `Drafting`. It tracks which rows still draft, how many tokens each has drafted, and wasted forwards:
 
-    progress = drafting.begin(live, room)
+    rests = drafting.prepare(live, drafted)         on the host
+    progress = drafting.begin(live, room, rests=rests)
     for each token:
         progress = drafting.peek(step, progress)       if drafting.peeks, before the token is drawn
         progress = drafting.drew(progress)             the token is drawn
@@ -70,6 +71,7 @@ class Drafting:
         self.asks = getattr(kind, "keep_drafting", None) is not RowPolicy.keep_drafting
         self.learns = bool(self.learnt) or getattr(kind, "observe", None) is not RowPolicy.observe
         self.peeks, self.trims = hasattr(policy, "draw_next"), hasattr(policy, "trim")
+        self.plans = hasattr(policy, "plan")
         self.looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         self.by_tenant: bool = getattr(policy, "by_tenant", False)
         self.lossless: frozenset[Verifier] = getattr(policy, "lossless", BOTH)
@@ -117,16 +119,19 @@ class Drafting:
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
-    def rests(self, drafted: bool) -> bool:
-        """Whether the policy is left out of the round that begins: nothing is drafted, and it is not told the outcome.
-        The more rounds have had no drafts, the fewer it is asked in, at least every fourth. A host calls this once a
-        round, outside of captured steps. drafted: whether any row could draft in the last round."""
+    def prepare(self, live: Sequence[bool], drafted: bool) -> bool:
+        """Begin a round on the host, outside of captured steps → whether the policy rests: nothing is drafted, and it
+        is not told the outcome. The more rounds have had no drafts, the fewer it is asked in, at least every fourth.
+        live: rows that take part. drafted: whether any row could draft in the last round."""
         self.idle = 0 if drafted else self.idle + 1
-        return self.may_rest and self.idle % min(1 + self.idle // 8, 4) > 0
+        rests = self.may_rest and self.idle % min(1 + self.idle // 8, 4) > 0
+        if self.plans and not rests:
+            self.policy.plan(live)  # type: ignore[attr-defined]
+        return rests
 
     def begin(self, live: Tensor, room: Tensor | int, *, rests: bool = False) -> DraftProgress:
         """Start a round. live: (batch,) bool. room: the most tokens the host lets each row draft, (batch,) or one int
-        for all. rests: the policy is left out."""
+        for all. rests: as `prepare` says."""
         if rests:
             none = torch.zeros_like(live, dtype=torch.long)
             return DraftProgress(none, none > 0, none, none)

@@ -114,7 +114,7 @@ class _Rows:
     def round(self) -> None:
         traces, live = self.traces, self.live
         here = self.place.clamp(max=traces.positions - 1)
-        rests = self.drafting.rests(self.drafted)
+        rests = self.drafting.prepare(live.tolist(), self.drafted)
         begun = self.drafting.begin(live, traces.drafts[here], rests=rests)
         self.drafted, progress = bool(begun.budget.any()), self.draft(here, begun)
         drafted = submitted = progress.lengths

@@ -130,7 +130,7 @@ class PolicyHost:
             if ends is not None:
                 # A round emits one token more than it accepts.
                 rooms = [min(limit, end.k_max, end.length - now - 1) for end, now in zip(ends, lengths, strict=True)]
-            self.rests = self.drafting.rests(self.most > 0)
+            self.rests = self.drafting.prepare(live, self.most > 0)
             self.progress = self.drafting.begin(torch.tensor(live).bool(), torch.tensor(rooms), rests=self.rests)
         self.context, self.live = lengths, list(live)  # at the start of this round
         self.pending, self.depth, self.forwards, self.caught_up = None, 0, 0, 0

@@ -505,11 +505,14 @@ def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     decode(policy, 8, 0.3, 50)
     learnt = policy.past.sums.tolist()
     begin(policy, [10] * 2)
-    assert policy.past.sums.tolist() == learnt and policy.sizes.tolist() == [[10, 10], [1, 1]]
+    assert policy.past.sums.tolist() == learnt and policy.lengths.tolist() == [10, 10]
     other = copy.deepcopy(policy)
     decode(other, 2, 0.9, 5)
     assert policy.past.sums.tolist() == learnt != other.past.sums.tolist()
-    assert policy.rho.tolist() == policy.past.ratios() != other.rho.tolist() == other.past.ratios()
+    for each in (policy, other):
+        each.plan([True] * 2)
+        assert [ratio.item() for ratio in each.rho] == each.past.ratios()[1:]
+    assert policy.told.tolist() != other.told.tolist()
 
 
 def test_steps_in_vain_are_counted():

@@ -171,13 +171,14 @@ def test_it_forgets_in_the_same_memory():
     with standing_in() as backend:
         decoder = new_decoder("graphs")
         first = run(decoder, policy)
-        told, captures = [policy.told, policy.at_best, policy.sizes], backend.captures
+        told, captures = (policy.told, policy.budget), backend.captures
         assert policy.past.totals[0] > 5
         policy.forget()
         assert policy.past.totals == [1, 1, 0, 0, 0] and not policy.past.sums.any()
-        assert policy.rho[0] == 0.9
+        policy.plan([True] * len(policy.budget))
+        assert policy.rho[0] == pytest.approx(0.9**2)  # of depth 2: κ_1 is as low as ρ_1
         assert run(decoder, policy) == first
-        assert all(each is now for each, now in zip(told, (policy.told, policy.at_best, policy.sizes), strict=True))
+        assert all(each is now for each, now in zip(told, (policy.told, policy.budget), strict=True))
         assert backend.captures == captures
 
 

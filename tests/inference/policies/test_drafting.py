@@ -52,11 +52,11 @@ class MayRest(Answers):
 
 def test_who_may_rest_is_asked_in_ever_fewer_rounds_while_nothing_is_drafted():
     drafting = Drafting(MayRest([0], [], []))
-    asked = [number for number in range(1, 61) if not drafting.rests(drafted=False)]
+    asked = [number for number in range(1, 61) if not drafting.prepare([True], drafted=False)]
     assert asked == [*range(1, 9), 10, 12, 14, 18, 21, *range(24, 61, 4)]
-    assert not any(drafting.rests(drafted=number == 0) for number in range(8))  # from the beginning
+    assert not any(drafting.prepare([True], drafted=number == 0) for number in range(8))  # from the beginning
     other = Drafting(Answers([0], [], []))
-    assert not any(other.rests(drafted=False) for _ in range(60))
+    assert not any(other.prepare([True], drafted=False) for _ in range(60))
 
 
 def test_a_policy_that_is_left_out_is_not_asked():

@@ -39,6 +39,7 @@ def one_round(policy, live, shown=None, room=99):
     room = torch.as_tensor(room).expand(len(live))
     if tables:
         room = room.clamp(max=min(table.shape[1] - (name == "states") for name, table in tables.items()))
+    drafting.prepare(live.tolist(), drafted=True)
     going = drafting.begin(live, room)
     most = int(going.budget.max())
     for depth in range(1, most + 1):
