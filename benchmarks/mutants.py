@@ -307,8 +307,8 @@ POLICIES = (
     Mutant(
         "head, `costs=`: the price of a step is that of all rows, also of idle ones",
         "inference/policies/batch_stop.py",
-        "size = self.sizes @ live.double()",
-        "size = self.sizes.sum(-1)",
+        "rows, context = int(takes_part.sum()), float(self.lengths @ takes_part)",
+        "rows, context = len(takes_part), float(self.lengths.sum())",
         (rule("Told by costs, light"),),
     ),
     Mutant(
@@ -328,8 +328,8 @@ POLICIES = (
     Mutant(
         "max-prob, `costs=`: a row goes on although its own token does not pay",
         "inference/policies/batch_stop.py",
-        "& (gain > self.token_price)",
-        "& active",
+        "goes_on = (surplus > 0) &",
+        "goes_on = active &",
         (BATCH_STOP + "a_row_is_trimmed_where_its_own_token_does_not_pay",),
     ),
 )
@@ -370,7 +370,7 @@ CORE = (
     Mutant(
         "costs=auto: no round is ever forgotten",
         "inference/costs/learnt.py",
-        "seen[0][-1] <= self.rounds - ROUNDS",
+        "seen[0][4] <= self.rounds - ROUNDS",
         "False",
         ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
     ),
@@ -477,8 +477,8 @@ CORE = (
     Mutant(
         "costs: a round in which no row wants to draft counts as one with drafts",
         "inference/policies/batch_stop.py",
-        "(drafts.any() * self.most)",
-        "(pays * self.most)",
+        "tried=bool(decided[0].any())",
+        "tried=bool(self.budget.any())",
         ("inference/policies/test_batch_stop.py::test_a_round_in_which_no_row_wants_to_draft_is_one_without_drafts",),
     ),
     Mutant(
@@ -516,10 +516,24 @@ CORE = (
         ),
     ),
     Mutant(
+        "costs: the first step is decided for the rows of the round before",
+        "inference/policies/batch_stop.py",
+        "self.lengths, self.planned = lengths, False",
+        "self.lengths = lengths",
+        (rule("Told by costs, light"), f"{BATCH_STOP}what_was_given_up_is_tried_again"),
+    ),
+    Mutant(
+        "costs: a policy is not told of the round that begins",
+        "inference/policies/drafting.py",
+        "if self.plans and not rests:",
+        "if self.plans and rests:",
+        ("inference/policies/test_drafting.py::test_a_policy_plans_each_round_in_which_it_is_asked",),
+    ),
+    Mutant(
         "costs: a request that does not pay drafts on",
         "inference/policies/batch_stop.py",
-        "gain * self.at_best > self.token_price",
-        "gain > self.token_price",
+        "(rho[0] * at_best > token)",
+        "(rho[0] > token)",
         (f"{BATCH_STOP}a_request_whose_tokens_do_not_pay_drafts_nothing_and_is_tried_again",),
     ),
     Mutant(
@@ -931,8 +945,8 @@ CORE = (
     Mutant(
         "vLLM: a verdict is in the order of the rows now",
         "inference/adapters/vllm/host.py",
-        "rows = _positions(self.requests, requests)",
-        "rows = [min(row, len(requests) - 1) for row in range(len(self.requests))]",
+        "if requests == self.requests else _positions(self.requests, requests)",
+        "if requests == self.requests else [min(row, len(requests) - 1) for row in range(len(self.requests))]",
         (
             "inference/adapters/vllm/test_host.py::test_the_verdict_reaches_the_policy_in_the_order_of_the_round_it_is_on",
         ),

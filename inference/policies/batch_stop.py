@@ -143,7 +143,7 @@ class BatchStopPolicy(RowPolicy):
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
             read=tuple(f"policy.{name}" for name in held.read),
-            unread=tuple(f"policy.{name}" for name in held.unread),
+            unread=("lengths", "planned", *(f"policy.{name}" for name in held.unread)),
         )
 
     @property

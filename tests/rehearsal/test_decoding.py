@@ -95,6 +95,7 @@ def test_other_ways_to_decode(options, waits):
 
 ROUND_END = "inference/decode/rows.py"  # where the rows are, once a round
 LEARNING = "inference/policies/batch_stop.py"  # where costs decide
+COUNTS = "inference/policy.py"  # a round's numbers, for whoever learns on the host
 QUESTION = "inference/decode/loop.py"  # whether any row goes on
 BUDGET = "inference/decode/run.py"  # how much may be drafted, where a policy chooses it
 
@@ -145,10 +146,10 @@ def test_a_round_that_may_stop_waits_once_a_token_besides(name, compile, waits):
 
 @SLOW
 def test_costs_add_the_question_of_the_budget_and_what_the_host_learns(waits):
-    """It reads the round in one piece, and tells the device in one."""
+    """It reads the round's numbers, then its own, and tells the device all in one piece."""
     for counts, slots in waits_of_rounds("costs", waits, compile="graphs"):
         questions = counts.pop(QUESTION, 0)
-        assert counts == {ROUND_END: 1, BUDGET: 1, LEARNING: 2} and questions <= max(slots, 1)
+        assert counts == {ROUND_END: 1, BUDGET: 1, COUNTS: 1, LEARNING: 2} and questions <= max(slots, 1)
 
 
 def test_a_policy_that_reads_on_the_host_is_seen(waits, monkeypatch):

@@ -59,6 +59,21 @@ def test_who_may_rest_is_asked_in_ever_fewer_rounds_while_nothing_is_drafted():
     assert not any(other.prepare([True], drafted=False) for _ in range(60))
 
 
+class Planning(MayRest):
+    planned = 0
+
+    def plan(self, live):
+        assert live == [True, False]
+        self.planned += 1
+
+
+def test_a_policy_plans_each_round_in_which_it_is_asked():
+    policy = Planning([0], [], [])
+    drafting = Drafting(policy)
+    rests = [drafting.prepare([True, False], drafted=number < 3) for number in range(60)]
+    assert policy.planned == rests.count(False) < 60
+
+
 def test_a_policy_that_is_left_out_is_not_asked():
     drafting, live = Drafting(MayRest([4, 4], [], [])), torch.tensor([True, False])
     assert drafting.begin(live, 9).budget.tolist() == [4, 0]
