@@ -56,9 +56,10 @@ def checked_grid(
     *,
     has_heads: bool,
     longest: int = MOST,
+    divergence: bool = True,
 ) -> Grid:
     """The grid that the options of the command line ask for. None: the default of `tune`. longest: round that the
-    traces can replay.
+    traces can replay. divergence: whether they have it.
 
     Raises InputError for values out of range, and for a k_min that nothing would read.
     """
@@ -68,7 +69,7 @@ def checked_grid(
         k_min=_checked("k_min", k_min, K_MIN, 1),
         k_max=_checked("k_max", k_max, sorted({min(each, longest) for each in K_MAX}), 1, longest),
         lags=_checked("lag", lag, (0, 1), 0, 1),
-        rules=checked_rules(rules),
+        rules=checked_rules(rules, divergence=divergence),
         search=search,
     )
     if not grid.bounds:

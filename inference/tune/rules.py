@@ -14,7 +14,7 @@ from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.registry import POLICIES
 from accept_head.inference.policies.spec import Spec
 from accept_head.inference.policies.threshold import ThresholdPolicy
-from accept_head.inference.policy import DraftPolicy
+from accept_head.inference.policy import DraftPolicy, Signal
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.walk import Replayed
@@ -57,10 +57,12 @@ def _learner(spec: Spec, value: float, costs: PairCosts, k_max: int) -> DraftPol
     return policy
 
 
-def checked_rules(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of the rules to tune, by default all. Raises InputError for a name that cannot be tuned."""
+def checked_rules(names: Sequence[str] | None, *, divergence: bool = True) -> tuple[str, ...]:
+    """The names of the rules to tune, by default all; without `divergence`, which traces of a drafter lack, all that do
+    not need it. Raises InputError for a name that cannot be tuned."""
     if names is None:
-        return EVERY
+        needs = {name: getattr(POLICIES[name].policy, "needs", ()) for name in EVERY}
+        return tuple(name for name in EVERY if divergence or Signal.DIVERGENCE not in needs[name])
     for name in names:
         if name not in EVERY:
             raise InputError(f"rules has {name!r}, expected some of {', '.join(EVERY)}")

@@ -6,6 +6,7 @@ The policies that need no training go through the same search on the same traces
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.console import make_console
@@ -81,8 +82,8 @@ def tune(
     path = writable_file(Path(out))
     priced = read_costs(costs, t_draft, t_target, target_times)
     config = finished_config(Path(traces))
-    most = {"longest": config.depths} if config.depths else {}
-    grid = checked_grid(k_min, k_max, lag, rules, search, objective, has_heads=bool(head), **most)
+    of_drafter: dict[str, Any] = {"longest": config.depths, "divergence": False} if config.depths else {}
+    grid = checked_grid(k_min, k_max, lag, rules, search, objective, has_heads=bool(head), **of_drafter)
     if max_prompts is not None and max_prompts < 1:
         raise InputError(f"max_prompts is {max_prompts}, expected a positive integer")
     model = load_draft(draft, "--draft", dtype=dtype, trust_remote_code=trust_remote_code)

@@ -81,6 +81,8 @@ def test_the_search_takes_the_best_value_of_each(traces):
 
 def test_unknown_rules_are_refused_by_name():
     assert checked_rules(None) == EVERY and checked_rules(["svip"]) == ("svip",)
+    assert set(EVERY) - set(checked_rules(None, divergence=False)) == {"dsde"}
+    assert checked_rules(["dsde"], divergence=False) == ("dsde",)  # which is refused where the traces are read
     with pytest.raises(InputError, match="rules has 'fixed', expected some of confidence, "):
         checked_rules([*RULES, "fixed"])
 
