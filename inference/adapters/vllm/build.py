@@ -92,9 +92,12 @@ def input_embeddings(model: nn.Module, vocab: int) -> Tensor:
 
 
 def drafted_ids(model: nn.Module) -> Tensor | None:
-    """(own,) the target's ids of the tokens that a drafter with a vocabulary of its own can propose; None: all."""
+    """(own,) the target's ids of the tokens that a drafter with a vocabulary of its own can propose; None: all, or it
+    does not show the logits of its own, as vLLM's classes do."""
     offsets = getattr(model, "draft_id_to_target_id", None)
-    return None if offsets is None else torch.arange(len(offsets), device=offsets.device) + offsets
+    if offsets is None or not (hasattr(model, "logits_processor") and hasattr(model, "lm_head")):
+        return None
+    return torch.arange(len(offsets), device=offsets.device) + offsets
 
 
 def build_host(
