@@ -236,6 +236,28 @@ def test_a_round_in_which_no_row_wants_to_draft_is_one_without_drafts():
     assert np.diff(np.flatnonzero(seen[-40:])).tolist() == [4] * 9 and seen[-40:].sum() == 10
 
 
+def test_it_plans_by_itself_where_its_host_does_not():
+    """Round by round, as rows come and go, the same as where `plan` was called; and unlike an older plan."""
+    random = np.random.default_rng(0)
+    planned, alone, stale = (
+        begin(BatchStopPolicy(FixedPolicy(3), pair_costs(0.05, 0.1), host=PACKED), [9] * 8) for _ in range(3)
+    )
+    differs = 0
+    for _ in range(60):
+        live = torch.from_numpy(random.random(8) < random.random()) | (torch.arange(8) == 0)
+        planned.plan(live.tolist())
+        budgets = [each.start_round(live) for each in (planned, alone)]
+        assert torch.equal(*budgets)
+        assert alone.told.tolist() == planned.told.tolist()
+        differs += planned.told.tolist() != stale.told.tolist()
+        stale.plan(live.tolist())
+        drafted = budgets[0].clamp(max=1) * live
+        for each in (planned, alone, stale):
+            each.decided, each.judged = [drafted.double()], [torch.ones(8, dtype=torch.float64)]
+            each.observe(outcome(drafted, drafted, live, lengths=torch.full((8,), 9)))
+    assert differs > 30
+
+
 def test_no_drafts_under_load_and_drafts_again_when_rows_leave():
     costs = pair_costs(0.1, 0.1, 0.9)
     assert speeds(costs, 32, 0.6, 8).argmax() == 0 and speeds(costs, 1, 0.6, 8).argmax() >= 1
