@@ -518,8 +518,8 @@ CORE = (
     Mutant(
         "costs: the first step is decided for the rows of the round before",
         "inference/policies/batch_stop.py",
-        "self.lengths, self.planned = lengths, False",
-        "self.lengths = lengths",
+        "self.lengths, self.planned = lengths.copy(), False",
+        "self.lengths = lengths.copy()",
         (f"{BATCH_STOP}it_plans_by_itself_where_its_host_does_not",),
     ),
     Mutant(

@@ -254,6 +254,6 @@ class BatchStopPolicy(RowPolicy):
             tried=bool(decided[0].any()),
             host=self.host,
         )
-        self.lengths, self.planned = lengths, False
+        self.lengths, self.planned = lengths.copy(), False  # `admit` writes there
         if self.inner.learns:
             self.policy.observe(outcome)
