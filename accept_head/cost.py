@@ -90,10 +90,6 @@ class PairCosts:
         """Seconds of one target forward. batch_tokens, context_tokens: sums over all rows."""
         return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
 
-    def plain_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
-        """Seconds of one target forward in a round without drafts, one token per row."""
-        return self.verify_seconds(rows, context_tokens)
-
     def forget(self) -> None:
         """Measured costs stay."""
 

@@ -23,7 +23,7 @@ from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policy import Signal
 from accept_head.sampling import Sampling
 from tests.inference.support.rounds import begin, one_round, outcome
-from tests.inference.support.scalar_rules import DearFirst, OtherWhenPlain, first_more, pair_costs
+from tests.inference.support.scalar_rules import DearFirst, OtherWhenPlain, first_more, pair_costs, plain_seconds
 from tests.inference.support.toy import toy_pair
 
 COSTS = pair_costs(0.02, 0.004, 0.1, row=0.001, context=1e-5)
@@ -42,7 +42,7 @@ def seconds_of(costs, host, drafted, lengths):
     drafting = steps * (costs.draft.gamma + costs.draft.alpha * context) + fed * costs.draft.beta
     drafting += first_more(costs) if steps else 0.0
     verified = rows * (1 + longest) if host.verifies_padding else rows + sum(drafted)
-    rest = costs.verify_seconds(verified, context) if longest else costs.plain_seconds(rows, context)
+    rest = costs.verify_seconds(verified, context) if longest else plain_seconds(costs, rows, context)
     return drafting + float(rest), drafting
 
 
@@ -99,7 +99,7 @@ def test_a_round_without_drafts_has_costs_of_its_own(acceptance):
     costs = OtherWhenPlain(**vars(pair_costs(0.005, 0.004, 0.1)))
     policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
     longest, _ = serve(policy, costs, PACKED, 250, 4, acceptance, np.random.default_rng(0))
-    plain = float(policy.costs.plain_seconds(4, 4 * 300)), float(costs.plain_seconds(4, 4 * 300))
+    plain = plain_seconds(policy.costs, 4, 4 * 300), plain_seconds(costs, 4, 4 * 300)
     assert plain[0] == pytest.approx(plain[1], rel=0.05)
     right = float(costs.verify_seconds(8, 4 * 300))
     assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.07)
