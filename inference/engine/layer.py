@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
@@ -48,21 +49,22 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         slots = self.place.slots.to(key_states.device)  # with a device map, layers are on several devices
-        if (packing := self.place.packing) is not None:
+        rows, packing = self.place.rows, self.place.packing
+        if packing is not None:
             where = packing.taken // packing.width, slice(None), slots.flatten()[packing.taken]
             self.keys[where], self.values[where] = (t[0].transpose(0, 1) for t in (key_states, value_states))
-            return self.keys[:, :, : self.place.extent], self.values[:, :, : self.place.extent]
-        if self.place.rows is None:
+        elif rows is None and slots.device.type != "cpu":
             index = slots[:, None, :, None]
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
             self.values.scatter_(2, index.expand(value_states.shape), value_states)
+        else:  # on a CPU in bfloat16, torch's scatter_ copies all that it writes into
+            rows_of = torch.arange(self.batch) if rows is None else rows.to(slots.device)
+            where = rows_of[:, None], slice(None), slots
+            self.keys[where], self.values[where] = (t.transpose(1, 2) for t in (key_states, value_states))
+        if rows is None or self.place.whole:
             extent = self.capacity if self.place.whole else self.place.extent
             return self.keys[:, :, :extent], self.values[:, :, :extent]
-        rows = self.place.rows.to(key_states.device)
-        self.keys[rows[:, None], :, slots] = key_states.transpose(1, 2)
-        self.values[rows[:, None], :, slots] = value_states.transpose(1, 2)
-        if self.place.whole:
-            return self.keys, self.values
+        rows = rows.to(slots.device)
         return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
 
     def select(self, rows: Tensor) -> None:
