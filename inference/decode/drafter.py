@@ -132,9 +132,16 @@ class Eagle3(DraftModel):
             self.states[torch.arange(len(place), device=place.device), place] = states[:, 0]
         else:
             if not self.begun:
-                self.begin()
+                self._feed_waiting()
             self.states = states
         self.begun = False
+
+    def _feed_waiting(self) -> None:
+        """Feed what waits, as `begin` does, but without the logits."""
+        rows, starts = self.rows, self.rows.fed.clamp(min=1) - 1
+        spans = torch.stack([torch.arange(len(starts), device=starts.device), starts, rows.lengths - 1], dim=-1)
+        group = Group(spans, rows.unfed, rows.longest - 1)
+        self.cached.fill_group(rows.tokens[:, 1:], group, states=self.states[:, : group.width])
 
     def accepted(self) -> None:
         if not self.waits:
