@@ -49,8 +49,8 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         slots = self.place.slots.to(key_states.device)  # with a device map, layers are on several devices
-        rows, packing = self.place.rows, self.place.packing
-        if packing is not None:
+        rows = None if self.place.rows is None else self.place.rows.to(slots.device)
+        if (packing := self.place.packing) is not None:
             where = packing.taken // packing.width, slice(None), slots.flatten()[packing.taken]
             self.keys[where], self.values[where] = (t[0].transpose(0, 1) for t in (key_states, value_states))
         elif rows is None and slots.device.type != "cpu":
@@ -58,13 +58,11 @@ class RaggedLayer(CacheLayerMixin):
             self.keys.scatter_(2, index.expand_as(key_states), key_states)
             self.values.scatter_(2, index.expand(value_states.shape), value_states)
         else:  # on a CPU in bfloat16, torch's scatter_ copies all that it writes into
-            rows_of = torch.arange(self.batch) if rows is None else rows.to(slots.device)
-            where = rows_of[:, None], slice(None), slots
+            where = (torch.arange(self.batch) if rows is None else rows)[:, None], slice(None), slots
             self.keys[where], self.values[where] = (t.transpose(1, 2) for t in (key_states, value_states))
         if rows is None or self.place.whole:
             extent = self.capacity if self.place.whole else self.place.extent
             return self.keys[:, :, :extent], self.values[:, :, :extent]
-        rows = rows.to(slots.device)
         return self.keys[rows, :, : self.place.extent], self.values[rows, :, : self.place.extent]
 
     def select(self, rows: Tensor) -> None:
