@@ -8,12 +8,23 @@ drafter is token d + d2t[d] of the target; the target's other tokens have probab
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    eager_attention_forward,
+    rotate_half,
+)
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, (batch, new, head_dim) each
 
 
 class Drafted(NamedTuple):
@@ -22,28 +33,78 @@ class Drafted(NamedTuple):
     own: Tensor  # (batch, new, hidden), before it: the states for the next slots
 
 
-class Eagle3Layer(nn.Module):
-    """A Llama layer whose attention reads a token's embedding beside the state."""
+class Eagle3Attention(LlamaAttention):
+    """A Llama layer's attention that reads a token's embedding beside the state: twice the width. Its queries may be of
+    fewer tokens than its keys."""
 
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config, layer_idx=0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self, name).out_features
+            setattr(self, name, nn.Linear(2 * config.hidden_size, outputs, bias=False))
+
+    def fill(self, inputs: Tensor, rotation: Rotation, cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """inputs: (batch, new, 2 × hidden) → keys and values of all slots, (batch, heads, slots, head_dim) each."""
+        keys, values = rotated(self._by_head(self.k_proj, inputs), rotation), self._by_head(self.v_proj, inputs)
+        return (keys, values) if cache is None else cache.update(keys, values, self.layer_idx)
+
+    def attend(
+        self, inputs: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, attention_mask: Tensor | None
+    ) -> Tensor:
+        """inputs, rotation: of the tokens that ask → (batch, asking, hidden)."""
+        queries = rotated(self._by_head(self.q_proj, inputs), rotation)
+        name = self.config._attn_implementation
+        attention: Callable[..., tuple[Tensor, Tensor | None]]
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        mixed, _ = attention(self, queries, keys, values, attention_mask, dropout=0.0, scaling=self.scaling)
+        attended: Tensor = self.o_proj(mixed.reshape(*inputs.shape[:-1], -1))
+        return attended
+
+    def _by_head(self, project: nn.Linear, inputs: Tensor) -> Tensor:
+        by_head: Tensor = project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return by_head
+
+
+def rotated(values: Tensor, rotation: Rotation) -> Tensor:
+    """values: (batch, heads, new, head_dim)."""
+    cosines, sines = (each[:, None] for each in rotation)
+    return values * cosines + rotate_half(values) * sines
+
+
+class Eagle3Layer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
-        self.self_attn = LlamaAttention(config, layer_idx=0)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            outputs = getattr(self.self_attn, name).out_features
-            setattr(self.self_attn, name, nn.Linear(2 * width, outputs, bias=False))
+        self.self_attn = Eagle3Attention(config)
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
             LlamaRMSNorm(width, eps=eps) for _ in range(3)
         )
 
-    def forward(self, embedded: Tensor, states: Tensor, **attention: Any) -> Tensor:
+    def forward(
+        self,
+        embedded: Tensor,
+        states: Tensor,
+        rotation: Rotation,
+        last: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+    ) -> Tensor:
         normed = self.hidden_norm(states)
+        inputs = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        keys, values = self.self_attn.fill(inputs, rotation, cache)
         residual = normed if self.norm_before_residual else states
-        attended, _ = self.self_attn(torch.cat([self.input_layernorm(embedded), normed], dim=-1), **attention)
-        residual = residual + attended
+        if last is not None:
+            row, (cosines, sines) = torch.arange(len(last), device=last.device), rotation
+            inputs, residual = inputs[row, last][:, None], residual[row, last][:, None]
+            rotation = cosines[row, last][:, None], sines[row, last][:, None]
+        residual = residual + self.self_attn.attend(inputs, rotation, keys, values, attention_mask)
         return residual + self.mlp(self.post_attention_layernorm(residual))
+
+    def fill(self, embedded: Tensor, states: Tensor, rotation: Rotation, cache: Cache) -> None:
+        inputs = torch.cat([self.input_layernorm(embedded), self.hidden_norm(states)], dim=-1)
+        self.self_attn.fill(inputs, rotation, cache)
 
 
 class Eagle3Body(nn.Module):
@@ -58,12 +119,23 @@ class Eagle3Body(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def forward(
-        self, input_ids: Tensor, states: Tensor, position_ids: Tensor, **attention: Any
+        self,
+        input_ids: Tensor,
+        states: Tensor,
+        position_ids: Tensor,
+        last: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """→ states after and before the last norm, (batch, new, hidden) each."""
-        rotation = self.rotary_emb(states, position_ids)
-        own = self.midlayer(self.embed_tokens(input_ids), states, position_embeddings=rotation, **attention)
+        """→ states after and before the last norm, (batch, new, hidden) each, or (batch, 1, hidden) with `last`."""
+        rotation, embedded = self.rotary_emb(states, position_ids), self.embed_tokens(input_ids)
+        own = self.midlayer(embedded, states, rotation, last, attention_mask, past_key_values)
         return self.norm(own), own
+
+    def fill(self, input_ids: Tensor, states: Tensor, position_ids: Tensor, past_key_values: Cache) -> None:
+        """Write these slots' keys and values: all that later slots read of them, as there is one layer."""
+        rotation, embedded = self.rotary_emb(states, position_ids), self.embed_tokens(input_ids)
+        self.midlayer.fill(embedded, states, rotation, past_key_values)
 
 
 class Eagle3Drafter(PreTrainedModel):
@@ -126,10 +198,12 @@ class Eagle3Drafter(PreTrainedModel):
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool = True,
+        last: Tensor | None = None,
     ) -> Drafted:
-        """input_ids: (batch, new), x_{i+1} of slots i. states: (batch, new, hidden), s_i. position_ids: i."""
-        attention: dict[str, Any] = {"attention_mask": attention_mask, "past_key_values": past_key_values}
-        hidden, own = self.model(input_ids, states, position_ids, **attention)
+        """input_ids: (batch, new), x_{i+1} of slots i. states: (batch, new, hidden), s_i. position_ids: i. last:
+        (batch,) the place of the one slot of each row whose prediction is wanted; attention_mask is then of these. Of
+        the others only keys and values are computed."""
+        hidden, own = self.model(input_ids, states, position_ids, last, attention_mask, past_key_values)
         return Drafted(self.lm_head(hidden), hidden, own)
 
     @property

@@ -14,8 +14,10 @@ from torch import Tensor
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.rows import Rows
 from accept_head.inference.engine.cache import CachedModel, Group
-from accept_head.inference.engine.memory import FED_TOGETHER, MOST_WAITING
+from accept_head.inference.engine.memory import FED_TOGETHER
 from accept_head.pair import Forward
+
+MOST_WAITING = 8  # tokens of a row that wait for an EAGLE-3 drafter while nothing is drafted
 
 
 class DraftModel:
@@ -75,17 +77,19 @@ class Eagle3(DraftModel):
     """A drafter whose slot i holds token i + 1 and the target's state of position i.
 
     What it was fed of drafted tokens it forgets, as it was fed with its own states: when it drafts again it is fed all
-    new tokens, with the states that the target has given out meanwhile.
+    new tokens, with the states that the target has given out meanwhile. It predicts from the last of them alone: of the
+    others it only needs keys and values.
     """
 
     def __init__(self, cached: CachedModel, rows: Rows, call: Callable[..., Any], *, copy: bool):
         super().__init__(cached, rows, call, copy=copy)
         assert isinstance(cached.model, Eagle3Drafter)
         self.model = cached.model
-        batch, width = len(rows.lengths), self.model.config.hidden_size
-        # (batch, ≥ unfed, hidden): the state that belongs to each token that it was not fed.
-        self.states = torch.zeros(batch, 1, width, dtype=self.model.dtype, device=rows.tokens.device)
-        self.own = self.states  # (batch, 1, hidden), its own output at the last slot
+        # (batch, ≥ unfed, layers × target width): what the target gave out for each token that it was not fed.
+        batch, fc, device = len(rows.lengths), self.model.model.fc, rows.tokens.device
+        self.states = torch.zeros(batch, 1, fc.in_features, dtype=self.model.dtype, device=device)
+        # (batch, 1, hidden), its own output at the last slot.
+        self.own = torch.zeros(batch, 1, fc.out_features, dtype=self.model.dtype, device=device)
         self.begun = True  # whether it was fed all that `states` has
         self.waits = False  # whether this round's token waits behind earlier ones
 
@@ -98,9 +102,8 @@ class Eagle3(DraftModel):
         rows = self.rows
         self.states[torch.tensor(taken, device=rows.tokens.device), 0] = 0  # what a prompt of one token has
 
-        def feed(group: Group, read: Tensor) -> None:
-            states = self.model.project(read)
-            self.cached.fill_group(rows.tokens[:, 1:], group, states=states)
+        def feed(group: Group, states: Tensor) -> None:
+            self.cached.fill_drafter(rows.tokens[:, 1:], group, self.model.project(states))
             row, start, end = group.spans.unbind(-1)
             last = (end - start).clamp(max=group.width) - 1
             self.states[row, 0] = states[torch.arange(len(row), device=row.device), last]
@@ -109,14 +112,12 @@ class Eagle3(DraftModel):
         rows.mark_fed(taken)
 
     def begin(self) -> Forward:
-        rows, width = self.rows, self.rows.unfed
-        first = rows.fed.clamp(min=1)  # a first token has no slot
+        rows, width, first = self.rows, self.rows.unfed, self._first_unfed
         index = first[:, None] + torch.arange(width, device=first.device)
         window = rows.tokens.gather(1, index.clamp(max=rows.tokens.shape[1] - 1))
-        wanted = rows.wanted(first, width, first, rows.lengths) if self.cached.packs else None
-        output = self.cached.forward(window, first - 1, rows.longest - 1, wanted=wanted, states=self.states[:, :width])
+        last, states = (rows.lengths - 1 - first).clamp(min=0), self._waiting(width)
         self.begun = True
-        return self._kept(at(output, (rows.lengths - 1 - first).clamp(min=0)))
+        return self._kept(self.cached.forward(window, first - 1, rows.longest - 1, states=states, last=last))
 
     def feed(self, token_ids: Tensor, depth: int, active: Tensor) -> Forward:
         starts, longest = self.rows.lengths + depth - 2, self.rows.longest + depth - 2
@@ -124,24 +125,32 @@ class Eagle3(DraftModel):
         return self._kept(fed)
 
     def hear(self, states: Tensor) -> None:
-        rows, states = self.rows, self.model.project(states)
+        rows = self.rows
         self.waits = not self.begun and rows.unfed < MOST_WAITING
         if self.waits:  # a round without drafting: one more token, behind those that were not fed
             self.states = torch.nn.functional.pad(self.states[:, : rows.unfed], (0, 0, 0, 1))
-            place = rows.lengths - rows.fed.clamp(min=1)
+            place = rows.lengths - self._first_unfed
             self.states[torch.arange(len(place), device=place.device), place] = states[:, 0]
         else:
             if not self.begun:
-                self._feed_waiting()
-            self.states = states
+                self._fill()
+            self.states = states if self.copy else states.clone()  # the next forward overwrites a graph's own
         self.begun = False
 
-    def _feed_waiting(self) -> None:
-        """Feed what waits, as `begin` does, but without the logits."""
-        rows, starts = self.rows, self.rows.fed.clamp(min=1) - 1
-        spans = torch.stack([torch.arange(len(starts), device=starts.device), starts, rows.lengths - 1], dim=-1)
-        group = Group(spans, rows.unfed, rows.longest - 1)
-        self.cached.fill_group(rows.tokens[:, 1:], group, states=self.states[:, : group.width])
+    def _fill(self) -> None:
+        """Feed all that waits. What a row has fewer than others is overwritten before it is read."""
+        first, width = self._first_unfed, self.rows.unfed
+        spans = torch.stack([torch.arange(len(first), device=first.device), first - 1, self.rows.lengths - 1], dim=-1)
+        self.cached.fill_drafter(self.rows.tokens[:, 1:], Group(spans, width, 0), self._waiting(width))
+
+    @property
+    def _first_unfed(self) -> Tensor:
+        """(batch,) the first token of each row that it was not fed; a row's first token has no slot."""
+        return self.rows.fed.clamp(min=1)
+
+    def _waiting(self, width: int) -> Tensor:
+        """The states of the next `width` tokens, projected, (batch, width, hidden)."""
+        return self.model.project(self.states[:, :width].contiguous())  # torch takes ten times as long for a view
 
     def accepted(self) -> None:
         if not self.waits:

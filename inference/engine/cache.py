@@ -119,6 +119,7 @@ class CachedModel:
         *,
         wanted: Tensor | None = None,
         states: Tensor | None = None,
+        last: Tensor | None = None,
         copy: bool = True,
     ) -> Forward:
         """Feed tokens (batch, new), row r at positions starts[r], starts[r] + 1, … → logits and hidden states.
@@ -127,6 +128,7 @@ class CachedModel:
         Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
         own tensors, if there are graphs; the next forward of this width overwrites them. wanted: (batch, new) bool, the
         tokens whose results count; a model that `packs` is fed no others. states: (batch, new, hidden), of a drafter.
+        last: (batch,) the place of each row's only token that a drafter is to predict from → (batch, 1, …).
         """
         if wanted is not None and self.packs and (packing := Packing.of(wanted)):
             return self._forward_packed(packing, input_ids, starts, longest_start, states)
@@ -135,7 +137,7 @@ class CachedModel:
             input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
             states = None if states is None else torch.nn.functional.pad(states, (0, 0, 0, padded - width))
         reach = (self.max_length if self.static else longest_start) + padded
-        given = input_ids, starts, self._extent(longest_start + width), reach, states
+        given = input_ids, starts, self._extent(longest_start + width), reach, states, last
         if self.graphs is None or not self.layers[0].is_initialized:  # the cache is allocated outside of graphs
             outputs = self._forward(*given)
         else:
@@ -145,16 +147,17 @@ class CachedModel:
         return Forward(*(output[:, :width] for output in outputs))
 
     def _forward(
-        self, input_ids: Tensor, starts: Tensor, extent: int, reach: int, states: Tensor | None
+        self, input_ids: Tensor, starts: Tensor, extent: int, reach: int, *of_drafter: Tensor | None
     ) -> tuple[Tensor, ...]:
-        self._call.states = states
+        self._call.states, self._call.last = of_drafter
         positions = self._write_at(starts, input_ids.shape[1], extent, reach)
-        return self._run(input_ids, positions, self._masks(positions))
+        asking = positions if self._call.last is None else positions.gather(1, self._call.last[:, None])
+        return self._run(input_ids, positions, self._masks(asking))
 
     def _forward_packed(
         self, packing: Packing, input_ids: Tensor, starts: Tensor, longest_start: int, states: Tensor | None
     ) -> Forward:
-        self._call.states = None if states is None else packing.pack(states)
+        self._call.states, self._call.last = None if states is None else packing.pack(states), None
         reach = longest_start + packing.width
         positions = self._write_at(starts, packing.width, self._extent(reach), reach)
         self.place.packing, masks = packing, self._masks(positions)
@@ -172,13 +175,6 @@ class CachedModel:
         while extent < slots:
             extent = extent * 3 // 2 if extent * 3 // 2 >= slots else 2 * extent
         return min(extent, self.max_length)
-
-    def feed(self, input_ids: Tensor, starts: Tensor, longest_start: int) -> Tensor:
-        """Feed tokens as `forward` does, without logits → hidden states (batch, new, hidden)."""
-        reach = (self.max_length if self.static else longest_start) + input_ids.shape[1]
-        extent = self._extent(longest_start + input_ids.shape[1])
-        positions = self._write_at(starts, input_ids.shape[1], extent, reach)
-        return self._base(**self._call.inputs(input_ids, positions, self._masks(positions)))[0]
 
     def fill(
         self,
@@ -200,28 +196,32 @@ class CachedModel:
             group = todo[: max(1, FILL_TOKENS // width)]
             spans, longest_start = torch.tensor(group, device=tokens.device), max(start for _, start, _ in group)
             states = self.fill_group(tokens, Group(spans, width, longest_start), read=heard is not None)
-            if heard is not None and states is not None:
+            if heard is not None:
                 heard(Group(spans, width, longest_start), states)
             rest = [(row, start + width, end) for row, start, end in group if start + width < end]
             todo = rest + todo[len(group) :]
 
-    def fill_group(
-        self, tokens: Tensor, group: Group, *, states: Tensor | None = None, read: bool = False
-    ) -> Tensor | None:
-        """Feed one group. states: as in `forward`, (rows, width, hidden). read: return the states that `with_hidden`
-        asks for."""
-        self._call.states = states
+    def fill_group(self, tokens: Tensor, group: Group, *, read: bool = False) -> Tensor:
+        """Feed one group → hidden states (rows, width, hidden). read: those that `with_hidden` asks for, in place of
+        the last ones."""
         reader = self._call.hidden if read else None
         inputs = self._call.inputs(*self._ragged(tokens, *group))
         if reader is None:
-            self._base(**inputs)
-            return None
+            return self._base(**inputs)[0]
         reader.wanted = True
         self._base(**inputs)
         reader.wanted = False
         last = reader.last
         del reader.last
         return last
+
+    def fill_drafter(self, tokens: Tensor, group: Group, states: Tensor) -> None:
+        """Feed a drafter one group. states: as in `forward`, (rows, width, hidden)."""
+        rows, starts, _ = group.spans.unbind(-1)
+        positions = self._write_at(starts, group.width, 0, 0, rows)  # it reads no slots
+        ids = tokens[rows].gather(1, positions.clamp(max=tokens.shape[1] - 1))
+        drafter: Any = base_model(self.model)
+        drafter.fill(ids, states, positions.clamp(max=self.max_length - 1), self.cache)
 
     def read(self, tokens: Tensor, rows: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> Forward:
         """Feed tokens[row, start:end] of the given rows → logits and hidden states, (rows, longest, …). Those beyond a

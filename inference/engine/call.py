@@ -23,6 +23,7 @@ class ModelCall:
     freeing the cache."""
 
     states: Tensor | None = None  # of a DrafterCall
+    last: Tensor | None = None
 
     def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | LayerStates | None):
         self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
@@ -60,14 +61,15 @@ def make_call(model: PreTrainedModel, cache: Cache, max_length: int, with_hidden
 
 
 class DrafterCall(ModelCall):
-    """The forward of a drafter that takes a state with each token: `states`, (batch, new, hidden), set beforehand."""
+    """The forward of a drafter that takes a state with each token: `states`, (batch, new, hidden). last: as in the
+    drafter's `forward`. Both are set beforehand."""
 
     def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, ...]:
         drafted: tuple[Tensor, ...] = self.model(**self.inputs(input_ids, positions, masks))
         return drafted
 
     def inputs(self, input_ids: Tensor, positions: Tensor, masks: Any) -> dict[str, Any]:
-        return super().inputs(input_ids, positions, masks) | {"states": self.states}
+        return super().inputs(input_ids, positions, masks) | {"states": self.states, "last": self.last}
 
 
 class LayerStates:

@@ -29,9 +29,8 @@ from accept_head.inference.engine.attention.choice import Attention, choose
 from accept_head.inference.engine.cache import FILL_TOKENS, GRAPH_WIDTHS
 from accept_head.inference.engine.proof import check_served
 
-# The most tokens that a draft is fed in the forward that yields the first draw: hardly dearer than one. An EAGLE-3
-# drafter is fed all that were accepted, or as many as have waited for it while nothing was drafted.
-FED_TOGETHER, MOST_WAITING = 3, 8
+# The most tokens that a draft model is fed in the forward that yields the first draw: hardly dearer than one.
+FED_TOGETHER = 3
 # Tensors alive at the same time in a round. Greedy: logits alone. Sampling, in float32: logits, filtered scores, p and
 # the sorted values of a filter at each verified slot; q and its copy in the stack at each drafted slot. In float64: the
 # sums and thresholds of the one draw of a row.
@@ -163,7 +162,7 @@ def plan_memory(
         graphs=graphs,
         head=head,
         scored=scored,
-        fed_together=max(MOST_WAITING, max_draft_tokens + 1) if isinstance(draft, Eagle3Drafter) else FED_TOGETHER,
+        fed_together=1 if isinstance(draft, Eagle3Drafter) else FED_TOGETHER,
     )
 
 

@@ -66,7 +66,7 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
             states = states.view(rows, length, -1)
             plain = model(ids, states, torch.arange(length, device=model.device)[None]).logits.float()
             group = Group(torch.tensor([[0, 0, 2], [1, 0, 5]], device=model.device), 5, 0)
-            cached.fill_group(ids, group, states=states[:, :5])
+            cached.fill_drafter(ids, group, states[:, :5])
             cached.forward(ids[:, :2].flip(0), starts, 5, states=states[:, :2])
             states = states.gather(1, index[..., None].expand(-1, -1, states.shape[-1]))
             given = ids.gather(1, index), starts, 5

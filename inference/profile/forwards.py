@@ -93,7 +93,7 @@ def fill(model: CachedModel, ids: Tensor) -> None:
         model.fill(ids, range(rows), [0] * rows, [width] * rows)
     else:
         spans = torch.tensor([(row, 0, width) for row in range(rows)], device=ids.device)
-        model.fill_group(ids, Group(spans, width, 0), states=states)
+        model.fill_drafter(ids, Group(spans, width, 0), states)
 
 
 def blank_states(model: PreTrainedModel, rows: int, width: int) -> Tensor | None:

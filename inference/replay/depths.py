@@ -75,7 +75,7 @@ def roll_out_rounds(
 
     trunk = CachedModel(drafter, 1, len(text) + depths)
     whole = Group(torch.tensor([[0, 0, len(text) - 2]], device=device), len(text) - 2, 0)
-    trunk.fill_group(text[None, 1:], whole, states=states[None, : len(text) - 2])
+    trunk.fill_drafter(text[None, 1:], whole, states[None, : len(text) - 2])
     model = trunk.copy(torch.zeros_like(start))
     rows, slots = len(start), depths - 1
     random = uniforms(config.seed, index, step[:, None], TraceStream.ROLLOUT, torch.arange(slots, device=device))

@@ -19,7 +19,7 @@ from accept_head.checksum import save_tensors
 from accept_head.console import Progress
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_folder, write_json
-from accept_head.inference.engine.cache import CachedModel
+from accept_head.inference.engine.cache import CachedModel, Group
 from accept_head.inference.engine.proof import check_served
 from accept_head.pair import context_tokens, hidden_size
 from accept_head.randomness import TraceStream, uniforms
@@ -127,7 +127,8 @@ def feed_responses(model: PreTrainedModel, group: dict[str, Any], k_max: int) ->
     ]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).long().to(model.device)
     trunk = CachedModel(model, len(ids), min(padded.shape[1] + k_max, context_tokens(model)))
-    return trunk, trunk.feed(padded, torch.zeros(len(ids), dtype=torch.long, device=model.device), 0)
+    spans = torch.tensor([(row, 0, padded.shape[1]) for row in range(len(ids))], device=model.device)
+    return trunk, trunk.fill_group(padded, Group(spans, padded.shape[1], 0))
 
 
 def _roll_out_group(

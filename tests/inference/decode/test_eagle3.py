@@ -111,9 +111,13 @@ def test_drafts_are_those_of_a_plain_recomputation(target, drafter, policy, batc
 def test_tokens_wait_for_a_drafter_that_drafts_nothing(target, drafter, every, in_vain, monkeypatch):
     """It is fed when it drafts, and else when eight of them have waited."""
     fed = []
-    for name in ("begin", "_feed_waiting"):
+    for name in ("begin", "_fill"):
         feed = getattr(Eagle3, name)
-        monkeypatch.setattr(Eagle3, name, lambda self, feed=feed: (fed.append(policy.rounds), feed(self))[1])
+        monkeypatch.setattr(
+            Eagle3,
+            name,
+            lambda self, feed=feed: (fed.append(policy.rounds), feed(self))[1],
+        )
     policy = Hesitant(3, every)
     generate(target, drafter, PROMPTS[:1], policy=policy, max_new_tokens=30)
     drafted = set(range(every, policy.rounds + 1, every))

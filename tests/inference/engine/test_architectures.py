@@ -233,12 +233,10 @@ def test_a_drafter_that_is_fed_other_states_is_caught(embedded_pair_folder, monk
         return load_pair(embedded_pair_folder / "target", path, device="cpu", dtype="float32").draft
 
     check_served(drafter())
-    fill = CachedModel.fill_group
-
-    def mixed(self, *arguments, states, **options):
-        return fill(self, *arguments, states=states.flip(0), **options)
-
-    monkeypatch.setattr(CachedModel, "fill_group", mixed)
+    fill = CachedModel.fill_drafter
+    monkeypatch.setattr(
+        CachedModel, "fill_drafter", lambda self, ids, group, states: fill(self, ids, group, states.flip(0))
+    )
     with pytest.raises(InputError, match="gives other logits"):
         check_served(drafter())
 
