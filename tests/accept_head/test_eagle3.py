@@ -7,12 +7,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from accept_head import load_pair
 from accept_head.cli import main
 from accept_head.eagle3.saved import load_eagle3, save_eagle3
 from accept_head.errors import InputError
 from accept_head.fit.plan import measured_speed
+from accept_head.inference.engine.cache import CachedModel, Group
 from tests.examples import make_eagle3
 
 
@@ -52,6 +54,43 @@ def test_its_logits_are_of_its_own_tokens_and_are_spread_over_the_targets(saved)
     for place, id in enumerate(ids.tolist()):
         assert torch.equal(spread[..., id], logits[..., place])
     assert len(ids) == 120 and (spread[..., ~drafter.t2d] == -1).all()
+
+
+def test_its_attention_is_transformers_own(saved):
+    drafter, _ = saved
+    module = drafter.model.midlayer.self_attn
+    inputs = torch.arange(2 * 5 * 64.0).sin().view(2, 5, 64)
+    rotation = drafter.model.rotary_emb(inputs, torch.arange(5)[None])
+    expected, _ = LlamaAttention.forward(module, inputs, position_embeddings=rotation)
+    seen = torch.ones(5, 5, dtype=torch.bool).tril()[None, None]
+    torch.testing.assert_close(module.attend(inputs, rotation, *module.fill(inputs, rotation, None), seen), expected)
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_what_it_predicts_from_one_slot_is_what_it_predicts_from_all(saved, norm_before_residual):
+    drafter, _ = saved
+    drafter.model.midlayer.norm_before_residual = norm_before_residual
+    ids, states = torch.tensor([[5, 6, 7, 8], [9, 4, 3, 2]]), torch.arange(256.0).sin().view(2, 4, 32)
+    last, positions = torch.tensor([1, 3]), torch.arange(4).expand(2, 4)
+    plain = drafter(ids, states, positions)
+    seen = (positions <= last[:, None])[:, None, None]
+    alone = drafter(ids, states, positions, seen, last=last)
+    for found, expected in zip(alone, plain, strict=True):
+        torch.testing.assert_close(found[:, 0], expected[[0, 1], last])
+    other = drafter(ids, states, positions, seen, last=last - 1)
+    assert (other.logits - alone.logits).abs().max() > 0.1
+
+
+def test_tokens_that_only_fill_the_cache_take_keys_and_values_alone(saved, monkeypatch):
+    drafter, _ = saved
+    cached = CachedModel(drafter, 2, 8)
+    for module in (drafter.lm_head, drafter.model.midlayer.mlp, drafter.model.midlayer.self_attn.q_proj):
+        monkeypatch.setattr(module, "forward", lambda *_: pytest.fail("more than keys and values"))
+    group = Group(torch.tensor([[1, 0, 3]]), 3, 0)
+    cached.fill_drafter(torch.tensor([[5, 6, 7], [9, 4, 3]]), group, torch.arange(96.0).sin().view(1, 3, 32))
+    keys, values = cached.layers[0].keys, cached.layers[0].values
+    for tensor in (keys, values):
+        assert tensor[1, :, :3].abs().amin() > 0 and not tensor[0].any() and not tensor[1, :, 3:].any()
 
 
 def test_the_layout_of_speculators_is_read(saved, target):

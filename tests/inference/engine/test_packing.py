@@ -63,14 +63,14 @@ def turned(packing, packed):
     return rows.roll(1, 0)
 
 
-def test_a_forward_is_packed_when_an_eighth_of_it_is_padding():
-    wanted = torch.ones(4, 4, dtype=torch.bool)
+def test_a_forward_is_packed_when_a_sixteenth_of_it_is_padding():
+    wanted = torch.ones(8, 4, dtype=torch.bool)
     assert Packing.of(wanted) is None
     wanted[0, 3] = False
     assert Packing.of(wanted) is None
     wanted[1, 3] = False
-    assert Packing.of(wanted).taken.tolist() == [0, 1, 2, *range(4, 7), *range(8, 16)]
-    assert Packing.of(torch.zeros(4, 4, dtype=torch.bool)) is None
+    assert Packing.of(wanted).taken.tolist() == [0, 1, 2, *range(4, 7), *range(8, 32)]
+    assert Packing.of(torch.zeros(8, 4, dtype=torch.bool)) is None
 
 
 class Fed(Counter):
