@@ -579,6 +579,13 @@ CORE = (
         ("inference/decode/test_eagle3.py::test_drafts_are_those_of_a_plain_recomputation",),
     ),
     Mutant(
+        "EAGLE-3: it predicts from the first token that it was not fed",
+        "inference/decode/drafter.py",
+        "(rows.lengths - 1 - first).clamp(min=0)",
+        "torch.zeros_like(first)",
+        ("inference/decode/test_eagle3.py::test_drafts_are_those_of_a_plain_recomputation",),
+    ),
+    Mutant(
         "EAGLE-3: a step attends to the first step's keys of its own round, too",
         "accept_head/eagle3/unroll.py",
         ".tril(-step)",
