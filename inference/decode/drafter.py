@@ -128,7 +128,8 @@ class Eagle3(DraftModel):
         rows = self.rows
         self.waits = not self.begun and rows.unfed < MOST_WAITING
         if self.waits:  # a round without drafting: one more token, behind those that were not fed
-            self.states = torch.nn.functional.pad(self.states[:, : rows.unfed], (0, 0, 0, 1))
+            if rows.unfed == self.states.shape[1]:
+                self.states = torch.nn.functional.pad(self.states, (0, 0, 0, MOST_WAITING - rows.unfed))
             place = rows.lengths - self._first_unfed
             self.states[torch.arange(len(place), device=place.device), place] = states[:, 0]
         else:
