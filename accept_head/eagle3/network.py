@@ -72,6 +72,8 @@ def rotated(values: Tensor, rotation: Rotation) -> Tensor:
 
 
 class Eagle3Layer(nn.Module):
+    """A Llama layer with that attention."""
+
     def __init__(self, config: LlamaConfig):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
