@@ -160,11 +160,11 @@ class CachedModel:
         self._call.states, self._call.last = None if states is None else packing.pack(states), None
         reach = longest_start + packing.width
         positions = self._write_at(starts, packing.width, self._extent(reach), reach)
-        self.place.packing, masks = packing, self._masks(positions)
+        self.place.packed, masks = packing.of_tokens(self.place.slots), self._masks(positions)
         try:
             outputs = self._run_packed(packing, packing.pack(input_ids), packing.pack(positions), masks)
         finally:
-            self.place.packing = None
+            self.place.packed = None
         return Forward(*(packing.pad(output) for output in outputs))
 
     def _extent(self, slots: int) -> int:

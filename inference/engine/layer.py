@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from accept_head.inference.engine.packing import Packing
-
 
 @dataclass
 class WritePlace:
     """Where the next forward writes; shared by all layers of a model.
 
     slots: (rows, new). rows: (rows,) the batch rows that take part; None = all. extent: slots in use. whole: give
-    attention all slots of all rows, because its kernel selects the visible ones. packing: of a packed forward.
+    attention all slots of all rows, because its kernel selects the visible ones. packed: of a packed forward, the row
+    and slot of each token, (tokens,) each.
     """
 
     slots: Tensor
     rows: Tensor | None = None
     extent: int = 0
     whole: bool = False
-    packing: Packing | None = None
+    packed: tuple[Tensor, Tensor] | None = None
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -50,8 +49,9 @@ class RaggedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         slots = self.place.slots.to(key_states.device)  # with a device map, layers are on several devices
         rows = None if self.place.rows is None else self.place.rows.to(slots.device)
-        if (packing := self.place.packing) is not None:
-            where = packing.taken // packing.width, slice(None), slots.flatten()[packing.taken]
+        if self.place.packed is not None:
+            row, slot = self.place.packed
+            where = row, slice(None), slot
             self.keys[where], self.values[where] = (t[0].transpose(0, 1) for t in (key_states, value_states))
         elif rows is None and slots.device.type != "cpu":
             index = slots[:, None, :, None]

@@ -46,6 +46,10 @@ class Packing(NamedTuple):
             return None
         return cls(taken, (flat.cumsum(0) - 1).clamp(min=0), *wanted.shape)
 
+    def of_tokens(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """slots: (rows, width) → row and slot of each token, (tokens,) each."""
+        return self.taken // self.width, slots.flatten()[self.taken]
+
     def pack(self, padded: Tensor) -> Tensor:
         """(rows, width, …) → (1, tokens, …)."""
         return padded.flatten(0, 1).index_select(0, self.taken)[None]
