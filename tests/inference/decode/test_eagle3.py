@@ -113,11 +113,7 @@ def test_tokens_wait_for_a_drafter_that_drafts_nothing(target, drafter, every, i
     fed = []
     for name in ("begin", "_fill"):
         feed = getattr(Eagle3, name)
-        monkeypatch.setattr(
-            Eagle3,
-            name,
-            lambda self, feed=feed: (fed.append(policy.rounds), feed(self))[1],
-        )
+        monkeypatch.setattr(Eagle3, name, lambda self, feed=feed: (fed.append(policy.rounds), feed(self))[1])
     policy = Hesitant(3, every)
     generate(target, drafter, PROMPTS[:1], policy=policy, max_new_tokens=30)
     drafted = set(range(every, policy.rounds + 1, every))
