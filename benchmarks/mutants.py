@@ -348,9 +348,9 @@ BY_FORMULA = LOSSLESS + "verify_accepts_as_often_as_the_formula_says_at_every_de
 CORE = (
     Mutant(
         "packed: keys are written one row too far",
-        "inference/engine/layer.py",
-        "packing.taken // packing.width,",
-        "(packing.taken // packing.width + 1) % packing.rows,",
+        "inference/engine/packing.py",
+        "return self.taken // self.width, slots",
+        "return (self.taken // self.width + 1) % self.rows, slots",
         ("inference/engine/test_packing.py::test_packed_forwards_equal_a_full_forward_after_rollbacks[llama]",),
     ),
     Mutant(
@@ -380,6 +380,20 @@ CORE = (
         "(verified > 0, tokens",
         "(True, tokens",
         ("inference/policies/test_learnt_costs.py::test_a_round_without_drafts_has_costs_of_its_own[0.7]",),
+    ),
+    Mutant(
+        "costs: what a policy predicts of recent rows counts no more than that of all rows",
+        "inference/policies/past_rounds.py",
+        "return (USUAL * usual + after_lately) / (USUAL + before_lately)",
+        "return usual",
+        (BATCH_STOP + "predictions_tell_of_other_text_before_verdicts_do", rule("Told by costs, light")),
+    ),
+    Mutant(
+        "costs: a depth at which nothing is asked counts as one of certain rejection",
+        "inference/policies/past_rounds.py",
+        "more[2, len(judged) :] = (self.means * more[1])[len(judged) :]",
+        "pass",
+        ("inference/policies/test_batch_stop.py::test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same",),
     ),
     Mutant(
         "costs: the first draft of a round is not charged for what makes the round another",

@@ -51,23 +51,23 @@ class BatchStopPolicy(RowPolicy):
     (4 + e), at most 1. a, e: its first tokens that were accepted, and that ρ_1 expected to be, in sums that decay with
     each round. So f_r is at the upper end of what the row's record allows, and returns to 1 while the row is left out.
 
-    ρ_d = accepted / Σ S_r·β̂_r, summed over the rows that drafted to depth d, with the values at that decision. A row
-    counts as accepted if its first d tokens were accepted. (Nothing is censored: a rejection before d decides.) So ρ_d
-    contains the acceptance of a token that is not drawn yet, and corrects the predictions on average. κ_d is the same
-    ratio with S_r after the policy has judged Y_d: κ_d·S_r is the probability that d tokens are accepted. The next
-    token cannot gain more than that. Hence ρ_d starts as if `prior` rows had given `optimism`·κ_{d−1}, and κ_d as if
-    they had given ρ_d; κ_0 = 1.
+    ρ_d = κ_d·m_d, from sums over the rows that drafted to depth d. κ_d = accepted / Σ S_r, with S_r after the policy
+    judged Y_d: how right it is. A row counts as accepted if its first d tokens were. (Nothing is censored: a rejection
+    before d decides.) m_d = Σ S_r / Σ S_r·β̂_r, the latter before Y_d was drawn: what the policy says of the present
+    text. It varies far less than the 0 and 1 of verdicts, so a few rows tell of other text. It is over the last RECENT
+    rows or so, and USUAL rows like those of the last `memory`. Those start as if SURE rows had given 1, and κ_d as if
+    `prior` rows had given `optimism`·κ_{d−1}; κ_0 = 1. If the policy predicts nothing, m_d = 1.
 
-    Never absorbing: all sums decay by 1/`memory` a row and round, whether the depth was reached or not. So ρ_d of an
-    abandoned depth returns to optimism·κ_{d−1}, until the depth is tried again. Depths return one at a time: κ_d is
-    unknown as well, and as low as ρ_d. K = 0 ends in the same way. Besides, one token is drafted after the policy
-    was asked in `probe` rounds without drafts (0: never). It is not drafted if even a token that is sure to be accepted
-    would cost more time than it saves.
+    Never absorbing: all sums decay with each row and round, whether the depth was reached or not. So κ_d and m_d of an
+    abandoned depth return to where they began, until the depth is tried again. Depths return one at a time: κ_{d+1} is
+    no higher than κ_d. K = 0 ends in the same way. Besides, one token is drafted after the policy was asked in `probe`
+    rounds without drafts (0: never). It is not drafted if even a token that is sure to be accepted would cost more
+    time than it saves.
 
     The policy's k_min bounds when the *policy* may stop a row. The batch may end sooner: a bound that suits one row is
     too expensive for many.
 
-    Global by design: ρ, κ, τ, n and ℓ belong to all rows together and outlive `start`. Rows have no state but their
+    Global by design: κ, m, τ, n and ℓ belong to all rows together and outlive `start`. Rows have no state but their
     lengths, their record and the policy's own. Raises InputError for a policy that drafts nothing, or that trims: its
     trimming would depend on how deep the batch goes, and so on tokens drawn later.
     """
@@ -80,7 +80,7 @@ class BatchStopPolicy(RowPolicy):
         policy: DraftPolicy,
         costs: PairCosts | LearntCosts,
         *,
-        prior: float = 20.0,
+        prior: float = 10.0,
         optimism: float = 0.9,
         memory: float = 500.0,
         probe: int = 32,

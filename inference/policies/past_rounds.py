@@ -9,15 +9,17 @@ import numpy as np
 from accept_head.inference.costs.host import Host
 
 OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
+SURE = 5.0  # rows of sure tokens that a depth is taken to have had
+RECENT, USUAL = 64.0, 16.0  # rows that count as recent, and rows as usual that they are taken to have among them
 
 
 class PastRounds:
     """Sums that decay. In float64, as they enter differences of nearly equal numbers.
 
     sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
-    totals: 5, of all rows: rows, emitted tokens, draft steps, verified drafted tokens, and rows of rounds with
-    drafts. record: (2, batch), first tokens of each row that were accepted, and that were expected to be. idle: rounds
-    without drafts until now.
+    recent: (2, depths), the last two of these sums over fewer rows. totals: 5, of all rows: rows, emitted tokens, draft
+    steps, verified drafted tokens, and rows of rounds with drafts. record: (2, batch), first tokens of each row that
+    were accepted, and that were expected to be. idle: rounds without drafts until now.
     """
 
     def __init__(self, depths: int, *, prior: float, optimism: float, memory: float):
@@ -27,7 +29,8 @@ class PastRounds:
 
     def forget(self) -> None:
         """Reset the sums to those of one row that drafted nothing."""
-        self.sums, self.totals = np.zeros((3, len(self.depth))), [1.0, 1.0, 0.0, 0.0, 0.0]
+        self.sums, self.recent = np.zeros((3, len(self.depth))), np.zeros((2, len(self.depth)))
+        self.totals = [1.0, 1.0, 0.0, 0.0, 0.0]
 
     def begin(self, batch: int) -> None:
         """So many rows begin, of which nothing is known."""
@@ -38,10 +41,17 @@ class PastRounds:
     def ratios(self) -> list[float]:
         """ρ of every depth."""
         rho, kappa = list[float](), 1.0
-        for accepted, before, after in self.sums.T.tolist():
-            rho.append((self.prior * self.optimism * kappa + accepted) / (self.prior + before))
-            kappa = (self.prior * rho[-1] + accepted) / (self.prior + after)
+        for accepted, after, mean in np.stack([self.sums[0], self.sums[2], self.means], axis=1).tolist():
+            kappa = (self.prior * self.optimism * kappa + accepted) / (self.prior + after)
+            rho.append(kappa * mean)
         return rho
+
+    @property
+    def means(self) -> np.ndarray:
+        """m of every depth, (depths,)."""
+        (_, before, after), (before_lately, after_lately) = self.sums, self.recent
+        usual = (SURE + after) / (SURE + before)
+        return (USUAL * usual + after_lately) / (USUAL + before_lately)
 
     def at_best(self) -> np.ndarray:
         """f of every row, (batch,)."""
@@ -96,8 +106,10 @@ class PastRounds:
         known = self.depth < counts[:, None]  # (3, depths, batch)
         of_tokens = np.zeros(known.shape)
         of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
-        self.sums *= keep
-        self.sums += np.where(known, of_tokens, 0.0).sum(-1)  # what is not known may be no number
+        more = np.where(known, of_tokens, 0.0).sum(-1)  # what is not known may be no number
+        more[2, len(judged) :] = (self.means * more[1])[len(judged) :]  # the host does not ask at the last depth
+        self.sums = keep * self.sums + more
+        self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
         accepted, _, verified = counts.sum(-1).tolist()
         if host.verifies_padding:
             verified = rows * counts[2].max()

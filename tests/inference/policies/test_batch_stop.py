@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from accept_head.cli import main
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.inference import generate, make_policy
 from accept_head.inference.costs.host import PACKED, PADDED, VLLM_V1, VLLM_V2
+from accept_head.inference.policies import past_rounds
 from accept_head.inference.policies.adaedl import AdaEdlPolicy
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
@@ -28,6 +30,7 @@ from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
+from accept_head.inference.policies.past_rounds import PastRounds
 from accept_head.inference.policies.registry import POLICIES
 from accept_head.inference.policy import BOTH, DraftStep
 from accept_head.inference.replay.asking import replay
@@ -218,6 +221,41 @@ def test_every_depth_is_tried_again():
 
 
 @pytest.mark.parametrize(("draft", "probes"), [(0.6, True), (1.1, False)])
+def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
+    """A host need not ask at the last depth. Then ρ is as it would be of a policy that predicts nothing."""
+    random, past = np.random.default_rng(0), [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0) for _ in range(2)]
+    for _ in range(200):
+        accepted, ones = (random.random(4) < 0.4).astype(int), np.ones((1, 4))
+        counts = np.stack([accepted, np.ones(4, int), np.ones(4, int)])
+        for each, judged in zip(past, (ones, ones[:0]), strict=True):
+            each.learn(counts, ones, judged, rows=4, steps=1, drew=True, tried=True, host=PACKED)
+    asked, silent = (each.ratios()[0] for each in past)
+    assert silent == pytest.approx(asked) and abs(asked - 0.4) < 0.1
+
+
+def rounds_with_drafts(policy):
+    """Four rows; a token is accepted by 0.5, for 200 rounds by 0.2, then by 0.5 again, and pays from 0.3 on → the share
+    of rounds with drafts in the last 100 before each change and, after the first, in the first 100."""
+    random, live, seen = np.random.default_rng(0), torch.ones(4, dtype=torch.bool), []
+    policy = begin(BatchStopPolicy(policy, pair_costs(0.1, 0.05, 0.9), host=PACKED), [10] * 4)
+    for number in range(500):
+        told = random.uniform(-0.2, 0.2, (4, 2)) + (0.2 if 200 <= number < 400 else 0.5)
+        drafted, _ = one_round(policy, live, shown(told))
+        wins = torch.from_numpy(np.cumprod(random.random((4, 2)) < told, axis=1).sum(1))
+        policy.observe(outcome(drafted, torch.minimum(drafted, wins), live, lengths=torch.full((4,), 10)))
+        seen.append(bool(drafted.any()))
+    return [float(np.mean(seen[first : first + 100])) for first in (100, 200, 300, 400)]
+
+
+def test_predictions_tell_of_other_text_before_verdicts_do(monkeypatch):
+    found = {"predicted": rounds_with_drafts(Told(2)), "nothing predicted": rounds_with_drafts(FixedPolicy(2))}
+    monkeypatch.setattr(past_rounds, "RECENT", 500.0)
+    found["predicted, over more rows"] = rounds_with_drafts(Told(2))
+    soon = found.pop("predicted")
+    assert soon[0] > 0.9 and soon[1] < 0.6 and soon[2] < 0.3 and soon[3] > 0.8, soon
+    assert all(late[1] > 0.9 for late in found.values()), found
+
+
 def test_without_drafts_one_is_probed_after_a_while_unless_none_could_pay(draft, probes):
     """A surely accepted token saves a target forward of 1 s; the sums are kept, so that only the probe leads back."""
     policy = begin(BatchStopPolicy(FixedPolicy(4), pair_costs(draft), memory=1e9, probe=7), [10] * 4)
@@ -574,15 +612,19 @@ REPLAYED = {
 
 
 @pytest.fixture(scope="module")
-def held(embedded_pair, embedded_pair_folder, tmp_path_factory):
+def held_out(embedded_pair, embedded_pair_folder, tmp_path_factory):
+    """With these end tokens."""
     path = str(embedded_pair_folder / "prompts" / "test.jsonl")
     prompts = [list(prompt.ids[:32]) for prompt in load_prompts(path, embedded_pair.tokenizer, max_prompts=40)]
-    return Held(embedded_pair, prompts, tmp_path_factory.mktemp("held") / "traces", GREEDY, [PERIOD], 32)
+    folder = tmp_path_factory.mktemp("held")
+    return cache(lambda *ends: Held(embedded_pair, prompts, folder / f"traces{len(ends)}", GREEDY, ends, 32))
 
 
 @pytest.mark.parametrize("name", REPLAYED)
-def test_replay_counts_what_the_loop_does(held, name):
-    """The same rows together: equal counts for every response. Alone, rows make other rounds."""
+def test_replay_counts_what_the_loop_does(held_out, name):
+    """The same rows together: equal counts for every response. Alone, rows make other rounds. What a head at lag 0 says
+    of an end token is not in the traces, and the batch would learn from it."""
+    held = held_out() if name == "head, lag 0" else held_out(PERIOD)
     counts, _ = held.decode(REPLAYED[name]())
     assert np.array_equal(replay(held.traces, REPLAYED[name](), name, batch=ROWS).counts, counts)
     assert not np.array_equal(replay(held.traces, REPLAYED[name](), name, batch=1).counts, counts)

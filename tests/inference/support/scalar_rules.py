@@ -669,6 +669,7 @@ class ScalarBatchStop(Reference):
         self.looks_ahead = looks_ahead
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
+        self.before_lately, self.after_lately = [0.0] * k_max, [0.0] * k_max
         self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, 0.0, 0.0, 0
         self.speculating = 0.0
         self.longest, self.records = set(), {}
@@ -682,6 +683,10 @@ class ScalarBatchStop(Reference):
     def at_best(self, row):
         hits, expected = self.records[row]
         return min(1.0, (4.0 + hits + 2 * math.sqrt(1 + hits)) / (4.0 + expected))
+
+    def mean(self, depth):
+        usual = (5 + self.after[depth]) / (5 + self.before[depth])
+        return (16 * usual + self.after_lately[depth]) / (16 + self.before_lately[depth])
 
     def draft_time(self, rows, context):
         return self.costs.draft.alpha * context + self.costs.draft.beta * rows + self.costs.draft.gamma
@@ -723,8 +728,9 @@ class ScalarBatchStop(Reference):
         self.live, self.decisions, self.verdicts = live, [], []
         kappa, price = 1.0, first
         for depth in range(1, self.k_max + 1):
-            rho = self.prior * self.optimism * kappa + self.accepted[depth - 1]
-            rho /= self.prior + self.before[depth - 1]
+            kappa = self.prior * self.optimism * kappa + self.accepted[depth - 1]
+            kappa /= self.prior + self.after[depth - 1]
+            rho = kappa * self.mean(depth - 1)
             gains = {row: hope[row] * rho for row in going}
             pays = sum(max(0.0, gain - one) for gain in gains.values()) > price
             if depth == 1 and 0 < self.probe <= self.idle:
@@ -745,7 +751,6 @@ class ScalarBatchStop(Reference):
                 product[row] *= told[row][depth - 1]
                 hope[row] = product[row] * (ahead if self.looks_ahead else told)[row][depth - 1]
             self.verdicts.append({row: product[row] for row in going})
-            kappa = (self.prior * rho + self.accepted[depth - 1]) / (self.prior + self.after[depth - 1])
             going = {row for row in going if product[row] >= self.threshold and drafted[row] < room[row]}
             if not going:
                 break
@@ -757,12 +762,16 @@ class ScalarBatchStop(Reference):
         keep = (1 - 1 / self.memory) ** len(rounds)
         for sums in (self.accepted, self.before, self.after):
             sums[:] = [keep * x for x in sums]
+        for sums in (self.before_lately, self.after_lately):
+            sums[:] = [(1 - 1 / 64) ** len(rounds) * x for x in sums]
         for depth, (before, after) in enumerate(zip(self.decisions, self.verdicts, strict=True)):
             for each in rounds:
                 if each.submitted > depth:
                     row = self.live.index(each.row)
                     self.before[depth] += before[row]
                     self.after[depth] += after[row]
+                    self.before_lately[depth] += before[row]
+                    self.after_lately[depth] += after[row]
                     self.accepted[depth] += each.accepted > depth
         for record in self.records.values():
             record[:] = [x * (1 - 1 / 64) for x in record]
@@ -782,4 +791,10 @@ class ScalarBatchStop(Reference):
     def state(self):
         totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.speculating]
         record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
-        return {"past.sums": [self.accepted, self.before, self.after], "past.totals": totals, "past.record": record}
+        recent = [self.before_lately, self.after_lately]
+        return {
+            "past.sums": [self.accepted, self.before, self.after],
+            "past.recent": recent,
+            "past.totals": totals,
+            "past.record": record,
+        }
