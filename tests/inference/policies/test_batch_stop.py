@@ -220,7 +220,6 @@ def test_every_depth_is_tried_again():
     assert counts[1] > 0.8 * len(seen) and counts[2] >= 3 and counts[4:].sum() < 5
 
 
-@pytest.mark.parametrize(("draft", "probes"), [(0.6, True), (1.1, False)])
 def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
     """A host need not ask at the last depth. Then ρ is as it would be of a policy that predicts nothing."""
     random, past = np.random.default_rng(0), [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0) for _ in range(2)]
@@ -256,6 +255,7 @@ def test_predictions_tell_of_other_text_before_verdicts_do(monkeypatch):
     assert all(late[1] > 0.9 for late in found.values()), found
 
 
+@pytest.mark.parametrize(("draft", "probes"), [(0.6, True), (1.1, False)])
 def test_without_drafts_one_is_probed_after_a_while_unless_none_could_pay(draft, probes):
     """A surely accepted token saves a target forward of 1 s; the sums are kept, so that only the probe leads back."""
     policy = begin(BatchStopPolicy(FixedPolicy(4), pair_costs(draft), memory=1e9, probe=7), [10] * 4)
