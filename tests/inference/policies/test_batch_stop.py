@@ -223,6 +223,8 @@ def test_every_depth_is_tried_again():
 def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
     """A host need not ask at the last depth. Then ρ is as it would be of a policy that predicts nothing."""
     random, past = np.random.default_rng(0), [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0) for _ in range(2)]
+    for each in past:
+        each.begin(4)
     for _ in range(200):
         accepted, ones = (random.random(4) < 0.4).astype(int), np.ones((1, 4))
         counts = np.stack([accepted, np.ones(4, int), np.ones(4, int)])
