@@ -391,8 +391,8 @@ CORE = (
     Mutant(
         "costs: a depth at which nothing is asked counts as one of certain rejection",
         "inference/policies/past_rounds.py",
-        "more[2, len(judged) :] = (self.means * more[1])[len(judged) :]",
-        "pass",
+        "of_tokens[1] * self.means[:, None], of_tokens[2])",
+        "0.0, of_tokens[2])",
         ("inference/policies/test_batch_stop.py::test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same",),
     ),
     Mutant(

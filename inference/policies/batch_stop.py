@@ -80,7 +80,7 @@ class BatchStopPolicy(RowPolicy):
         policy: DraftPolicy,
         costs: PairCosts | LearntCosts,
         *,
-        prior: float = 10.0,
+        prior: float = 15.0,
         optimism: float = 0.9,
         memory: float = 500.0,
         probe: int = 32,
@@ -220,7 +220,9 @@ class BatchStopPolicy(RowPolicy):
         for probability in self.predicted[self.counted :]:
             self.survival = self.survival * probability
         self.counted = len(self.predicted)
-        self.judged.append(self.survival)
+        # A row that drafts no further is not fed its token, so a policy that reads the state there cannot judge it.
+        unread = self.inner.looks_ahead
+        self.judged.append(self.survival.masked_fill(~step.active, torch.nan) if unread else self.survival)
         if step.depth >= self.max_draft_tokens:
             return active
         predictions = self.predicted_next or self.predicted

@@ -100,14 +100,17 @@ class PastRounds:
         host: Host,
     ) -> None:
         """Learn from a round of so many rows. counts: (3, batch), 0 for all other rows: tokens that were accepted, that
-        were drawn or declined, and that were verified. decided, judged: (≤ depths, batch), S·β̂ and S. steps: draft
-        steps. drew: whether a token was drafted. tried: whether one might be."""
+        were drawn or declined, and that were verified. decided, judged: (≤ depths, batch), S·β̂ and S. A token that was
+        not judged, as the host did not ask or S is no number, counts as usual. steps: draft steps. drew: whether a
+        token was drafted. tried: whether one might be."""
         expected, keep = self.ratios()[0], (1 - 1 / self.memory) ** rows
         known = self.depth < counts[:, None]  # (3, depths, batch)
-        of_tokens = np.zeros(known.shape)
+        of_tokens = np.full(known.shape, np.nan)
         of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
-        more = np.where(known, of_tokens, 0.0).sum(-1)  # what is not known may be no number
-        more[2, len(judged) :] = (self.means * more[1])[len(judged) :]  # the host does not ask at the last depth
+        not_judged = np.isnan(of_tokens[2]) & known[1]
+        of_tokens[2] = np.where(not_judged, of_tokens[1] * self.means[:, None], of_tokens[2])
+        counted = np.stack([known[0], known[1], known[2] | not_judged])
+        more = np.where(counted, of_tokens, 0.0).sum(-1)  # what is not known may be no number
         self.sums = keep * self.sums + more
         self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
         accepted, _, verified = counts.sum(-1).tolist()
