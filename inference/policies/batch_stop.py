@@ -59,10 +59,10 @@ class BatchStopPolicy(RowPolicy):
     `prior` rows had given `optimism`·κ_{d−1}; κ_0 = 1. If the policy predicts nothing, m_d = 1.
 
     Never absorbing: all sums decay with each row and round, whether the depth was reached or not. So κ_d and m_d of an
-    abandoned depth return to where they began, until the depth is tried again. Depths return one at a time: κ_{d+1} is
-    no higher than κ_d. K = 0 ends in the same way. Besides, one token is drafted after the policy was asked in `probe`
-    rounds without drafts (0: never). It is not drafted if even a token that is sure to be accepted would cost more
-    time than it saves.
+    abandoned depth return to where they began, until the depth is tried again. Depths return one at a time: κ of an
+    untried depth is below that of the depth before. K = 0 ends in the same way. Besides, one token is drafted after the
+    policy was asked in `probe` rounds without drafts (0: never). It is not drafted if even a token that is sure to be
+    accepted would cost more time than it saves.
 
     The policy's k_min bounds when the *policy* may stop a row. The batch may end sooner: a bound that suits one row is
     too expensive for many.
