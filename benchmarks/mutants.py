@@ -396,6 +396,13 @@ CORE = (
         ("inference/policies/test_batch_stop.py::test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same",),
     ),
     Mutant(
+        "costs: what is said of a token that was not fed is learnt",
+        "inference/policies/batch_stop.py",
+        "unread = self.inner.looks_ahead",
+        "unread = False",
+        (BATCH_STOP + "what_is_said_of_a_token_that_was_not_fed_is_not_learnt[ToldAfter-False]",),
+    ),
+    Mutant(
         "costs: the first draft of a round is not charged for what makes the round another",
         "inference/policies/past_rounds.py",
         "verify - plain  # of a draft step",

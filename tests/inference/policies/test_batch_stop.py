@@ -31,7 +31,7 @@ from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
 from accept_head.inference.policies.past_rounds import PastRounds
 from accept_head.inference.policies.registry import POLICIES
-from accept_head.inference.policy import BOTH, DraftStep
+from accept_head.inference.policy import BOTH, DraftStep, Signal
 from accept_head.inference.replay.asking import replay
 from accept_head.inference.replay.lossless import PROVED, Shape, enumerate_rounds
 from accept_head.inference.tune.rules import checked_rules
@@ -231,6 +231,25 @@ def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
             each.learn(counts, ones, judged, rows=4, steps=1, drew=True, tried=True, host=PACKED)
     asked, silent = (each.ratios()[0] for each in past)
     assert silent == pytest.approx(asked) and abs(asked - 0.4) < 0.1
+
+
+class ToldAfter(Told):
+    """Has to be shown the state at a token to judge it."""
+
+    needs = frozenset({Signal.MAX_PROB, Signal.DRAWN_HIDDEN})
+
+
+@pytest.mark.parametrize(("rule", "differs"), [(Told, True), (ToldAfter, False)])
+def test_what_is_said_of_a_token_that_was_not_fed_is_not_learnt(rule, differs):
+    """The last token of a row is not fed, so a policy that reads the state there says something of another token."""
+    live, learnt = torch.ones(2, dtype=torch.bool), []
+    for last in (0.9, 0.1):
+        policy = begin(BatchStopPolicy(rule(2), pair_costs(1e-3), host=PACKED), [10] * 2)
+        drafted, _ = one_round(policy, live, shown([[0.8, 0.7], [last, last]]), room=[2, 1])
+        assert drafted.tolist() == [2, 1]
+        policy.observe(outcome(drafted, drafted, live, lengths=[13, 12]))
+        learnt.append((policy.past.sums.tolist(), policy.past.recent.tolist()))
+    assert (learnt[0] != learnt[1]) == differs
 
 
 def rounds_with_drafts(policy):
