@@ -370,8 +370,8 @@ CORE = (
     Mutant(
         "costs=auto: no round is ever forgotten",
         "inference/costs/learnt.py",
-        "seen[0][4] <= self.rounds - ROUNDS",
-        "False",
+        "now - each[4] < (ROUNDS if place < last else LONG)",
+        "True",
         ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
     ),
     Mutant(
@@ -419,8 +419,8 @@ CORE = (
     Mutant(
         "costs=auto: a machine that becomes slower is taken for longer texts",
         "inference/costs/learnt.py",
-        "return values - DRIFT * (weights > 0).T @ means",
-        "return values",
+        "rounds = values - drift * means_of_blocks(values, near * weights)",
+        "rounds = values",
         ("inference/policies/test_learnt_costs.py::test_a_slower_machine_is_not_taken_for_longer_texts",),
     ),
     Mutant(
@@ -428,7 +428,21 @@ CORE = (
         "inference/costs/learnt.py",
         "(1 - 1 / ran, fed / ran",
         "(1.0, fed / ran",
-        ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed]",),
+        ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-0]",),
+    ),
+    Mutant(
+        "costs=auto: what other draft lengths took is forgotten",
+        "inference/costs/learnt.py",
+        "few=FEW)",
+        "few=0)",
+        ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-3]",),
+    ),
+    Mutant(
+        "costs=auto: what other draft lengths took long ago is taken for what they take",
+        "inference/costs/learnt.py",
+        "< ROUNDS, DRIFT, 1.0)",
+        "< ROUNDS, DRIFT, DRIFT)",
+        ("inference/policies/test_learnt_costs.py::test_it_tries_again_where_drafting_was_too_dear[batch stop]",),
     ),
     Mutant(
         "costs=auto: what a draft model has missed is taken for a part of a draft step",
@@ -597,6 +611,20 @@ CORE = (
         "inference/decode/drafter.py",
         "if not self.begun:",
         "if False:",
+        ("inference/decode/test_eagle3.py::test_drafts_are_those_of_a_plain_recomputation",),
+    ),
+    Mutant(
+        "EAGLE-3: all that wait are fed the states of the first",
+        "inference/decode/drafter.py",
+        "self.states[:, begin:end]",
+        "self.states[:, : end - begin]",
+        ("inference/decode/test_eagle3.py::test_few_tokens_are_fed_at_once_or_wait[FILL_TOKENS]",),
+    ),
+    Mutant(
+        "EAGLE-3: once it has caught up, it is fed the state of a token before",
+        "inference/decode/drafter.py",
+        "last.device), last][:, None]",
+        "last.device), last - 1][:, None]",
         ("inference/decode/test_eagle3.py::test_drafts_are_those_of_a_plain_recomputation",),
     ),
     Mutant(

@@ -15,7 +15,8 @@ What is believed lies in tensors on the policy's device that change in place, so
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -28,6 +29,7 @@ from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
 ROUNDS = 128  # that are remembered
+FEW, LONG = 8, 1024  # for so long, the last few of each draft length are
 OFTEN, SELDOM = 24, 16  # a fit after each of the first rounds, then after every sixteenth
 NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their mean, as a machine's speed changes
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
@@ -69,7 +71,8 @@ class LearntCosts:
         # Of the rounds: for the average draft step, whether it is a later one than the first (the share of such ones);
         # for the remainder, whether the round drafted. Then tokens, context, seconds, and the round's number. Of the
         # remainder also its rows.
-        self.drafts, self.rests = (deque[tuple[float, ...]]() for _ in range(2))
+        self.drafts = defaultdict[int, list[tuple[float, ...]]](list)  # by number of steps
+        self.rests = list[tuple[float, ...]]()
         self.rounds, self.unknown = 0, False  # and whether nothing is remembered of drafts for so many rows
         self._tell_policy(limit=limit_of(0))
 
@@ -128,7 +131,7 @@ class LearntCosts:
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
-                self.drafts.append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
+                self.drafts[ran].append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
             tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append((verified > 0, tokens, context, rest, self.rounds, rows))
@@ -142,15 +145,15 @@ class LearntCosts:
             self._tell_policy(limit)
 
     def _fit(self) -> None:
-        for seen in (self.drafts, self.rests):
-            while seen and seen[0][4] <= self.rounds - ROUNDS:
-                seen.popleft()
+        self.rests = remembered(self.rests, self.rounds)
+        for steps, seen in self.drafts.items():
+            self.drafts[steps] = remembered(seen, self.rounds, few=FEW)
         self.target, self.plain = fitted(np.array(self.rests), 0.0, *OF_TARGET)
-        if self.drafts:
+        if drafts := [each for seen in self.drafts.values() for each in seen]:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
             # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
             ratio = self.target.beta / max(self.target.gamma, TINY)
-            self.draft, self.first = fitted(np.array(self.drafts), ratio, *OF_DRAFTS)
+            self.draft, self.first = fitted(np.array(drafts), ratio, *OF_DRAFTS)
 
 
 def limit_of(rounds: int) -> int:
@@ -160,25 +163,35 @@ def limit_of(rounds: int) -> int:
     return 0 if rounds % PLAIN == 0 else NO_LIMIT
 
 
+def remembered(seen: Sequence[tuple[float, ...]], now: int, few: int = 0) -> list[tuple[float, ...]]:
+    """Of the last ROUNDS until `now`; and the last `few`, which still tell the first step from the others after all
+    rounds have drafted alike."""
+    last = len(seen) - few
+    return [each for place, each in enumerate(seen) if now - each[4] < (ROUNDS if place < last else LONG)]
+
+
 def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple[BatchForwardCost, BatchForwardCost]:
     """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 5 or more), the share of
     the first kind in a round (1 or 0 if there is one forward), tokens, context, seconds, and the round's number.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
-    slower, and that must not be taken for their doing. Priors, each with its deviation in forwards: both kinds have the
-    same γ (differ), β = ratio·γ of the first kind (width), and context costs nothing (CONTEXT).
+    slower, and that must not be taken for their doing. Rounds long past say nothing else. Priors, each with its
+    deviation in forwards: both kinds have the same γ (differ), β = ratio·γ of the first kind (width), and context costs
+    nothing (CONTEXT).
     """
     share, seconds, blocks = seen[:, :1], seen[:, 3], seen[:, 4] // NEAR
     near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
+    drift = np.where(seen[:, 4].max() - seen[:, 4] < ROUNDS, DRIFT, 1.0)[:, None]
     features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
     level = max(float(np.median(seconds)), TINY)
     priors = np.array([[1, -1, 0, 0], [-ratio * scale[2], 0, 1, 0], [0, 0, 0, 1]]) / [[differ], [width], [CONTEXT]]
+    values = np.column_stack([features / scale, seconds])
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
     weights, noise = np.minimum(1, TIMES_OFF * level / np.maximum(seconds, TINY)) ** 2, NOISE[0]
     for _ in range(REFITS):
-        rounds = without_drift(np.column_stack([features / scale, seconds]), near * weights)
+        rounds = values - drift * means_of_blocks(values, near * weights)
         weighted = rounds * np.sqrt(weights)[:, None]
         terms, _ = nnls(np.concatenate([weighted[:, :4], noise * priors]), np.append(weighted[:, 4], np.zeros(3)))
         off = np.abs(rounds[:, 4] - rounds[:, :4] @ terms)
@@ -195,7 +208,7 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
     return one, replace(one, gamma=gammas[1])
 
 
-def without_drift(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """values: (n, columns), less DRIFT times the mean of their block. weights: (blocks, n), 0 outside of the block."""
-    means = weights @ values / weights.sum(1, keepdims=True)
-    return values - DRIFT * (weights > 0).T @ means
+def means_of_blocks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """values: (n, columns) → the mean of each one's block. weights: (blocks, n), 0 outside of the block."""
+    means: np.ndarray = (weights > 0).T @ (weights @ values / weights.sum(1, keepdims=True))
+    return means

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.inference.decode.rows import Rows
-from accept_head.inference.engine.cache import CachedModel, Group
-from accept_head.inference.engine.memory import FED_TOGETHER
+from accept_head.inference.engine.cache import FILL_TOKENS, CachedModel, Group
+from accept_head.inference.engine.memory import FED_TOGETHER, WAITING_STATES
 from accept_head.pair import Forward
 
-MOST_WAITING = 8  # tokens of a row that wait for an EAGLE-3 drafter while nothing is drafted
+# Tokens of a row that an EAGLE-3 drafter is fed in the forward that yields the first draw, as one forward is faster
+# than two; or what a round can leave, if that is more.
+BEGUN_TOGETHER = 8
 
 
 class DraftModel:
@@ -78,7 +80,8 @@ class Eagle3(DraftModel):
 
     What it was fed of drafted tokens it forgets, as it was fed with its own states: when it drafts again it is fed all
     new tokens, with the states that the target has given out meanwhile. It predicts from the last of them alone: of the
-    others it only needs keys and values.
+    others it only needs keys and values. While nothing is drafted they wait, as far as their states have room, and a
+    request that ends first never costs any.
     """
 
     def __init__(self, cached: CachedModel, rows: Rows, call: Callable[..., Any], *, copy: bool):
@@ -90,13 +93,19 @@ class Eagle3(DraftModel):
         self.states = torch.zeros(batch, 1, fc.in_features, dtype=self.model.dtype, device=device)
         # (batch, 1, hidden), its own output at the last slot.
         self.own = torch.zeros(batch, 1, fc.out_features, dtype=self.model.dtype, device=device)
+        self.most = max(BEGUN_TOGETHER, WAITING_STATES // self.states.nbytes)  # tokens of a row that may wait
         self.begun = True  # whether it was fed all that `states` has
         self.waits = False  # whether this round's token waits behind earlier ones
 
     @property
     def behind(self) -> bool:
-        """Never, as few tokens wait."""
-        return False
+        return self.rows.unfed > max(BEGUN_TOGETHER, self.rows.spare)
+
+    def catch_up(self) -> None:
+        rows, last = self.rows, (self.rows.lengths - 1 - self._first_unfed).clamp(min=0)
+        self._fill(rows.unfed - 1)
+        self.states = self.states[torch.arange(len(last), device=last.device), last][:, None]
+        rows.mark_fed(rows.live_rows)
 
     def admit(self, target: CachedModel, taken: Sequence[int], ends: Sequence[int]) -> None:
         rows = self.rows
@@ -115,7 +124,7 @@ class Eagle3(DraftModel):
         rows, width, first = self.rows, self.rows.unfed, self._first_unfed
         index = first[:, None] + torch.arange(width, device=first.device)
         window = rows.tokens.gather(1, index.clamp(max=rows.tokens.shape[1] - 1))
-        last, states = (rows.lengths - 1 - first).clamp(min=0), self._waiting(width)
+        last, states = (rows.lengths - 1 - first).clamp(min=0), self._waiting(0, width)
         self.begun = True
         return self._kept(self.cached.forward(window, first - 1, rows.longest - 1, states=states, last=last))
 
@@ -126,32 +135,37 @@ class Eagle3(DraftModel):
 
     def hear(self, states: Tensor) -> None:
         rows = self.rows
-        self.waits = not self.begun and rows.unfed < MOST_WAITING
+        self.waits = not self.begun and rows.unfed < self.most
         if self.waits:  # a round without drafting: one more token, behind those that were not fed
             if rows.unfed == self.states.shape[1]:
-                self.states = torch.nn.functional.pad(self.states, (0, 0, 0, MOST_WAITING - rows.unfed))
+                more = min(max(BEGUN_TOGETHER, rows.unfed), self.most - rows.unfed)
+                self.states = torch.nn.functional.pad(self.states, (0, 0, 0, more))
             place = rows.lengths - self._first_unfed
             self.states[torch.arange(len(place), device=place.device), place] = states[:, 0]
         else:
             if not self.begun:
-                self._fill()
+                self._fill(rows.unfed)
             self.states = states if self.copy else states.clone()  # the next forward overwrites a graph's own
         self.begun = False
 
-    def _fill(self) -> None:
-        """Feed all that waits. What a row has fewer than others is overwritten before it is read."""
-        first, width = self._first_unfed, self.rows.unfed
-        spans = torch.stack([torch.arange(len(first), device=first.device), first - 1, self.rows.lengths - 1], dim=-1)
-        self.cached.fill_drafter(self.rows.tokens[:, 1:], Group(spans, width, 0), self._waiting(width))
+    def _fill(self, width: int) -> None:
+        """Feed the first `width` tokens of each row that wait. What a row has fewer is overwritten before it is
+        read."""
+        first, tokens = self._first_unfed, self.rows.tokens[:, 1:]
+        rows, step = torch.arange(len(first), device=first.device), max(1, FILL_TOKENS // len(first))
+        for begin in range(0, width, step):
+            end = min(begin + step, width)
+            spans = torch.stack([rows, first - 1 + begin, first - 1 + end], dim=-1)
+            self.cached.fill_drafter(tokens, Group(spans, end - begin, 0), self._waiting(begin, end))
 
     @property
     def _first_unfed(self) -> Tensor:
         """(batch,) the first token of each row that it was not fed; a row's first token has no slot."""
         return self.rows.fed.clamp(min=1)
 
-    def _waiting(self, width: int) -> Tensor:
-        """The states of the next `width` tokens, projected, (batch, width, hidden)."""
-        return self.model.project(self.states[:, :width].contiguous())  # torch takes ten times as long for a view
+    def _waiting(self, begin: int, end: int) -> Tensor:
+        """The states of the tokens that wait, projected, (batch, end - begin, hidden)."""
+        return self.model.project(self.states[:, begin:end].contiguous())  # torch takes ten times as long for a view
 
     def accepted(self) -> None:
         if not self.waits:

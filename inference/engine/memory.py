@@ -1,4 +1,4 @@
-"""Plans the memory of a batch before it is allocated: weights + caches + logits + head.
+"""Plans the memory of a batch before it is allocated: weights + caches + logits + head + waiting states.
 
 weights  every parameter and buffer, once (allocated already)
 caches   rows × (longest row + 1) tokens × bytes a token, of both models
@@ -6,6 +6,7 @@ logits   rows × vocabulary × (bytes a verified slot × (k + 1) + bytes a draft
 head     what its kernels pack in their first round: weights, and a row for each token of the vocabulary
 scoring  rows × vocabulary × positions that are scored together × logits of both models and a copy, when traces are
          collected
+waiting  states that wait for an EAGLE-3 drafter while nothing is drafted
 
 The activations of the forward that fills the cache with prompts replace the logits if they are larger: tokens at once ×
 ((3 × intermediate + 4 × hidden + 2 × head) × bytes + a row of the mask). With CUDA graphs a round's memory stays
@@ -31,6 +32,9 @@ from accept_head.inference.engine.proof import check_served
 
 # The most tokens that a draft model is fed in the forward that yields the first draw: hardly dearer than one.
 FED_TOGETHER = 3
+# Bytes of a target's states that wait for an EAGLE-3 drafter while nothing is drafted: 1300 tokens of a 70B target.
+# vLLM has planned no memory for them.
+WAITING_STATES = 64 << 20
 # Tensors alive at the same time in a round. Greedy: logits alone. Sampling, in float32: logits, filtered scores, p and
 # the sorted values of a filter at each verified slot; q and its copy in the stack at each drafted slot. In float64: the
 # sums and thresholds of the one draw of a row.
@@ -58,6 +62,7 @@ class MemoryPlan:
     head: int = 0
     scored: int = 0  # positions of a row that are scored together
     fed_together: int = FED_TOGETHER
+    waiting: int = 0  # states that wait for an EAGLE-3 drafter
 
     @property
     def scoring(self) -> int:
@@ -92,7 +97,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         transient = self.logits + self.fill if self.graphs else max(self.logits, self.fill)
-        return self.weights + self.caches + transient + self.kept + self.head + self.scoring
+        return self.weights + self.caches + transient + self.kept + self.head + self.scoring + self.waiting
 
     def __str__(self) -> str:
         return (
@@ -103,6 +108,7 @@ class MemoryPlan:
             + (f" + kept by graphs {readable_size(self.kept)}" if self.graphs else "")
             + (f" + head {readable_size(self.head)}" if self.head else "")
             + (f" + scoring {readable_size(self.scoring)}" if self.scored else "")
+            + (f" + waiting states {readable_size(self.waiting)}" if self.waiting else "")
         )
 
     @property
@@ -147,7 +153,7 @@ def plan_memory(
     together."""
     models = [target, *([draft] if max_draft_tokens or scored else [])]
     served = [check_served(model, attention) for model in models]
-    backends = [choose(model, attention) for model in models]
+    backends, eagle3 = [choose(model, attention) for model in models], isinstance(draft, Eagle3Drafter)
     return MemoryPlan(
         weights=weight_bytes([target, draft]),
         batch=batch,
@@ -162,7 +168,8 @@ def plan_memory(
         graphs=graphs,
         head=head,
         scored=scored,
-        fed_together=1 if isinstance(draft, Eagle3Drafter) else FED_TOGETHER,
+        fed_together=1 if eagle3 else FED_TOGETHER,
+        waiting=WAITING_STATES if eagle3 and max_draft_tokens else 0,
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-STATES = 64 << 20  # bytes of states that are kept, for which vLLM has planned no memory: 1300 tokens of a 70B target
+from accept_head.inference.engine.memory import WAITING_STATES
 
 
 class Span(NamedTuple):
@@ -50,7 +50,7 @@ class Unfed:
         self.missing = {name: each for name, each in self.missing.items() if name in known}
         there = sum(each.end - each.begin for each in self.missing.values())
         size = states[:1].nbytes if self.reads_states else 0
-        if there + len(states) > self.limit or (there + len(states)) * size > STATES:
+        if there + len(states) > self.limit or (there + len(states)) * size > WAITING_STATES:
             return False
         # On the host, a request at a time, as vLLM itself prepares its inputs.
         for span, own in zip(spans, states.split([end - begin for _, begin, end in spans]), strict=True):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accept_head.inference import generate
+from accept_head.inference.decode import drafter as drafters
 from accept_head.inference.decode.drafter import Eagle3
 from accept_head.inference.engine import cache
 from accept_head.inference.policies.fixed import FixedPolicy
@@ -107,13 +108,24 @@ def test_drafts_are_those_of_a_plain_recomputation(target, drafter, policy, batc
     assert differ == 0 and seen > (3 if getattr(policy, "every", 3) > 3 else 10)
 
 
-@pytest.mark.parametrize(("every", "in_vain"), [(3, 0), (6, 0), (1000, 3)])
-def test_tokens_wait_for_a_drafter_that_drafts_nothing(target, drafter, every, in_vain, monkeypatch):
-    """It is fed when it drafts, and else when eight of them have waited."""
+@pytest.mark.parametrize("limit", ["FILL_TOKENS", "WAITING_STATES"])
+def test_few_tokens_are_fed_at_once_or_wait(target, drafter, limit, monkeypatch):
+    """Nor do drafts differ if ten tokens are fed five at a time, or are not all kept."""
+    monkeypatch.setattr(drafters, limit, 15 if limit == "FILL_TOKENS" else 0)
+    differ, seen = drafts_that_differ(target, drafter, Hesitant(3, 11), 3)
+    assert differ == 0 and seen > 3
+
+
+@pytest.mark.parametrize(("every", "room", "in_vain"), [(3, 0, 0), (6, 0, 0), (11, 0, 3), (1000, 0, 3), (1000, 99, 0)])
+def test_tokens_wait_for_a_drafter_that_drafts_nothing(target, drafter, every, room, in_vain, monkeypatch):
+    """It is fed when it drafts, and else when as many wait as have room, or eight. room: in kilobytes."""
     fed = []
     for name in ("begin", "_fill"):
         feed = getattr(Eagle3, name)
-        monkeypatch.setattr(Eagle3, name, lambda self, feed=feed: (fed.append(policy.rounds), feed(self))[1])
+        monkeypatch.setattr(
+            Eagle3, name, lambda self, *width, feed=feed: (fed.append(policy.rounds), feed(self, *width))[1]
+        )
+    monkeypatch.setattr(drafters, "WAITING_STATES", room * 1000)
     policy = Hesitant(3, every)
     generate(target, drafter, PROMPTS[:1], policy=policy, max_new_tokens=30)
     drafted = set(range(every, policy.rounds + 1, every))
