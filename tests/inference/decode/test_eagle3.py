@@ -11,7 +11,7 @@ import torch
 from accept_head.inference import generate
 from accept_head.inference.decode import drafter as drafters
 from accept_head.inference.decode.drafter import Eagle3
-from accept_head.inference.engine import cache
+from accept_head.inference.engine import cache, memory
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.pair import load_pair
 from accept_head.prompts import load_prompts
@@ -83,7 +83,7 @@ def drafts_of(target, drafter, tokens, count):
     return drafted
 
 
-def drafts_that_differ(target, drafter, policy, batch_size, **options):
+def drafts_that_differ(target, drafter, policy, batch_size, count=16, **options):
     """(drafts that are not those of drafts_of, all drafts)"""
     differ = seen = 0
 
@@ -97,7 +97,8 @@ def drafts_that_differ(target, drafter, policy, batch_size, **options):
                 differ += mine != drafts_of(target, drafter, tokens, len(mine))
                 seen += bool(mine)
 
-    generate(target, drafter, PROMPTS, policy=policy, max_new_tokens=16, batch_size=batch_size, watch=watch, **options)
+    options |= {"max_new_tokens": count, "batch_size": batch_size, "watch": watch}
+    generate(target, drafter, PROMPTS, policy=policy, **options)
     return differ, seen
 
 
@@ -112,8 +113,8 @@ def test_drafts_are_those_of_a_plain_recomputation(target, drafter, policy, batc
 def test_few_tokens_are_fed_at_once_or_wait(target, drafter, limit, monkeypatch):
     """Nor do drafts differ if ten tokens are fed five at a time, or are not all kept."""
     monkeypatch.setattr(drafters, limit, 15 if limit == "FILL_TOKENS" else 0)
-    differ, seen = drafts_that_differ(target, drafter, Hesitant(3, 11), 3)
-    assert differ == 0 and seen > 3
+    differ, seen = drafts_that_differ(target, drafter, Hesitant(3, 11), 3, count=60)
+    assert differ == 0 and seen > 15
 
 
 @pytest.mark.parametrize(("every", "room", "in_vain"), [(3, 0, 0), (6, 0, 0), (11, 0, 3), (1000, 0, 3), (1000, 99, 0)])
@@ -130,6 +131,19 @@ def test_tokens_wait_for_a_drafter_that_drafts_nothing(target, drafter, every, r
     generate(target, drafter, PROMPTS[:1], policy=policy, max_new_tokens=30)
     drafted = set(range(every, policy.rounds + 1, every))
     assert len(set(fed) - drafted) == in_vain, fed
+
+
+def test_states_that_wait_take_what_the_plan_allows(target, drafter, monkeypatch):
+    sizes, hear = [], Eagle3.hear
+    monkeypatch.setattr(Eagle3, "hear", lambda self, states: (hear(self, states), sizes.append(self.states.nbytes)))
+    for limit in (20_000, memory.WAITING_STATES):
+        monkeypatch.setattr(drafters, "WAITING_STATES", limit)
+        sizes.clear()
+        generate(target, drafter, PROMPTS[:3], policy=Hesitant(3, 1000), max_new_tokens=60, batch_size=3)
+        assert 0.5 * min(limit, 60 * sizes[0]) < max(sizes) <= min(limit, 128 * sizes[0])
+    sized = {"batch": 3, "max_length": 70, "vocab_size": 64, "greedy": True}
+    plans = [memory.plan_memory(target, drafter, max_draft_tokens=k, **sized) for k in (0, 3)]
+    assert [plan.waiting for plan in plans] == [0, memory.WAITING_STATES] and "waiting states 64" in str(plans[1])
 
 
 @pytest.mark.parametrize("wrong", ["another row's states", "states one position late"])
