@@ -143,7 +143,7 @@ def test_states_that_wait_take_what_the_plan_allows(target, drafter, monkeypatch
         assert 0.5 * min(limit, 60 * sizes[0]) < max(sizes) <= min(limit, 128 * sizes[0])
     sized = {"batch": 3, "max_length": 70, "vocab_size": 64, "greedy": True}
     plans = [memory.plan_memory(target, drafter, max_draft_tokens=k, **sized) for k in (0, 3)]
-    assert [plan.waiting for plan in plans] == [0, memory.WAITING_STATES] and "waiting states 64" in str(plans[1])
+    assert [plan.waiting for plan in plans] == [0, memory.WAITING_STATES] and "waiting states 67.1 MB" in str(plans[1])
 
 
 @pytest.mark.parametrize("wrong", ["another row's states", "states one position late"])
