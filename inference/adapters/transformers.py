@@ -134,11 +134,10 @@ def _refuse(config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
     for name in ("output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise InputError(f"{name} is not supported: a round's forwards hold rejected tokens too")
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length():
-        raise InputError(
-            "past_key_values holds tokens already: pass the whole prompt, the decode loop has its own cache"
-        )
+    for name in ("past_key_values", "cache"):  # the same: transformers renamed it in 5.24
+        past = model_kwargs.get(name)
+        if past is not None and past.get_seq_length():
+            raise InputError(f"{name} holds tokens already: pass the whole prompt, the decode loop has its own cache")
 
 
 def _penalty(processors: LogitsProcessorList) -> tuple[float, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,8 @@ class ModelCall:
 
     def __init__(self, model: PreTrainedModel, cache: Cache, max_length: int, hidden: LastHidden | LayerStates | None):
         self.model, self.cache, self.max_length, self.hidden = model, cache, max_length, hidden
+        # From 5.24 on transformers' models call it `cache`, and warn of the older name.
+        self.cache_name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
     def __call__(self, input_ids: Tensor, positions: Tensor, masks: Any) -> tuple[Tensor, ...]:
         inputs = self.inputs(input_ids, positions, masks)
@@ -45,7 +48,7 @@ class ModelCall:
             "input_ids": input_ids,
             "position_ids": positions.clamp(max=self.max_length - 1),
             "attention_mask": masks,
-            "past_key_values": self.cache,
+            self.cache_name: self.cache,
             "use_cache": True,
         }
 

@@ -402,7 +402,7 @@ REFUSED = {
         lambda b: {"output_hidden_states": True, "return_dict_in_generate": True},
         "output_hidden_states",
     ),
-    "a filled cache": (lambda b: {"past_key_values": filled_cache(b)}, "past_key_values"),
+    "a filled cache": (lambda b: {"past_key_values": filled_cache(b)}, "(past_key_values|cache) holds tokens"),
     "embeddings": (
         lambda b: {"input_ids": None, "inputs_embeds": b.target.get_input_embeddings()(b.inputs["input_ids"])},
         "inputs_embeds",
