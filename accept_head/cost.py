@@ -90,6 +90,11 @@ class PairCosts:
         """Seconds of one target forward. batch_tokens, context_tokens: sums over all rows."""
         return self.target.seconds(context_tokens=context_tokens, batch_tokens=batch_tokens)
 
+    def plain_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
+        """Seconds of one target forward in a round without drafts."""
+        alpha, beta, gamma = self.coefficients[3]
+        return alpha * context_tokens + beta * rows + gamma
+
     def forget(self) -> None:
         """Measured costs stay."""
 

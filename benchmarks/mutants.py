@@ -431,6 +431,16 @@ CORE = (
         ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-0]",),
     ),
     Mutant(
+        "goodput: no drafts are taken for a draft of no tokens",
+        "inference/policies/goodput.py",
+        "torch.where(k == 0, self.costs.plain_seconds(rows, context), seconds)",
+        "seconds",
+        (
+            "inference/policies/test_learnt_costs.py"
+            "::test_drafting_is_held_against_a_round_without_drafts[OtherWhenPlain-False-GoodputPolicy]",
+        ),
+    ),
+    Mutant(
         "costs=auto: what other draft lengths took is forgotten",
         "inference/costs/learnt.py",
         "few=FEW)",

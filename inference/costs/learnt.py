@@ -89,6 +89,10 @@ class LearntCosts:
         """As PairCosts."""
         return self._seconds(2, batch_tokens, context_tokens)
 
+    def plain_seconds(self, rows: Quantity, context_tokens: Quantity) -> Quantity:
+        """As PairCosts."""
+        return self._seconds(3, rows, context_tokens)
+
     def _seconds(self, forward: int, tokens: Quantity, context: Quantity) -> Tensor:
         alpha, beta, gamma = self.on_device[forward]
         return alpha * context + beta * tokens + gamma

@@ -125,7 +125,7 @@ class AdaSpecPolicy(RowPolicy):
         self.q, self.drawn, self.before = list[Tensor](), list[Tensor](), list[Tensor]()
         self.expected, self.tokens = self.rows.float(), self.rows  # B + Σ s; tokens to verify
         self.drafting = torch.zeros((), device=live.device)  # seconds
-        alone = self._verifying(self.tokens)
+        alone = self.costs.plain_seconds(self._padded(self.tokens), self.context)
         self.goodput = self.rows / alone
         self.least = torch.where(self.last > 0, self.last, self.goodput) * self._one_more_token()
         self.limit = torch.where(alone > self.slo, torch.inf, self.slo) if self.slo else torch.inf

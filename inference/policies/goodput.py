@@ -109,6 +109,7 @@ class GoodputPolicy(RowPolicy):
         and the sum of their tokens."""
         k = torch.arange(self.max_draft_tokens + 1, device=rows.device)
         seconds = self.costs.draft_seconds(rows, context, k) + self.costs.verify_seconds((k + 1) * rows, context)
+        seconds = torch.where(k == 0, self.costs.plain_seconds(rows, context), seconds)
         return rows * ((self.accepted / self.judged) ** k).cumsum(0) / seconds
 
     def observe(self, outcome: VerifyOutcome) -> None:

@@ -16,6 +16,7 @@ from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.costs.host import PACKED, PADDED, VLLM_V2
 from accept_head.inference.costs.learnt import TRIAL, LearntCosts
+from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
@@ -23,7 +24,7 @@ from accept_head.inference.policies.goodput import GoodputPolicy
 from accept_head.inference.policy import Signal
 from accept_head.sampling import Sampling
 from tests.inference.support.rounds import begin, one_round, outcome
-from tests.inference.support.scalar_rules import DearFirst, OtherWhenPlain, first_more, pair_costs, plain_seconds
+from tests.inference.support.scalar_rules import DearFirst, OtherWhenPlain, first_more, pair_costs
 from tests.inference.support.toy import toy_pair
 
 COSTS = pair_costs(0.02, 0.004, 0.1, row=0.001, context=1e-5)
@@ -42,7 +43,7 @@ def seconds_of(costs, host, drafted, lengths):
     drafting = steps * (costs.draft.gamma + costs.draft.alpha * context) + fed * costs.draft.beta
     drafting += first_more(costs) if steps else 0.0
     verified = rows * (1 + longest) if host.verifies_padding else rows + sum(drafted)
-    rest = costs.verify_seconds(verified, context) if longest else plain_seconds(costs, rows, context)
+    rest = costs.verify_seconds(verified, context) if longest else costs.plain_seconds(rows, context)
     return drafting + float(rest), drafting
 
 
@@ -99,11 +100,20 @@ def test_a_round_without_drafts_has_costs_of_its_own(acceptance):
     costs = OtherWhenPlain(**vars(pair_costs(0.005, 0.004, 0.1)))
     policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
     longest, _ = serve(policy, costs, PACKED, 250, 4, acceptance, np.random.default_rng(0))
-    plain = plain_seconds(policy.costs, 4, 4 * 300), plain_seconds(costs, 4, 4 * 300)
+    plain = [float(each.plain_seconds(4, 4 * 300)) for each in (policy.costs, costs)]
     assert plain[0] == pytest.approx(plain[1], rel=0.05)
     right = float(costs.verify_seconds(8, 4 * 300))
     assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.07)
     assert (np.mean(longest[100:]) < 0.7) == (acceptance == 0.35)
+
+
+@pytest.mark.parametrize("policy", [GoodputPolicy, AdaSpecPolicy])
+@pytest.mark.parametrize(("costs", "drafts"), [(PairCosts, True), (OtherWhenPlain, False)])
+def test_drafting_is_held_against_a_round_without_drafts(policy, costs, drafts):
+    """One of 1 s or of 0.8, where a token that is taken to be accepted in 6 or 7 of 10 cases takes 0.45 s to draft."""
+    rule = policy(costs(**vars(pair_costs(0.45))))
+    begin(rule, [10, 20])
+    assert (rule.start_round(torch.ones(2, dtype=torch.bool)) > 0).tolist() == [drafts] * 2
 
 
 @pytest.mark.parametrize("seed", [0, 3, 5])

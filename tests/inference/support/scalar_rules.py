@@ -44,12 +44,6 @@ class DearFirst(PairCosts):
         return super().draft_seconds(rows, context_tokens, steps) + first_more(self) * (steps > 0)
 
 
-def plain_seconds(costs, rows, context_tokens):
-    """Of a round without drafts."""
-    alpha, beta, gamma = costs.coefficients[3]
-    return alpha * context_tokens + beta * rows + gamma
-
-
 def first_more(costs):
     """Seconds that the first draft step of a round takes longer than another."""
     return 2 * costs.draft.gamma if isinstance(costs, DearFirst) else 0.0
@@ -701,7 +695,7 @@ class ScalarBatchStop(Reference):
         drafting = n * self.draft_time(rows, context)
         if not self.host.drafts_stopped:
             drafting = n * self.draft_time(0, context) + rows * ell * self.costs.draft.beta
-        alone, first_draft = plain_seconds(self.costs, rows, context), first_more(self.costs)
+        alone, first_draft = self.costs.plain_seconds(rows, context), first_more(self.costs)
         more = self.verify_time(rows, context) - alone
         seconds = drafting + self.verify_time(rows * (1 + ell), context) - (1 - share) * more
         seconds += first_draft if self.host.feeds else share * first_draft
