@@ -19,7 +19,7 @@ from accept_head.command.config_file import check_config_files, config_names
 from accept_head.command.libraries import quiet_libraries
 from accept_head.command.options import gather_lists, name_words, plainly, without_nulls
 from accept_head.command.ranks import lost_a_rank, wait_for_the_launcher
-from accept_head.command.stopping import Stopped, stopping_on_signals
+from accept_head.command.stopping import Stopped, leave, stopping_on_signals
 from accept_head.errors import InputError
 from accept_head.files import machine_fault
 from accept_head.version import VERSION
@@ -68,7 +68,7 @@ def run() -> None:
         with stopping_on_signals(verb=next(iter(sys.argv[1:]), "")):
             code = main(sys.argv[1:])
     except Stopped as stopped:
-        code = stopped.exit_code
+        leave(stopped.exit_code)
     except Exception:
         print("accept-head: this is a bug; please report it with the traceback and the command line.", file=sys.stderr)
         raise

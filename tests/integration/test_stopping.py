@@ -158,3 +158,20 @@ def test_a_stop_that_a_library_takes_for_its_own_error_stops_as_well(capfd):
             raise ImportError("already registered") from None
     assert caught.value.exit_code == 143
     assert "stopped by SIGTERM: checkpoints are kept" in capfd.readouterr().err
+
+
+def test_a_stopped_process_is_not_dismantled():
+    """What is registered for its end happens, and what it has printed is written. But nothing that Python would do to
+    its modules, as a library that was stopped halfway may then crash."""
+    program = """
+import atexit, sys
+from accept_head.command.stopping import leave
+class Fragile:
+    def __del__(self):
+        print("dismantled")
+fragile, _ = Fragile(), atexit.register(print, "ended", end="")
+print("begun,", end=" ")
+"""
+    for last, printed in (("leave(143)", "begun, ended"), ("sys.exit(143)", "begun, endeddismantled\n")):
+        done = subprocess.run([sys.executable, "-c", program + last], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (143, printed), done.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from accept_head.inference.adapters.vllm.unfed import STATES, Span, Unfed, catching_up
+from accept_head.inference.adapters.vllm.unfed import Span, Unfed, catching_up
+from accept_head.inference.engine.memory import WAITING_STATES
 
 
 def states_of(*spans):
@@ -47,7 +48,7 @@ def test_no_more_is_put_off_than_a_forward_takes_and_requests_that_ended_cost_no
 
 
 def test_few_states_are_kept_and_any_number_of_tokens():
-    most = STATES // (1 << 19)
+    most = WAITING_STATES // (1 << 19)
     for reads_states, tokens, waits in ((True, most, True), (True, most + 1, False), (False, most + 1, True)):
         states = torch.zeros(1 << 18, dtype=torch.bfloat16).expand(tokens, -1)
         assert Unfed(10_000, reads_states=reads_states).put_off([Span("a", 0, tokens)], states, "a") == waits
