@@ -431,6 +431,13 @@ CORE = (
         ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-0]",),
     ),
     Mutant(
+        "costs=auto: among many rounds without drafts, those with drafts are outliers",
+        "inference/costs/learnt.py",
+        "if (kind & recent).any():",
+        "if False:",
+        ("inference/policies/test_learnt_costs.py::test_few_rounds_with_drafts_are_no_outliers_among_many_without",),
+    ),
+    Mutant(
         "goodput: no drafts are taken for a draft of no tokens",
         "inference/policies/goodput.py",
         "torch.where(k == 0, self.costs.plain_seconds(rows, context), seconds)",

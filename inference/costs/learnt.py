@@ -183,9 +183,10 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
     deviation in forwards: both kinds have the same γ (differ), β = ratio·γ of the first kind (width), and context costs
     nothing (CONTEXT).
     """
-    share, seconds, blocks = seen[:, :1], seen[:, 3], seen[:, 4] // NEAR
+    share, of_first, seconds, blocks = seen[:, :1], seen[:, 0] > 0, seen[:, 3], seen[:, 4] // NEAR
     near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
-    drift = np.where(seen[:, 4].max() - seen[:, 4] < ROUNDS, DRIFT, 1.0)[:, None]
+    recent = seen[:, 4].max() - seen[:, 4] < ROUNDS
+    drift = np.where(recent, DRIFT, 1.0)[:, None]
     features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
     scale = np.maximum(features.mean(0), 1e-9)
     scale[:2] = 1.0
@@ -199,9 +200,12 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
         weighted = rounds * np.sqrt(weights)[:, None]
         terms, _ = nnls(np.concatenate([weighted[:, :4], noise * priors]), np.append(weighted[:, 4], np.zeros(3)))
         off = np.abs(rounds[:, 4] - rounds[:, :4] @ terms)
-        usual = float(np.median(off))
-        noise = max(1.5 * usual / level, NOISE[1])  # 1.5: of a normal distribution
-        limit = max(TIMES_OFF * usual, 1e-9)
+        usual = np.full(len(off), np.median(off))
+        noise = max(1.5 * usual[0] / level, NOISE[1])  # 1.5: of a normal distribution
+        for kind in (of_first, ~of_first):  # where most rounds are of one, those of the other are no outliers
+            if (kind & recent).any():
+                usual[kind] = np.median(off[kind & recent])
+        limit = np.maximum(TIMES_OFF * usual, 1e-9)
         before, weights = weights, np.minimum(1, limit / np.maximum(off, limit)) ** 2
         if np.abs(weights - before).max() < SETTLED:
             break

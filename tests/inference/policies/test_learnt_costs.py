@@ -15,7 +15,7 @@ from accept_head.cost import PairCosts
 from accept_head.inference import generate, make_policy
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.costs.host import PACKED, PADDED, VLLM_V2
-from accept_head.inference.costs.learnt import TRIAL, LearntCosts
+from accept_head.inference.costs.learnt import OF_TARGET, TRIAL, LearntCosts, fitted
 from accept_head.inference.policies.adaspec import AdaSpecPolicy
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.drafting import Drafting
@@ -105,6 +105,19 @@ def test_a_round_without_drafts_has_costs_of_its_own(acceptance):
     right = float(costs.verify_seconds(8, 4 * 300))
     assert float(policy.costs.verify_seconds(8, 4 * 300)) == pytest.approx(right, rel=0.07)
     assert (np.mean(longest[100:]) < 0.7) == (acceptance == 0.35)
+
+
+def test_few_rounds_with_drafts_are_no_outliers_among_many_without():
+    """Of a real pair with 16 rows: the last four of the first rounds that drafted, and thirteen that did not. What a
+    token costs once followed the noise of the latter, 4 ms, and nothing was drafted any more."""
+    drafted = [(48, 99.7, 7), (80, 118.8, 9), (32, 112.1, 11), (64, 115.3, 12)]
+    plain = [64.5, 72.4, 74.2, 70.1, 73.3, 81.2, 73.5, 70.8, 71.6, 70.8, 74.1, 71.4, 90.3, 71.6, 77.2]
+    rounds = [(1, tokens, 2000, seconds / 1e3, number) for tokens, seconds, number in drafted]
+    rounds += [(0, 16, 2000, each / 1e3, at) for each, at in zip(plain, (8, 10, *range(13, 26)), strict=True)]
+    target, alone = fitted(np.array(sorted(rounds, key=lambda each: each[4])), 0.0, *OF_TARGET)
+    for tokens in (32, 48, 64, 80):
+        assert target.seconds(context_tokens=2000, batch_tokens=tokens) == pytest.approx(0.111, rel=0.15)
+    assert alone.seconds(context_tokens=2000, batch_tokens=16) == pytest.approx(0.073, rel=0.05)
 
 
 @pytest.mark.parametrize("policy", [GoodputPolicy, AdaSpecPolicy])
