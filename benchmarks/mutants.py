@@ -457,8 +457,8 @@ CORE = (
     Mutant(
         "costs=auto: what other draft lengths took long ago is taken for what they take",
         "inference/costs/learnt.py",
-        "< ROUNDS, DRIFT, 1.0)",
-        "< ROUNDS, DRIFT, DRIFT)",
+        "np.where(recent, DRIFT, 1.0)",
+        "np.where(recent, DRIFT, DRIFT)",
         ("inference/policies/test_learnt_costs.py::test_it_tries_again_where_drafting_was_too_dear[batch stop]",),
     ),
     Mutant(
