@@ -78,9 +78,9 @@ class PairCosts:
     @property
     def coefficients(self) -> list[list[float]]:
         """α, β and γ of a draft step, of the first one of a round, of the target, and of the target in a round without
-        drafts."""
+        drafts; and the part of the target's that padding costs as well, where a host does not verify it."""
         draft, target = ([each.alpha, each.beta, each.gamma] for each in (self.draft, self.target))
-        return [draft, draft, target, target]
+        return [draft, draft, target, target, [0.0, 0.0, 0.0]]
 
     def draft_seconds(self, rows: Quantity, context_tokens: Quantity, steps: Quantity = 1) -> Quantity:
         """Seconds of so many draft steps in one round, one token per row each. context_tokens: sum over all rows."""

@@ -370,15 +370,15 @@ CORE = (
     Mutant(
         "costs=auto: no round is ever forgotten",
         "inference/costs/learnt.py",
-        "now - each[4] < (ROUNDS if place < last else LONG)",
-        "True",
+        "if now - each.number < (LONG if is_like(each, rows) else ROUNDS)",
+        "if True",
         ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
     ),
     Mutant(
         "costs=auto: a round without drafts is taken for one with drafts",
         "inference/costs/learnt.py",
-        "(verified > 0, tokens",
-        "(True, tokens",
+        "Timed(float(verified > 0), sizes",
+        "Timed(1.0, sizes",
         ("inference/policies/test_learnt_costs.py::test_a_round_without_drafts_has_costs_of_its_own[0.7]",),
     ),
     Mutant(
@@ -405,8 +405,8 @@ CORE = (
     Mutant(
         "costs: the first draft of a round is not charged for what makes the round another",
         "inference/policies/past_rounds.py",
-        "verify - plain  # of a draft step",
-        "0.0  # of a draft step",
+        "verify - plain  # more: of any drafts",
+        "0.0  # more: of any drafts",
         (rule("Told by costs, other when plain"),),
     ),
     Mutant(
@@ -426,8 +426,8 @@ CORE = (
     Mutant(
         "costs=auto: the first draft step of a round is taken for one of the others",
         "inference/costs/learnt.py",
-        "(1 - 1 / ran, fed / ran",
-        "(1.0, fed / ran",
+        "part = 1 - 1 / ran, (context",
+        "part = 1.0, (context",
         ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-0]",),
     ),
     Mutant(
@@ -448,11 +448,35 @@ CORE = (
         ),
     ),
     Mutant(
-        "costs=auto: what other draft lengths took is forgotten",
+        "costs=auto: no round is remembered for long",
         "inference/costs/learnt.py",
-        "few=FEW)",
-        "few=0)",
-        ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-3]",),
+        "ROUNDS, LONG = 128, 512",
+        "ROUNDS, LONG = 128, 128",
+        (
+            "inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-3]",
+            "inference/policies/test_learnt_costs.py::test_noise_is_averaged_over_many_rounds",
+        ),
+    ),
+    Mutant(
+        "costs=auto: rounds of another load are remembered as long",
+        "inference/costs/learnt.py",
+        "(LONG if is_like(each, rows) else ROUNDS)",
+        "LONG",
+        ("inference/policies/test_learnt_costs.py::test_what_a_token_costs_at_another_load_is_soon_forgotten",),
+    ),
+    Mutant(
+        "costs=auto: padding is taken to cost nothing",
+        "inference/costs/learnt.py",
+        "(0.1, 0.05, 1.0, 0.2)",
+        "(0.1, 0.05, 1.0, 1e-9)",
+        ("inference/policies/test_learnt_costs.py::test_what_padding_costs_is_learnt[DearPadding]",),
+    ),
+    Mutant(
+        "costs: a draft step is not charged for the padding that it makes",
+        "inference/policies/past_rounds.py",
+        "slot, step, more = padding * a_row,",
+        "slot, step, more = 0.0,",
+        (rule("Told by costs, dear padding, packed"), rule("Told by costs, light")),
     ),
     Mutant(
         "costs=auto: what other draft lengths took long ago is taken for what they take",
@@ -536,8 +560,8 @@ CORE = (
     Mutant(
         "costs: a load at which nothing was drafted is taken for known",
         "inference/costs/learnt.py",
-        "drafts and 1 / LIKE <= rows / of <= LIKE for",
-        "drafts for",
+        "each.kind and is_like(each, rows) for each in lately",
+        "each.kind for each in lately",
         ("inference/policies/test_learnt_costs.py::test_a_load_at_which_nothing_was_drafted_yet_is_tried_at_once",),
     ),
     Mutant(

@@ -1,23 +1,27 @@
 """Costs of forwards learnt from the rounds that are served: `costs=auto`.
 
     seconds of a draft step         = γ_d + β_d·(tokens fed) + α_d·(context)
-    seconds of a round's remainder  = γ_t + β_t·(tokens verified) + α_t·(context)
+    seconds of a round's remainder  = γ_t + β_t·(tokens verified) + π·(these and padding) + α_t·(context)
 
 with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all
-that is not drafting: verification, sampling, and what the host does between rounds. A round without drafts has a γ of
-its own, as hosts and kernels go other ways there. So has the first draft step of a round: it may feed more than one
-token a row (an EAGLE-3 drafter is fed all that were accepted), and begins what the others go on with. Policies only
-ask what a forward costs; that a policy's costs are learnt is the matter of `Drafting`, through which every decode loop
-asks it.
+that is not drafting: verification, sampling, and what the host does between rounds.
+
+Padding is what shorter drafts lack to the longest. A host that does not verify it may still give it room, in attention
+or in the test; and arithmetic that comes in blocks of tokens takes a step more for a few deep drafts. A round without
+drafts has a γ of its own, as hosts and kernels go other ways there. So has the first draft step of a round: it may feed
+more than one token a row (an EAGLE-3 drafter is fed all that were accepted), and begins what the others go on with.
+
+Policies only ask what a forward costs; that a policy's costs are learnt is the matter of `Drafting`, through which
+every decode loop asks it.
 
 What is believed lies in tensors on the policy's device that change in place, so that CUDA graphs can contain it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,8 +32,7 @@ from accept_head.cost import BatchForwardCost, Quantity
 from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
-ROUNDS = 128  # that are remembered
-FEW, LONG = 8, 1024  # for so long, the last few of each draft length are
+ROUNDS, LONG = 128, 512  # that are remembered, and of those with about as many rows as there are now
 OFTEN, SELDOM = 24, 16  # a fit after each of the first rounds, then after every sixteenth
 NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their mean, as a machine's speed changes
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
@@ -37,23 +40,34 @@ NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their 
 # which graphs are captured.)
 TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
-LIKE = 2  # nothing is known of drafts for so many rows if none are remembered of up to so many times more or fewer
+LIKE = 2  # up to so many times more or fewer rows are about as many; if of those none drafted lately, nothing is known
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
 # Standard deviations of the priors in `fitted`, in forwards. Of drafts and of the target: of the difference between the
-# γ of both kinds, and of what the tokens of a forward cost. CONTEXT, for either: of what its context costs.
-OF_DRAFTS, OF_TARGET, CONTEXT = (1.0, 0.04), (0.1, 1.0), 0.05
+# γ of both kinds, and of what the context of a forward costs, its tokens, and the target's with padding.
+OF_DRAFTS, OF_TARGET = (1.0, 0.05, 0.04), (0.1, 0.05, 1.0, 0.2)
 NOISE = 0.1, 0.01  # of a round's seconds, as a share: before it is known, and at least
 UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
 TINY = 1e-12  # seconds
+
+
+class Timed(NamedTuple):
+    """A part of a round. kind: of its forwards, the share that is of the first kind. sizes: context, tokens, and the
+    target's with padding. number: of the round. rows: that took part."""
+
+    kind: float
+    sizes: tuple[float, ...]
+    seconds: float
+    number: int
+    rows: float
 
 
 class LearntCosts:
     """PairCosts that follow the clock. host: the decode loop that tells the seconds. Until the first rounds were timed,
     drafting costs next to nothing.
 
-    coefficients: α, β and γ of each forward, as of PairCosts. on_device: the same, (4, 3) float64.
+    coefficients: as of PairCosts. on_device: those of the forwards, (4, 3) float64.
     limit: () int64, the most tokens that a row may draft in this round.
     """
 
@@ -67,12 +81,10 @@ class LearntCosts:
         self.draft, self.target = (
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
         )
-        self.first, self.plain = self.draft, self.target
-        # Of the rounds: for the average draft step, whether it is a later one than the first (the share of such ones);
-        # for the remainder, whether the round drafted. Then tokens, context, seconds, and the round's number. Of the
-        # remainder also its rows.
-        self.drafts = defaultdict[int, list[tuple[float, ...]]](list)  # by number of steps
-        self.rests = list[tuple[float, ...]]()
+        self.first, self.plain, self.padding = self.draft, self.target, 0.0
+        # Of the rounds: the average draft step, whose kind is whether it is a later one than the first; and the
+        # remainder, whose kind is whether the round drafted.
+        self.drafts, self.rests = list[Timed](), list[Timed]()
         self.rounds, self.unknown = 0, False  # and whether nothing is remembered of drafts for so many rows
         self._tell_policy(limit=limit_of(0))
 
@@ -99,28 +111,35 @@ class LearntCosts:
 
     def _tell_policy(self, limit: int) -> None:
         """Set coefficients and limit. Where nothing is known of drafts, one token is drafted at no price."""
-        believed = [[each.alpha, each.beta, each.gamma] for each in (self.draft, self.first, self.target, self.plain)]
+        forwards = self.draft, self.first, self.target, self.plain
+        believed = [*([each.alpha, each.beta, each.gamma] for each in forwards), [0.0, self.padding, 0.0]]
         if self.unknown:
-            believed[:2], believed[2], limit = [[0.0, 0.0, 0.0]] * 2, [self.plain.alpha, 0.0, self.plain.gamma], 1
+            free = [0.0, 0.0, 0.0]
+            believed, limit = [free, free, [self.plain.alpha, 0.0, self.plain.gamma], believed[3], free], 1
         self.coefficients = believed
-        self.on_device.copy_(torch.tensor(believed, dtype=torch.float64))
+        self.on_device.copy_(torch.tensor(believed[:4], dtype=torch.float64))
         self.limit.fill_(limit)
 
     def believed(self) -> dict[str, dict[str, float]]:
         """The coefficients of each forward, in seconds, and the share of the variance that they explain. first: of the
-        first draft step of a round. plain: of the target in a round without drafts."""
-        return {name: asdict(getattr(self, name)) for name in ("draft", "first", "target", "plain")}
+        first draft step of a round. plain: of the target in a round without drafts. padding: the part of the target's
+        beta that padding costs as well."""
+        found = {name: asdict(getattr(self, name)) for name in ("draft", "first", "target", "plain")}
+        return found | {"target": found["target"] | {"padding": self.padding}}
 
     def __str__(self) -> str:
         """In milliseconds: of a forward, of each of its tokens, and of 1000 tokens of context."""
-        return ", ".join(
-            f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
-            for name, one in (
-                ("draft", self.draft),
-                ("its first", self.first),
-                ("target", self.target),
-                ("plain", self.plain),
+        return (
+            ", ".join(
+                f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
+                for name, one in (
+                    ("draft", self.draft),
+                    ("its first", self.first),
+                    ("target", self.target),
+                    ("plain", self.plain),
+                )
             )
+            + f", padding {1000 * self.padding:.2f} a token"
         )
 
     def observe(self, outcome: VerifyOutcome) -> None:
@@ -129,35 +148,35 @@ class LearntCosts:
         assert outcome.seconds is not None and outcome.draft_seconds is not None and steps is not None
         of_rows = outcome.on_host[:4] * outcome.on_host[0]
         rows, context, fed, verified = of_rows.sum(-1).tolist()
-        longest, ran = int(of_rows[3].max()), int(steps)
+        padded, ran = rows * (1 + float(of_rows[3].max())), int(steps)
         self.rounds += 1
         unknown, fits = self.unknown, False
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
-                self.drafts[ran].append((1 - 1 / ran, fed / ran, context, outcome.draft_seconds / ran, self.rounds))
-            tokens = rows * (1 + longest) if host.verifies_padding else rows + verified
+                part = 1 - 1 / ran, (context, fed / ran), outcome.draft_seconds / ran
+                self.drafts.append(Timed(*part, self.rounds, rows))
+            sizes = context, padded if host.verifies_padding else rows + verified, padded
             rest = outcome.seconds - outcome.draft_seconds
-            self.rests.append((verified > 0, tokens, context, rest, self.rounds, rows))
+            self.rests.append(Timed(float(verified > 0), sizes, rest, self.rounds, rows))
             fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
             if fits:
-                self._fit()
+                self._fit(rows)
             if self.rounds >= 2 * len(TRIAL):
-                self.unknown = not any(drafts and 1 / LIKE <= rows / of <= LIKE for drafts, *_, of in self.rests)
+                lately = (each for each in self.rests if self.rounds - each.number < ROUNDS)
+                self.unknown = not any(each.kind and is_like(each, rows) for each in lately)
         limit = limit_of(self.rounds)
         if fits or unknown or self.unknown or limit != limit_of(self.rounds - 1):
             self._tell_policy(limit)
 
-    def _fit(self) -> None:
-        self.rests = remembered(self.rests, self.rounds)
-        for steps, seen in self.drafts.items():
-            self.drafts[steps] = remembered(seen, self.rounds, few=FEW)
-        self.target, self.plain = fitted(np.array(self.rests), 0.0, *OF_TARGET)
-        if drafts := [each for seen in self.drafts.values() for each in seen]:
+    def _fit(self, rows: float) -> None:
+        self.rests, self.drafts = (remembered(seen, self.rounds, rows) for seen in (self.rests, self.drafts))
+        self.target, self.plain, self.padding = fitted(self.rests, 0.0, *OF_TARGET)
+        if self.drafts:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
             # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
             ratio = self.target.beta / max(self.target.gamma, TINY)
-            self.draft, self.first = fitted(np.array(drafts), ratio, *OF_DRAFTS)
+            self.draft, self.first, _ = fitted(self.drafts, ratio, *OF_DRAFTS)
 
 
 def limit_of(rounds: int) -> int:
@@ -167,39 +186,44 @@ def limit_of(rounds: int) -> int:
     return 0 if rounds % PLAIN == 0 else NO_LIMIT
 
 
-def remembered(seen: Sequence[tuple[float, ...]], now: int, few: int = 0) -> list[tuple[float, ...]]:
-    """Of the last ROUNDS until `now`; and the last `few`, which still tell the first step from the others after all
-    rounds have drafted alike."""
-    last = len(seen) - few
-    return [each for place, each in enumerate(seen) if now - each[4] < (ROUNDS if place < last else LONG)]
+def remembered(seen: Sequence[Timed], now: int, rows: float) -> list[Timed]:
+    """Of the last ROUNDS until `now`; and those of the last LONG that had about as many rows."""
+    return [each for each in seen if now - each.number < (LONG if is_like(each, rows) else ROUNDS)]
 
 
-def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple[BatchForwardCost, BatchForwardCost]:
-    """The costs of a forward of one kind, and of the other kind, whose γ differs. seen: (n, 5 or more), the share of
-    the first kind in a round (1 or 0 if there is one forward), tokens, context, seconds, and the round's number.
+def is_like(seen: Timed, rows: float) -> bool:
+    return 1 / LIKE <= rows / seen.rows <= LIKE
+
+
+def fitted(
+    seen: Sequence[Timed], ratio: float, differ: float, *widths: float
+) -> tuple[BatchForwardCost, BatchForwardCost, float]:
+    """The costs of a forward of one kind, and of the other kind, whose γ differs; and the part of β that padding costs.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
     slower, and that must not be taken for their doing. Rounds long past say nothing else. Priors, each with its
-    deviation in forwards: both kinds have the same γ (differ), β = ratio·γ of the first kind (width), and context costs
-    nothing (CONTEXT).
+    deviation in forwards: both kinds have the same γ (differ), and of the sizes (widths) tokens cost ratio·γ of the
+    first kind, the others nothing.
     """
-    share, of_first, seconds, blocks = seen[:, :1], seen[:, 0] > 0, seen[:, 3], seen[:, 4] // NEAR
+    kind, seconds, number = (np.array([each[place] for each in seen], dtype=float) for place in (0, 2, 3))
+    of_first, blocks, recent = kind > 0, number // NEAR, number.max() - number < ROUNDS
     near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
-    recent = seen[:, 4].max() - seen[:, 4] < ROUNDS
     drift = np.where(recent, DRIFT, 1.0)[:, None]
-    features = np.concatenate([share, 1 - share, seen[:, 1:3]], axis=1)
-    scale = np.maximum(features.mean(0), 1e-9)
-    scale[:2] = 1.0
-    level = max(float(np.median(seconds)), TINY)
-    priors = np.array([[1, -1, 0, 0], [-ratio * scale[2], 0, 1, 0], [0, 0, 0, 1]]) / [[differ], [width], [CONTEXT]]
-    values = np.column_stack([features / scale, seconds])
+    sizes = np.array([each.sizes for each in seen])
+    scale = np.concatenate([[1.0, 1.0], np.maximum(sizes.mean(0), 1e-9)])
+    values = np.column_stack([kind, 1 - kind, sizes / scale[2:], seconds])
+    level, count = max(float(np.median(seconds)), TINY), len(scale)
+    priors = np.eye(count)[1:]
+    priors[0, :2], priors[2, 0] = (1, -1), -ratio * scale[3]
+    priors /= np.array([differ, *widths])[:, None]
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
     weights, noise = np.minimum(1, TIMES_OFF * level / np.maximum(seconds, TINY)) ** 2, NOISE[0]
     for _ in range(REFITS):
         rounds = values - drift * means_of_blocks(values, near * weights)
         weighted = rounds * np.sqrt(weights)[:, None]
-        terms, _ = nnls(np.concatenate([weighted[:, :4], noise * priors]), np.append(weighted[:, 4], np.zeros(3)))
-        off = np.abs(rounds[:, 4] - rounds[:, :4] @ terms)
+        given = np.concatenate([weighted[:, :-1], noise * priors]), np.append(weighted[:, -1], np.zeros(len(priors)))
+        terms, _ = nnls(*given)
+        off = np.abs(rounds[:, -1] - rounds[:, :-1] @ terms)
         usual = np.full(len(off), np.median(off))
         noise = max(1.5 * usual[0] / level, NOISE[1])  # 1.5: of a normal distribution
         for kind in (of_first, ~of_first):  # where most rounds are of one, those of the other are no outliers
@@ -209,11 +233,11 @@ def fitted(seen: np.ndarray, ratio: float, differ: float, width: float) -> tuple
         before, weights = weights, np.minimum(1, limit / np.maximum(off, limit)) ** 2
         if np.abs(weights - before).max() < SETTLED:
             break
-    spread = rounds[:, 4] - np.average(rounds[:, 4], weights=weights)
+    spread = rounds[:, -1] - np.average(rounds[:, -1], weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
-    *gammas, beta, alpha = (terms / scale).tolist()
-    one = BatchForwardCost(alpha=alpha, beta=beta, gamma=gammas[0], r_squared=r_squared)
-    return one, replace(one, gamma=gammas[1])
+    gamma, other, alpha, beta, *padding = (terms / scale).tolist()
+    one = BatchForwardCost(alpha=alpha, beta=beta + sum(padding), gamma=gamma, r_squared=r_squared)
+    return one, replace(one, gamma=other), sum(padding)
 
 
 def means_of_blocks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -254,7 +254,6 @@ class BatchStopPolicy(RowPolicy):
             steps=max(longest, steps) if longest else int(self.host.feeds),
             drew=longest > 0,
             tried=bool(decided[0].any()),
-            host=self.host,
         )
         self.lengths, self.planned = lengths.copy(), False  # `admit` writes there
         if self.inner.learns:

@@ -17,9 +17,10 @@ class PastRounds:
     """Sums that decay. In float64, as they enter differences of nearly equal numbers.
 
     sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
-    recent: (2, depths), the last two of these sums over fewer rows. totals: 5, of all rows: rows, emitted tokens, draft
-    steps, verified drafted tokens, and rows of rounds with drafts. record: (2, batch), first tokens of each row that
-    were accepted, and that were expected to be. idle: rounds without drafts until now.
+    recent: (2, depths), the last two of these sums over fewer rows. totals: 6, of all rows: rows, emitted tokens, draft
+    steps, verified drafted tokens, the most of these that a row of the round had, and rows of rounds with drafts.
+    record: (2, batch), first tokens of each row that were accepted, and that were expected to be. idle: rounds without
+    drafts until now.
     """
 
     def __init__(self, depths: int, *, prior: float, optimism: float, memory: float):
@@ -30,7 +31,7 @@ class PastRounds:
     def forget(self) -> None:
         """Reset the sums to those of one row that drafted nothing."""
         self.sums, self.recent = np.zeros((3, len(self.depth))), np.zeros((2, len(self.depth)))
-        self.totals = [1.0, 1.0, 0.0, 0.0, 0.0]
+        self.totals = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
     def begin(self, batch: int) -> None:
         """So many rows begin, of which nothing is known."""
@@ -65,24 +66,24 @@ class PastRounds:
 
     def prices(self, coefficients: Sequence[Sequence[float]], host: Host) -> list[list[float]]:
         """Seconds, as factors of context, rows and 1: of an average round; of one without drafts; of one more token of
-        a row; of a draft step; and of the first of a round. (5, 3). coefficients: (4, 3), as of PairCosts."""
-        (_, drafted, _), _, (_, verified, _), _ = coefficients  # of one more token
-        _, _, steps, tokens, share = (total / self.totals[0] for total in self.totals)
+        a row; of a draft step; and of the first of a round. (5, 3). coefficients: (5, 3), as of PairCosts."""
+        (_, drafted, _), _, (_, verified, _), _, (_, padding, _) = coefficients  # of one more token
+        _, _, steps, tokens, slots, share = (total / self.totals[0] for total in self.totals)
         by_row = 0.0 if host.drafts_stopped else drafted
-        # Where padding is verified, one more slot is one more token for all rows.
-        token, column = (by_row, verified) if host.verifies_padding else (by_row + verified, 0.0)
+        padding = verified if host.verifies_padding else padding
+        token = by_row + verified - padding
         found = []
-        for place, (later, first, verify, plain) in enumerate(zip(*coefficients, strict=True)):
+        for place, (later, first, verify, plain, _) in enumerate(zip(*coefficients, strict=True)):
             a_row, one = place == 1, place == 2
-            step, more = later - by_row * a_row, verify - plain  # of a draft step; of any drafts
+            slot, step, more = padding * a_row, later - by_row * a_row, verify - plain  # more: of any drafts
             if host.feeds:
                 plain = plain + first - later
-                least, begins = plain + later, more + column * a_row
+                least, begins = plain + later, more + slot
             else:
                 more = more + first - later
-                least, begins = plain, more + step + column * a_row
-            seconds = plain + steps * step + tokens * (verified + by_row) * a_row + share * more
-            found.append([seconds, least, token * one, step + column * a_row, begins])
+                least, begins = plain, more + step + slot
+            seconds = plain + steps * step + slots * slot + tokens * token * a_row + share * more
+            found.append([seconds, least, token * one, step + slot, begins])
         return [list(each) for each in zip(*found, strict=True)]
 
     # --- learning ----------------------------------------------------------------------------------------------------
@@ -97,7 +98,6 @@ class PastRounds:
         steps: int,
         drew: bool,
         tried: bool,
-        host: Host,
     ) -> None:
         """Learn from a round of so many rows. counts: (3, batch), 0 for all other rows: tokens that were accepted, that
         were drawn or declined, and that were verified. decided, judged: (≤ depths, batch), S·β̂ and S. A token that was
@@ -114,9 +114,7 @@ class PastRounds:
         self.sums = keep * self.sums + more
         self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
         accepted, _, verified = counts.sum(-1).tolist()
-        if host.verifies_padding:
-            verified = rows * counts[2].max()
-        new = rows, rows + accepted, rows * steps, verified, rows * drew
+        new = rows, rows + accepted, rows * steps, verified, rows * counts[2].max(), rows * drew
         self.totals = [keep * total + more for total, more in zip(self.totals, new, strict=True)]
         self.idle = 0 if tried else self.idle + 1
         self.record *= 1 - 1 / OWN_MEMORY

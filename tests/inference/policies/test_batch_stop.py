@@ -228,7 +228,7 @@ def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
         accepted, ones = (random.random(4) < 0.4).astype(int), np.ones((1, 4))
         counts = np.stack([accepted, np.ones(4, int), np.ones(4, int)])
         for each, judged in zip(past, (ones, ones[:0]), strict=True):
-            each.learn(counts, ones, judged, rows=4, steps=1, drew=True, tried=True, host=PACKED)
+            each.learn(counts, ones, judged, rows=4, steps=1, drew=True, tried=True)
     asked, silent = (each.ratios()[0] for each in past)
     assert silent == pytest.approx(asked) and abs(asked - 0.4) < 0.1
 
@@ -605,7 +605,7 @@ def test_steps_in_vain_are_counted():
         policy.keep_drafting(DraftStep(depth, None, live, hidden, hidden))
     policy.observe(outcome([2], [1], lengths=[5]))
     keep = 1 - 1 / 500
-    assert policy.past.totals == pytest.approx([keep + 1, keep + 2, 3, 2, 1])
+    assert policy.past.totals == pytest.approx([keep + 1, keep + 2, 3, 2, 2, 1])
     peeking = begin(BatchStopPolicy(AdaEdlPolicy(0.9, k_max=5), pair_costs(1e-9)), [3])
     peeking.start_round(live)
     for depth, entropy in ((1, 0.01), (2, 3.0)):
@@ -613,7 +613,7 @@ def test_steps_in_vain_are_counted():
         if peeking.draw_next(step).all():
             peeking.keep_drafting(step)
     peeking.observe(outcome([1], [1], lengths=[5]))
-    assert peeking.past.totals == pytest.approx([keep + 1, keep + 2, 2, 1, 1])
+    assert peeking.past.totals == pytest.approx([keep + 1, keep + 2, 2, 1, 1, 1])
     assert peeking.past.sums[:2].tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0]]
 
 

@@ -174,7 +174,7 @@ def test_it_forgets_in_the_same_memory():
         told, captures = (policy.told, policy.budget), backend.captures
         assert policy.past.totals[0] > 5
         policy.forget()
-        assert policy.past.totals == [1, 1, 0, 0, 0] and not policy.past.sums.any()
+        assert policy.past.totals == [1, 1, 0, 0, 0, 0] and not policy.past.sums.any()
         policy.plan([True] * len(policy.budget))
         assert policy.rho[0] == pytest.approx(0.9**2)  # of depth 2: κ_1 is as low as ρ_1
         assert run(decoder, policy) == first

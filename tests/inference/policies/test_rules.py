@@ -49,6 +49,7 @@ from tests.inference.support.rounds import Foretelling, Given, Reference, Rowwis
 from tests.inference.support.scalar_rules import (
     Capped,
     DearFirst,
+    DearPadding,
     FirstBelow,
     MeanOfBatch,
     OtherWhenPlain,
@@ -320,6 +321,7 @@ LOADS = {
     "heavy": pair_costs(0.15, 0.15, context=1e-4),
     "other when plain": OtherWhenPlain(**vars(pair_costs(0.1, 0.02, row=0.002, context=1e-4))),
     "dear first": DearFirst(**vars(pair_costs(0.06, 0.02, row=0.002, context=1e-4))),
+    "dear padding": DearPadding(**vars(pair_costs(0.06, 0.03, row=0.002, context=1e-4))),
 }
 HOSTS = {
     "": PADDED,

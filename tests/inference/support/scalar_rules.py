@@ -28,8 +28,21 @@ class OtherWhenPlain(PairCosts):
 
     @property
     def coefficients(self):
-        draft, first, target, plain = super().coefficients
-        return [draft, first, target, [0.8 * each for each in plain]]
+        draft, first, target, plain, padding = super().coefficients
+        return [draft, first, target, [0.8 * each for each in plain], padding]
+
+
+class DearPadding(PairCosts):
+    """A token's padding takes two thirds of what the token takes."""
+
+    @property
+    def coefficients(self):
+        return [*super().coefficients[:4], [0.0, padding_of(self), 0.0]]
+
+
+def padding_of(costs):
+    """Seconds of a token's padding, where the host does not verify it."""
+    return costs.target.beta * 2 / 3 if isinstance(costs, DearPadding) else 0.0
 
 
 class DearFirst(PairCosts):
@@ -664,7 +677,8 @@ class ScalarBatchStop(Reference):
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
         self.before_lately, self.after_lately = [0.0] * k_max, [0.0] * k_max
-        self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.idle = 1.0, 1.0, 0.0, 0.0, 0
+        self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.slots = 1.0, 1.0, 0.0, 0.0, 0.0
+        self.idle = 0
         self.speculating = 0.0
         self.longest, self.records = set(), {}
 
@@ -689,24 +703,24 @@ class ScalarBatchStop(Reference):
         return self.costs.target.alpha * context + self.costs.target.beta * tokens + self.costs.target.gamma
 
     def price(self, lengths):
-        rows, context = len(lengths), sum(lengths)
-        sums = self.steps, self.emitted, self.verified_tokens, self.speculating
-        n, tau, ell, share = (x / self.row_rounds for x in sums)
+        rows, context, beta = len(lengths), sum(lengths), self.costs.target.beta
+        padding = beta if self.host.verifies_padding else padding_of(self.costs)
+        sums = self.steps, self.emitted, self.verified_tokens, self.slots, self.speculating
+        n, tau, ell, slots, share = (x / self.row_rounds for x in sums)
         drafting = n * self.draft_time(rows, context)
         if not self.host.drafts_stopped:
             drafting = n * self.draft_time(0, context) + rows * ell * self.costs.draft.beta
         alone, first_draft = self.costs.plain_seconds(rows, context), first_more(self.costs)
         more = self.verify_time(rows, context) - alone
-        seconds = drafting + self.verify_time(rows * (1 + ell), context) - (1 - share) * more
+        seconds = drafting + self.verify_time(rows, context) - (1 - share) * more
+        seconds += rows * (ell * (beta - padding) + slots * padding)
         seconds += first_draft if self.host.feeds else share * first_draft
         least = alone + self.host.feeds * (self.draft_time(rows, context) + first_draft)
         speed = max(rows * tau / seconds, rows / least)
         one, step = 0.0, speed * self.draft_time(rows if self.host.drafts_stopped else 0, context)
         first = 0.0 if self.host.feeds else step
-        if self.host.verifies_padding:
-            step, first = (price + speed * rows * self.costs.target.beta for price in (step, first))
-        else:
-            one += speed * self.costs.target.beta
+        step, first = (price + speed * rows * padding for price in (step, first))
+        one += speed * (beta - padding)
         if not self.host.drafts_stopped:
             one += speed * self.costs.draft.beta
         return one, step, first + speed * (more if self.host.feeds else more + first_draft)
@@ -778,12 +792,12 @@ class ScalarBatchStop(Reference):
         self.row_rounds = keep * self.row_rounds + len(rounds)
         self.emitted = keep * self.emitted + sum(each.accepted + 1 for each in rounds)
         self.steps = keep * self.steps + steps * len(rounds)
-        verified = sum(widest if self.host.verifies_padding else each.submitted for each in rounds)
-        self.verified_tokens = keep * self.verified_tokens + verified
+        self.verified_tokens = keep * self.verified_tokens + sum(each.submitted for each in rounds)
+        self.slots = keep * self.slots + widest * len(rounds)
         self.speculating = keep * self.speculating + len(rounds) * any(each.drafted for each in rounds)
 
     def state(self):
-        totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.speculating]
+        totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.slots, self.speculating]
         record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
         recent = [self.before_lately, self.after_lately]
         return {
