@@ -372,7 +372,7 @@ CORE = (
         "inference/costs/learnt.py",
         "if now - each.number < (LONG if is_like(each, rows) else ROUNDS)",
         "if True",
-        ("inference/policies/test_learnt_costs.py::test_it_follows_a_machine_that_becomes_another",),
+        ("inference/policies/test_learnt_costs.py::test_what_a_token_cost_before_is_forgotten[16-520]",),
     ),
     Mutant(
         "costs=auto: a round without drafts is taken for one with drafts",
@@ -462,7 +462,7 @@ CORE = (
         "inference/costs/learnt.py",
         "(LONG if is_like(each, rows) else ROUNDS)",
         "LONG",
-        ("inference/policies/test_learnt_costs.py::test_what_a_token_costs_at_another_load_is_soon_forgotten",),
+        ("inference/policies/test_learnt_costs.py::test_what_a_token_cost_before_is_forgotten[4-140]",),
     ),
     Mutant(
         "costs=auto: padding is taken to cost nothing",
