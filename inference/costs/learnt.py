@@ -129,18 +129,12 @@ class LearntCosts:
 
     def __str__(self) -> str:
         """In milliseconds: of a forward, of each of its tokens, and of 1000 tokens of context."""
-        return (
-            ", ".join(
-                f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
-                for name, one in (
-                    ("draft", self.draft),
-                    ("its first", self.first),
-                    ("target", self.target),
-                    ("plain", self.plain),
-                )
-            )
-            + f", padding {1000 * self.padding:.2f} a token"
-        )
+        forwards = {"draft": self.draft, "its first": self.first, "target": self.target, "plain": self.plain}
+        parts = [
+            f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
+            for name, one in forwards.items()
+        ]
+        return ", ".join([*parts, f"padding {1000 * self.padding:.2f} a token"])
 
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from a round."""

@@ -180,7 +180,8 @@ def test_what_padding_costs_is_learnt(dear):
 
 
 def test_noise_is_averaged_over_many_rounds():
-    """Seconds are off by 10 %. After 500 rounds padding is known to 6 % of a token in the mean, and from 128 alone to 15 %."""
+    """Seconds are off by 10 %. After 500 rounds padding is known to 6 % of a token in the mean; from 128 of them, to
+    15 %."""
     costs = DearPadding(**vars(pair_costs(0.02, 0.003, 0.1)))
     found = np.array([ragged(costs, 500, np.random.default_rng(seed)).padding for seed in range(8)])
     assert np.abs(found - padding_of(costs)).mean() < 0.06 * 0.003
