@@ -448,6 +448,13 @@ CORE = (
         ),
     ),
     Mutant(
+        "costs=auto: what a few rounds say of drafts is believed",
+        "inference/costs/learnt.py",
+        "few = len(drafted) < self._enough(rows, context)",
+        "few = False",
+        ("inference/policies/test_learnt_costs.py::test_a_few_slow_rounds_do_not_end_drafting",),
+    ),
+    Mutant(
         "costs=auto: no round is remembered for long",
         "inference/costs/learnt.py",
         "ROUNDS, LONG = 128, 512",
@@ -467,8 +474,8 @@ CORE = (
     Mutant(
         "costs=auto: padding is taken to cost nothing",
         "inference/costs/learnt.py",
-        "(0.1, 0.05, 1.0, 0.2)",
-        "(0.1, 0.05, 1.0, 1e-9)",
+        "(0.1, 0.05, 0.3, 0.2)",
+        "(0.1, 0.05, 0.3, 1e-9)",
         ("inference/policies/test_learnt_costs.py::test_what_padding_costs_is_learnt[DearPadding]",),
     ),
     Mutant(
@@ -560,8 +567,8 @@ CORE = (
     Mutant(
         "costs: a load at which nothing was drafted is taken for known",
         "inference/costs/learnt.py",
-        "each.kind and is_like(each, rows) for each in lately",
-        "each.kind for each in lately",
+        "any(is_like(each, rows) for each in lately)",
+        "any(True for each in lately)",
         ("inference/policies/test_learnt_costs.py::test_a_load_at_which_nothing_was_drafted_yet_is_tried_at_once",),
     ),
     Mutant(

@@ -41,12 +41,15 @@ NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their 
 TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
 LIKE = 2  # up to so many times more or fewer rows are about as many; if of those none drafted lately, nothing is known
+# Drafts that have to be remembered, or one token is drafted at no price: seconds are noisy, and a few slow rounds must
+# not end drafting. TRIES, in rounds without drafts: what so many drafts may take. But no more than ENOUGH.
+TRIES, ENOUGH = 8.0, 32
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
 # Standard deviations of the priors in `fitted`, in forwards. Of drafts and of the target: of the difference between the
 # γ of both kinds, and of what the context of a forward costs, its tokens, and the target's with padding.
-OF_DRAFTS, OF_TARGET = (1.0, 0.05, 0.04), (0.1, 0.05, 1.0, 0.2)
+OF_DRAFTS, OF_TARGET = (1.0, 0.05, 0.04), (0.1, 0.05, 0.3, 0.2)
 NOISE = 0.1, 0.01  # of a round's seconds, as a share: before it is known, and at least
 UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
 TINY = 1e-12  # seconds
@@ -85,7 +88,7 @@ class LearntCosts:
         # Of the rounds: the average draft step, whose kind is whether it is a later one than the first; and the
         # remainder, whose kind is whether the round drafted.
         self.drafts, self.rests = list[Timed](), list[Timed]()
-        self.rounds, self.unknown = 0, False  # and whether nothing is remembered of drafts for so many rows
+        self.rounds, self.unknown = 0, False  # and whether too little is remembered of drafts for so many rows
         self._tell_policy(limit=limit_of(0))
 
     def start(self, device: torch.device) -> None:
@@ -110,7 +113,7 @@ class LearntCosts:
         return alpha * context + beta * tokens + gamma
 
     def _tell_policy(self, limit: int) -> None:
-        """Set coefficients and limit. Where nothing is known of drafts, one token is drafted at no price."""
+        """Set coefficients and limit. Where too little is known of drafts, one token is drafted at no price."""
         forwards = self.draft, self.first, self.target, self.plain
         believed = [*([each.alpha, each.beta, each.gamma] for each in forwards), [0.0, self.padding, 0.0]]
         if self.unknown:
@@ -157,11 +160,20 @@ class LearntCosts:
             if fits:
                 self._fit(rows)
             if self.rounds >= 2 * len(TRIAL):
-                lately = (each for each in self.rests if self.rounds - each.number < ROUNDS)
-                self.unknown = not any(each.kind and is_like(each, rows) for each in lately)
+                drafted = [each for each in self.rests if each.kind]
+                lately = (each for each in drafted if self.rounds - each.number < ROUNDS)
+                few = len(drafted) < self._enough(rows, context)
+                self.unknown = few or not any(is_like(each, rows) for each in lately)
         limit = limit_of(self.rounds)
         if fits or unknown or self.unknown or limit != limit_of(self.rounds - 1):
             self._tell_policy(limit)
+
+    def _enough(self, rows: float, context: float) -> float:
+        """How many drafts have to be remembered."""
+        alone = self.plain.seconds(context_tokens=context, batch_tokens=rows)
+        drafted = self.first.seconds(context_tokens=context, batch_tokens=rows)
+        drafted += self.target.seconds(context_tokens=context, batch_tokens=2 * rows)
+        return min(ENOUGH, TRIES * alone / max(drafted - alone, TINY))
 
     def _fit(self, rows: float) -> None:
         self.rests, self.drafts = (remembered(seen, self.rounds, rows) for seen in (self.rests, self.drafts))
@@ -199,13 +211,13 @@ def fitted(
     deviation in forwards: both kinds have the same γ (differ), and of the sizes (widths) tokens cost ratio·γ of the
     first kind, the others nothing.
     """
-    kind, seconds, number = (np.array([each[place] for each in seen], dtype=float) for place in (0, 2, 3))
-    of_first, blocks, recent = kind > 0, number // NEAR, number.max() - number < ROUNDS
+    share, seconds, number = (np.array([each[place] for each in seen], dtype=float) for place in (0, 2, 3))
+    of_first, blocks, recent = share > 0, number // NEAR, number.max() - number < ROUNDS
     near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
     drift = np.where(recent, DRIFT, 1.0)[:, None]
     sizes = np.array([each.sizes for each in seen])
     scale = np.concatenate([[1.0, 1.0], np.maximum(sizes.mean(0), 1e-9)])
-    values = np.column_stack([kind, 1 - kind, sizes / scale[2:], seconds])
+    values = np.column_stack([share, 1 - share, sizes / scale[2:], seconds])
     level, count = max(float(np.median(seconds)), TINY), len(scale)
     priors = np.eye(count)[1:]
     priors[0, :2], priors[2, 0] = (1, -1), -ratio * scale[3]

@@ -171,11 +171,11 @@ def ragged(costs, rounds, random, rows=16, learnt=None):
 
 @pytest.mark.parametrize("dear", [PairCosts, DearPadding])
 def test_what_padding_costs_is_learnt(dear):
-    """Nothing, or two thirds of a token that is verified. Its part of a token's price is right to a fifth, in the mean
-    of eight runs of 128 rounds."""
+    """Nothing, or two thirds of a token that is verified. In the mean of eight runs of 128 rounds a token's price is
+    right to a seventh, and the part of padding to a fifth of it."""
     costs = dear(**vars(pair_costs(0.02, 0.003, 0.1)))
     runs = [ragged(costs, 140, np.random.default_rng(seed)) for seed in range(8)]
-    assert np.mean([run.target.beta for run in runs]) == pytest.approx(0.003, rel=0.1)
+    assert np.mean([run.target.beta for run in runs]) == pytest.approx(0.003, rel=0.15)
     assert np.mean([run.padding for run in runs]) / 0.003 == pytest.approx(padding_of(costs) / 0.003, abs=0.2)
 
 
@@ -196,6 +196,14 @@ def test_what_a_token_cost_before_is_forgotten(rows, rounds):
     assert learnt.target.beta == pytest.approx(0.004, rel=0.2)
     ragged(pair_costs(0.005, 0.0, 0.1), rounds, random, rows, learnt)
     assert learnt.target.beta < 0.0005
+
+
+def test_a_few_slow_rounds_do_not_end_drafting():
+    """All four of the first rounds that drafted took three times as long."""
+    policy, drafted = BatchStopPolicy(FixedPolicy(6), LearntCosts()), (6, 8, 10, 11)
+    given = COSTS, PACKED, 150, 4, 0.7, np.random.default_rng(0)
+    longest, _ = serve(policy, *given, machine=lambda number: 3.0 if number in drafted else 1.0)
+    assert np.mean(longest[60:]) > 1.5
 
 
 def test_the_first_rounds_try_several_lengths():
