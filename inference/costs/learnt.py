@@ -41,9 +41,9 @@ NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their 
 TRIAL = (2, 0, 4, 0, 1, 3)
 PLAIN = 64  # a round without drafts after so many, to know what it costs
 LIKE = 2  # up to so many times more or fewer rows are about as many; if of those none drafted lately, nothing is known
-# Drafts that have to be remembered, or one token is drafted at no price: seconds are noisy, and a few slow rounds must
-# not end drafting. TRIES, in rounds without drafts: what so many drafts may take. But no more than ENOUGH.
-TRIES, ENOUGH = 8.0, 32
+# Drafts that have to be remembered, or some are tried: seconds are noisy, and a few slow rounds must not end drafting.
+# TRIES: in rounds without drafts, what so many drafts may take. But no more of them than ENOUGH.
+TRIES, ENOUGH = 16.0, 32
 NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
@@ -113,12 +113,14 @@ class LearntCosts:
         return alpha * context + beta * tokens + gamma
 
     def _tell_policy(self, limit: int) -> None:
-        """Set coefficients and limit. Where too little is known of drafts, one token is drafted at no price."""
+        """Set coefficients and limit. Where too little is known of drafts, they are free, of one and two tokens in
+        turn."""
         forwards = self.draft, self.first, self.target, self.plain
         believed = [*([each.alpha, each.beta, each.gamma] for each in forwards), [0.0, self.padding, 0.0]]
         if self.unknown:
             free = [0.0, 0.0, 0.0]
-            believed, limit = [free, free, [self.plain.alpha, 0.0, self.plain.gamma], believed[3], free], 1
+            believed = [free, free, [self.plain.alpha, 0.0, self.plain.gamma], believed[3], free]
+            limit = 2 - self.rounds % 2
         self.coefficients = believed
         self.on_device.copy_(torch.tensor(believed[:4], dtype=torch.float64))
         self.limit.fill_(limit)
