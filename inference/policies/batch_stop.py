@@ -38,11 +38,12 @@ class BatchStopPolicy(RowPolicy):
     the next token. If it makes none, that for the last one, as doubtful tokens come together; before the first, and if
     it predicts nothing, 1. t_one: seconds of one more token of the row. t_step: of a draft step, however many rows take
     part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops saves nothing:
-    verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with drafts costs
-    more than one without, whatever it drafts, that belongs to the first step; so does what a first step takes longer
-    than another. τ and the seconds of a round come from averages over past rounds. λ is the speed of the past rounds,
-    so it is never above the best one. It rises to the best speed from the side on which too much is drafted. Before the
-    first step all gains are ρ_1, so the host decides on that step (`plan`), with all live rows in R.
+    verifying then belongs to the step. So does the part of a token's time that its padding takes, too, where that is
+    learnt. So does drafting, if stopped rows are drafted on. If a round with drafts costs more than one without,
+    whatever it drafts, that belongs to the first step; so does what a first step takes longer than another. τ and the
+    seconds of a round come from averages over past rounds. λ is the speed of the past rounds, so it is never above the
+    best one. It rises to the best speed from the side on which too much is drafted. Before the first step all gains are
+    ρ_1, so the host decides on that step (`plan`), with all live rows in R.
 
     costs: measured, or learnt from the seconds of the rounds. Ranks of one tensor-parallel group agree on each answer,
     so they may hold different costs.
