@@ -7,6 +7,7 @@ does as we do for one query, but not for the several queries of a verification.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,9 +35,17 @@ def grouped_attention(
     if heads == shared or new > FEW or any(others.get(name) is not None for name in CHANGES):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     queries = query.unflatten(1, (shared, -1)).flatten(2, 3)  # (rows, key heads, group × new, channels)
-    mask = attention_mask.repeat(1, 1, heads // shared, 1)
+    mask = of_groups(attention_mask, heads // shared, query.dtype)
     output = torch.nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(rows, heads, new, -1).transpose(1, 2).contiguous(), None
+    return output.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).flatten(2, 3), None
+
+
+@lru_cache(maxsize=2)  # of each kind of layers; a tensor is equal to itself alone
+def of_groups(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """The mask of so many heads at once, to be added. torch would make it from the Boolean one in every layer. mask:
+    (rows, 1, new, slots) bool → (rows, 1, group × new, slots)."""
+    added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+    return added.repeat(1, 1, group, 1)
 
 
 AttentionInterface.register(NAME, grouped_attention)
