@@ -31,7 +31,7 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """As transformers' `sdpa`. query: (rows, heads, new, channels). key, value: (rows, key heads, slots, channels).
     attention_mask: (rows, 1, new, slots) → (rows, new, heads, channels)."""
-    (rows, heads, new, _), shared = query.shape, key.shape[1]
+    (_, heads, new, _), shared = query.shape, key.shape[1]
     if heads == shared or new > FEW or any(others.get(name) is not None for name in CHANGES):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     queries = query.unflatten(1, (shared, -1)).flatten(2, 3)  # (rows, key heads, group × new, channels)
