@@ -419,7 +419,7 @@ CORE = (
     Mutant(
         "costs=auto: a machine that becomes slower is taken for longer texts",
         "inference/costs/learnt.py",
-        "rounds = values - drift * means_of_blocks(values, near * weights)",
+        "rounds = values - drift * means_of_blocks(values, weights, blocks)",
         "rounds = values",
         ("inference/policies/test_learnt_costs.py::test_a_slower_machine_is_not_taken_for_longer_texts",),
     ),
@@ -643,8 +643,8 @@ CORE = (
     Mutant(
         "grouped attention: a mask's queries are those of another head",
         "inference/engine/attention/grouped.py",
-        "attention_mask.repeat(1, 1, heads // shared, 1)",
-        "attention_mask.repeat_interleave(heads // shared, dim=2)",
+        "added.repeat(1, 1, group, 1)",
+        "added.repeat_interleave(group, dim=2)",
         ("inference/engine/attention/test_grouped.py::test_it_is_transformers_attention",),
     ),
     Mutant(

@@ -33,19 +33,23 @@ def test_it_is_transformers_attention(new, shared):
 
 
 @torch.no_grad()
-def test_a_cached_model_copies_no_keys(monkeypatch):
+def test_a_cached_model_copies_no_keys_and_makes_one_mask(monkeypatch):
+    """Of each forward: the second has another."""
     model = tiny(LlamaForCausalLM, LlamaConfig, layers=2, **GROUPED)
-    heads = []
+    heads, masks = [], []
     plain = torch.nn.functional.scaled_dot_product_attention
 
     def watched(query, key, value, **options):
         heads.append(key.shape[1])
+        masks.append(options["attn_mask"])
         return plain(query, key, value, **options)
 
     ids = random_ids(2, LENGTH)
     cached = CachedModel(model, 2, LENGTH)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
-    logits = cached.forward(ids, torch.zeros(2, dtype=torch.long), 0).logits
-    assert heads == 2 * [model.config.num_key_value_heads] != 2 * [model.config.num_attention_heads]
-    assert_close(logits, model(ids).logits)
+    starts = torch.zeros(2, dtype=torch.long)
+    logits = [cached.forward(ids[:, start:end], starts + start, start).logits for start, end in ((0, 5), (5, LENGTH))]
+    assert heads == 4 * [model.config.num_key_value_heads] != 4 * [model.config.num_attention_heads]
+    assert masks[0] is masks[1] and masks[2] is masks[3] and masks[0] is not masks[2]
+    assert_close(torch.cat(logits, dim=1), model(ids).logits)
     assert model.config._attn_implementation == "sdpa"  # outside of it the model keeps its own
