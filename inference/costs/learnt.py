@@ -207,6 +207,7 @@ def fitted(
     seen: Sequence[Timed], ratio: float, differ: float, *widths: float
 ) -> tuple[BatchForwardCost, BatchForwardCost, float]:
     """The costs of a forward of one kind, and of the other kind, whose γ differs; and the part of β that padding costs.
+    seen: in the order of their numbers.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
     slower, and that must not be taken for their doing. Rounds long past say nothing else. Priors, each with its
