@@ -207,7 +207,6 @@ def fitted(
     seen: Sequence[Timed], ratio: float, differ: float, *widths: float
 ) -> tuple[BatchForwardCost, BatchForwardCost, float]:
     """The costs of a forward of one kind, and of the other kind, whose γ differs; and the part of β that padding costs.
-    seen: in the order of their numbers.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
     slower, and that must not be taken for their doing. Rounds long past say nothing else. Priors, each with its
@@ -215,8 +214,8 @@ def fitted(
     first kind, the others nothing.
     """
     share, seconds, number = (np.array([each[place] for each in seen], dtype=float) for place in (0, 2, 3))
-    of_first, recent = share > 0, number.max() - number < ROUNDS
-    blocks = np.unique(number // NEAR, return_index=True)[1]
+    of_first, blocks, recent = share > 0, number // NEAR, number.max() - number < ROUNDS
+    near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
     drift = np.where(recent, DRIFT, 1.0)[:, None]
     sizes = np.array([each.sizes for each in seen])
     scale = np.concatenate([[1.0, 1.0], np.maximum(sizes.mean(0), 1e-9)])
@@ -228,7 +227,7 @@ def fitted(
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
     weights, noise = np.minimum(1, TIMES_OFF * level / np.maximum(seconds, TINY)) ** 2, NOISE[0]
     for _ in range(REFITS):
-        rounds = values - drift * means_of_blocks(values, weights, blocks)
+        rounds = values - drift * means_of_blocks(values, near * weights)
         weighted = rounds * np.sqrt(weights)[:, None]
         given = np.concatenate([weighted[:, :-1], noise * priors]), np.append(weighted[:, -1], np.zeros(len(priors)))
         terms, _ = nnls(*given)
@@ -249,8 +248,7 @@ def fitted(
     return one, replace(one, gamma=other), sum(padding)
 
 
-def means_of_blocks(values: np.ndarray, weights: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """values: (n, columns) → the mean of each one's block. blocks: (blocks,) where they begin."""
-    sums = np.add.reduceat(np.column_stack([values * weights[:, None], weights]), blocks)
-    means: np.ndarray = np.repeat(sums[:, :-1] / sums[:, -1:], np.diff(blocks, append=len(values)), axis=0)
+def means_of_blocks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """values: (n, columns) → the mean of each one's block. weights: (blocks, n), 0 outside of the block."""
+    means: np.ndarray = (weights > 0).T @ (weights @ values / weights.sum(1, keepdims=True))
     return means

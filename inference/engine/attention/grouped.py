@@ -40,11 +40,11 @@ def grouped_attention(
     return output.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).flatten(2, 3), None
 
 
-@lru_cache(maxsize=2)  # of each kind of layers; a tensor is equal to itself alone
+@lru_cache(maxsize=2)  # one for each kind of layers; tensors are found by identity
 def of_groups(mask: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """The mask of so many heads at once, to be added. torch would make it from the Boolean one in every layer. mask:
     (rows, 1, new, slots) bool → (rows, 1, group × new, slots)."""
-    added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -torch.inf)
+    added = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
     return added.repeat(1, 1, group, 1)
 
 
