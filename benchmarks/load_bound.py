@@ -1,39 +1,50 @@
 """Question: with several requests at once, how much could any rule gain over the best fixed K?
 
-The more rows, the more alike rounds are, and the less there is to choose. By replay of SmolLM2's test prompts with its
-EAGLE-3 drafter, T = 1, in batches: each fixed K, the head's rule and an informed one. A round takes γ + s·K seconds,
+The more rows, the more alike rounds are, and the less there is to choose. By replay of both pairs' test prompts in
+batches: each fixed K, the head's rule, and with SmolLM2's at T = 1 an informed one. A round takes γ + s·K seconds,
 fitted to what `load.py` has timed in that batch, no speculation and fixed K. What part of s is the draft step's, which
 all rows share, is not known from that. So both ends are taken: all of it (step), and none (token), when a row that
-stops saves its share.
+stops saves its share. What a row that stops saves of a verification is timed apart.
 
 After k steps the batch goes on ⇔ Σ_r [gain_r − λ·token]₊ > λ·step, and row r with it ⇔ gain_r > λ·token, with λ the
 rule's own tokens per second. The informed rule's gain is of the true acceptance of each token and of the next, but not
-of the coins (`informed.py`); no head knows as much. The head's is that of `costs=`, with costs and ρ known beforehand.
-Asking takes no time here.
+of the coins (`informed.py`); no head knows as much. The head's is S·β̂·ρ, that of `costs=`, with costs known beforehand,
+and with the ρ of the rounds that the rule itself makes. Asking takes no time here.
 
-python benchmarks/load_bound.py     # a minute, after load.py --pair smollm2 and eagle3.py collect
+python benchmarks/load_bound.py replay     # an hour, after load.py in our loop and eagle3.py collect
+python benchmarks/load_bound.py forwards     # two minutes
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import eagle3
 import numpy as np
+import real_pair
 import torch
-from load import LENGTHS
-from record import RESULTS, write_result
+from load import LENGTHS, PAIRS
+from record import REPOSITORY, RESULTS, circumstances, write_result
 from torch import Tensor
 
+from accept_head import AcceptanceHead
+from accept_head.command.allocator import keep_freed_blocks
 from accept_head.files import read_json
+from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.informed import expected_gain
 from accept_head.inference.replay.scores import score_tokens
+from accept_head.inference.tune.heads import load_heads
+from accept_head.pair import load_model
 
-K_MAX, TURNS = 8, 20  # the longest fixed K; most iterations to a rule's own speed
+K_MAX, TURNS = 8, 10  # the longest fixed K; iterations to a rule's own speed, and ρ
+ROWS, BEFORE, REPEATED = (4, 16), 350, 60  # of forwards; tokens before the new ones
+SEEN = 20.0  # tokens hoped for, below which a depth keeps the ρ of all positions
 
 
 class Costs(NamedTuple):
@@ -45,19 +56,77 @@ class Costs(NamedTuple):
 
 
 def main() -> None:
-    timed = [cell for cell in read_json(RESULTS / "load_loop_smollm2.json")["cells"] if cell["temperature"] == 1]
-    traces = eagle3.coupled("test", 1.0)
-    tables = eagle3.asked(traces)
-    assert tables is not None
-    gains = {"head": gain_of_head(traces), "informed": expected_gain(traces, tables)}
-    cells = [
-        {"batch": cell["batch"], "a_draft": share, "costs": costs._asdict()}
-        | speeds(traces, gains, costs, cell["batch"])
-        for cell in timed
-        for share, costs in ends(cell).items()
+    keep_freed_blocks()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("replay", "forwards"))
+    part = parser.parse_args().part
+    path = RESULTS / "load_bound.json"
+    there = read_json(path) if path.is_file() else {}
+    found = {"measured": circumstances(), "cells": replay() if part == "replay" else [forwards(rows) for rows in ROWS]}
+    parts = {name: there.get(name) for name in ("replay", "forwards")} | {part: found}
+    write_result("load_bound", parts, command="python benchmarks/load_bound.py PART")
+    print(json.dumps(found, indent=1))
+
+
+def forwards(rows: int) -> dict[str, Any]:
+    """Milliseconds of a forward of SmolLM2, the median of REPEATED in turns, by the new tokens of all rows and what
+    they are."""
+    target = load_model(eagle3.TARGET, "--target", dtype=eagle3.TEXT["dtype"])
+    model = CachedModel(target, rows, BEFORE + K_MAX, with_hidden=eagle3.drafter().layers_read, attention="auto")
+    tokens = torch.randint(0, target.config.vocab_size, (rows, BEFORE + K_MAX), generator=torch.manual_seed(0))
+    half = rows // 2
+    patterns = [[1] * rows, [2] * rows, [3] + [2] * (rows - 1), [3] * half + [2] * (rows - half), [3] * rows]
+    seconds = [list[float]() for _ in patterns]
+    with torch.no_grad():
+        model.fill(tokens, range(rows), [0] * rows, [BEFORE] * rows)
+        for turn in range(REPEATED):
+            for place in np.random.default_rng(turn).permutation(len(patterns)).tolist():
+                wanted = torch.arange(max(patterns[place])) < torch.tensor(patterns[place])[:, None]
+                began = time.perf_counter()
+                model.forward(tokens[:, : wanted.shape[1]], torch.full((rows,), BEFORE), BEFORE, wanted=wanted)
+                seconds[place].append(time.perf_counter() - began)
+    names = ("1 each", "2 each", "2 each, one 3", "2 each, half 3", "3 each")
+    found = [
+        {"pattern": name, "tokens": sum(pattern), "ms": 1e3 * float(np.median(each))}
+        for name, pattern, each in zip(names, patterns, seconds, strict=True)
     ]
-    write_result("load_bound", {"cells": cells})
-    print(json.dumps(cells, indent=1))
+    return {"rows": rows, "tokens_before": BEFORE, "forwards": found}
+
+
+def replay() -> list[dict[str, Any]]:
+    cells = []
+    for pair in PAIRS:
+        timed = read_json(RESULTS / f"load_loop_{pair}.json")["cells"]
+        for temperature in sorted({cell["temperature"] for cell in timed}):
+            traces, draft = traces_of(pair, temperature)
+            rules = {"head": hope_of_head(traces, head_of(pair, temperature, draft))}
+            if pair == "smollm2" and temperature:
+                tables = eagle3.asked(traces)
+                assert tables is not None
+                rules["informed"] = expected_gain(traces, tables)
+            for cell in timed:
+                if cell["temperature"] == temperature:
+                    place = {"pair": pair, "temperature": temperature, "batch": cell["batch"]}
+                    cells += [
+                        {**place, "a_draft": share, "costs": costs._asdict()}
+                        | speeds(traces, rules, costs, cell["batch"])
+                        for share, costs in ends(cell).items()
+                    ]
+    return cells
+
+
+def traces_of(pair: str, temperature: float) -> tuple[CoupledTraces, Any]:
+    """Of the test prompts, and the drafter."""
+    if pair == "smollm2":
+        return eagle3.coupled("test", temperature), eagle3.drafter()
+    return real_pair.coupled_of(real_pair.collected("test", temperature)), real_pair.draft_model()
+
+
+def head_of(pair: str, temperature: float, draft: Any) -> AcceptanceHead:
+    """The one that `load.py` serves."""
+    folder = PAIRS[pair].heads[temperature].partition(",")[0].split(":")[1]
+    (head,) = load_heads([str(REPOSITORY / folder)], draft).values()
+    return head
 
 
 def ends(cell: dict[str, Any]) -> dict[str, Costs]:
@@ -67,32 +136,42 @@ def ends(cell: dict[str, Any]) -> dict[str, Costs]:
     return {"step": Costs(plain, slope, 0.0), "token": Costs(plain, 0.0, slope / cell["batch"])}
 
 
-def gain_of_head(traces: CoupledTraces) -> Tensor:
-    """S·β̂·ρ along the path of a round from each position, (P, k_max), as in `BatchStopPolicy`."""
-    head = eagle3.trained("default", 1.0)
+def hope_of_head(traces: CoupledTraces, head: AcceptanceHead) -> Tensor:
+    """S·β̂ along the path of a round from each position, (P, k_max), as in `BatchStopPolicy`."""
     told = score_tokens(traces, HeadPolicy(head, 1.0, k_max=traces.k_max), floor=0.0)
     told = torch.cat([told, told.new_zeros(1)])[traces.path].double()
-    hope = torch.cat([torch.ones_like(told[:, :1]), (told.cumprod(-1) * told)[:, :-1]], dim=-1)
-    depth = torch.arange(traces.k_max)
-    accepted = (traces.leading[:, None] > depth).sum(0)
-    return hope * accepted / (hope * (depth < traces.drafts[:, None])).sum(0)
+    return torch.cat([torch.ones_like(told[:, :1]), (told.cumprod(-1) * told)[:, :-1]], dim=-1)
 
 
-def speeds(traces: CoupledTraces, gains: dict[str, Tensor], costs: Costs, rows: int) -> dict[str, Any]:
+def speeds(traces: CoupledTraces, rules: dict[str, Tensor], costs: Costs, rows: int) -> dict[str, Any]:
     fixed = [
-        speed_of(traces, rows, costs, lambda here, k=k: traces.drafts[here].clamp(max=k))  # type: ignore[misc]
+        replayed(traces, rows, costs, lambda here, k=k: traces.drafts[here].clamp(max=k))[0]  # type: ignore[misc]
         for k in range(K_MAX + 1)
     ]
     best = int(np.argmax(fixed))
     found = {"none": fixed[0], f"fixed:{best}": fixed[best]}
-    for name, gain in gains.items():
-        found[name] = fixed[best]
-        for _ in range(TURNS):
-            before = found[name]
-            found[name] = speed_of(traces, rows, costs, lambda here: chosen(gain[here], costs, before))  # noqa: B023
-            if abs(found[name] - before) < 1e-6 * before:
-                break
+    for name, hope in rules.items():
+        found[name] = speed_of_rule(traces, rows, costs, hope, fixed[best], corrected=name == "head")
     return {"tokens_per_second": found, "over_best": {name: speed / fixed[best] - 1 for name, speed in found.items()}}
+
+
+def speed_of_rule(
+    traces: CoupledTraces, rows: int, costs: Costs, hope: Tensor, speed: float, *, corrected: bool
+) -> float:
+    """At its own speed λ. corrected: its gain is hope·ρ, with ρ of the rounds that it makes; else its hope is true."""
+    drafted = torch.arange(traces.k_max) < traces.drafts[:, None]
+    accepted = torch.arange(traces.k_max) < traces.leading[:, None]
+    rho = accepted.sum(0) / (hope * drafted).sum(0) if corrected else torch.ones(traces.k_max)
+    for _ in range(TURNS):
+        before, gain = speed, hope * rho
+        speed, visited, lengths = replayed(traces, rows, costs, lambda here: chosen(gain[here], costs, before))  # noqa: B023
+        if corrected:
+            there = torch.arange(traces.k_max) < lengths[:, None]
+            hoped = (hope[visited] * there).sum(0)
+            rho = torch.where(hoped > SEEN, (accepted[visited] & there).sum(0) / hoped.clamp(min=SEEN), rho)
+        elif abs(speed - before) < 1e-6 * before:
+            break
+    return speed
 
 
 def chosen(gain: Tensor, costs: Costs, speed: float) -> Tensor:
@@ -103,20 +182,26 @@ def chosen(gain: Tensor, costs: Costs, speed: float) -> Tensor:
     return (wants * together).sum(-1)
 
 
-def speed_of(traces: CoupledTraces, rows: int, costs: Costs, choose: Callable[[Tensor], Tensor]) -> float:
-    """Tokens per second of rounds in which all rows have a response. choose: (batch,) positions → tokens to draft."""
+def replayed(
+    traces: CoupledTraces, rows: int, costs: Costs, choose: Callable[[Tensor], Tensor]
+) -> tuple[float, Tensor, Tensor]:
+    """Rounds in which all rows have a response → tokens per second; the positions at which a row began a round, and the
+    tokens that it drafted there. choose: (batch,) positions → tokens to draft."""
     ends = traces.starts + traces.lengths
     place, end, following = traces.starts[:rows].clone(), ends[:rows].clone(), rows
     tokens = seconds = 0.0
+    began, drafted = list[Tensor](), list[Tensor]()
     while True:
         lengths = torch.minimum(choose(place), traces.drafts[place])
         emitted = torch.minimum(lengths, traces.leading[place]) + 1
         tokens += float(emitted.sum())
         seconds += costs.plain + costs.step * float(lengths.max()) + costs.token * float(lengths.sum())
+        began.append(place)
+        drafted.append(lengths)
         place = place + emitted
         for row in torch.where(place >= end)[0].tolist():
             if following == len(ends):
-                return tokens / seconds
+                return tokens / seconds, torch.cat(began), torch.cat(drafted)
             place[row], end[row], following = traces.starts[following], ends[following], following + 1
 
 
