@@ -40,10 +40,10 @@ from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.informed import expected_gain
 from accept_head.inference.replay.scores import score_tokens
 from accept_head.inference.tune.heads import load_heads
-from accept_head.pair import load_model
+from accept_head.pair import load_pair
 
 K_MAX, TURNS = 8, 10  # the longest fixed K; iterations to a rule's own speed, and ρ
-ROWS, BEFORE, REPEATED = (4, 16), 350, 60  # of forwards; tokens before the new ones
+ROWS, TILE, BEFORE, REPEATED = (4, 16), 16, 350, 30  # of forwards: tokens that a CPU multiplies at once, and before
 SEEN = 20.0  # tokens hoped for, below which a depth keeps the ρ of all positions
 
 
@@ -62,20 +62,24 @@ def main() -> None:
     part = parser.parse_args().part
     path = RESULTS / "load_bound.json"
     there = read_json(path) if path.is_file() else {}
-    found = {"measured": circumstances(), "cells": replay() if part == "replay" else [forwards(rows) for rows in ROWS]}
+    found = {"measured": circumstances(), "cells": replay() if part == "replay" else forwards()}
     parts = {name: there.get(name) for name in ("replay", "forwards")} | {part: found}
     write_result("load_bound", parts, command="python benchmarks/load_bound.py PART")
     print(json.dumps(found, indent=1))
 
 
-def forwards(rows: int) -> dict[str, Any]:
-    """Milliseconds of a forward of SmolLM2, the median of REPEATED in turns, by the new tokens of all rows and what
-    they are."""
-    target = load_model(eagle3.TARGET, "--target", dtype=eagle3.TEXT["dtype"])
-    model = CachedModel(target, rows, BEFORE + K_MAX, with_hidden=eagle3.drafter().layers_read, attention="auto")
+def forwards() -> list[dict[str, Any]]:
+    return [timed(pair, rows) for pair in PAIRS for rows in ROWS]
+
+
+def timed(pair: str, rows: int) -> dict[str, Any]:
+    """Milliseconds of a target forward, the median of REPEATED in turns, by the new tokens of each row."""
+    served = load_pair(PAIRS[pair].target, PAIRS[pair].draft, dtype="bfloat16")
+    target, one = served.target, [1] + [0] * (rows - 1)
+    model = CachedModel(target, rows, BEFORE + K_MAX, attention="auto")
     tokens = torch.randint(0, target.config.vocab_size, (rows, BEFORE + K_MAX), generator=torch.manual_seed(0))
-    half = rows // 2
-    patterns = [[1] * rows, [2] * rows, [3] + [2] * (rows - 1), [3] * half + [2] * (rows - half), [3] * rows]
+    patterns = [[width] * rows for width in range(1, max(TILE // rows, 2) + 2)]  # those before the last fill tiles
+    patterns.insert(-1, [width + more for width, more in zip(patterns[-2], one, strict=True)])
     seconds = [list[float]() for _ in patterns]
     with torch.no_grad():
         model.fill(tokens, range(rows), [0] * rows, [BEFORE] * rows)
@@ -85,26 +89,22 @@ def forwards(rows: int) -> dict[str, Any]:
                 began = time.perf_counter()
                 model.forward(tokens[:, : wanted.shape[1]], torch.full((rows,), BEFORE), BEFORE, wanted=wanted)
                 seconds[place].append(time.perf_counter() - began)
-    names = ("1 each", "2 each", "2 each, one 3", "2 each, half 3", "3 each")
-    found = [
-        {"pattern": name, "tokens": sum(pattern), "ms": 1e3 * float(np.median(each))}
-        for name, pattern, each in zip(names, patterns, seconds, strict=True)
-    ]
-    return {"rows": rows, "tokens_before": BEFORE, "forwards": found}
+    by_tokens = {sum(pattern): 1e3 * float(np.median(each)) for pattern, each in zip(patterns, seconds, strict=True)}
+    return {"pair": pair, "rows": rows, "tokens_before": BEFORE, "ms_by_tokens": by_tokens}
 
 
 def replay() -> list[dict[str, Any]]:
     cells = []
     for pair in PAIRS:
-        timed = read_json(RESULTS / f"load_loop_{pair}.json")["cells"]
-        for temperature in sorted({cell["temperature"] for cell in timed}):
+        measured = read_json(RESULTS / f"load_loop_{pair}.json")["cells"]
+        for temperature in sorted({cell["temperature"] for cell in measured}):
             traces, draft = traces_of(pair, temperature)
             rules = {"head": hope_of_head(traces, head_of(pair, temperature, draft))}
             if pair == "smollm2" and temperature:
                 tables = eagle3.asked(traces)
                 assert tables is not None
                 rules["informed"] = expected_gain(traces, tables)
-            for cell in timed:
+            for cell in measured:
                 if cell["temperature"] == temperature:
                     place = {"pair": pair, "temperature": temperature, "batch": cell["batch"]}
                     cells += [
