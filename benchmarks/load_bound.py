@@ -4,7 +4,7 @@ The more rows, the more alike rounds are, and the less there is to choose. By re
 batches: each fixed K, the head's rule, and with SmolLM2's at T = 1 an informed one. A round takes γ + s·K seconds,
 fitted to what `load.py` has timed in that batch, no speculation and fixed K. What part of s is the draft step's, which
 all rows share, is not known from that. So both ends are taken: all of it (step), and none (token), when a row that
-stops saves its share. What a row that stops saves of a verification is timed apart.
+stops saves its share. What a verification takes by its tokens is timed apart.
 
 After k steps the batch goes on ⇔ Σ_r [gain_r − λ·token]₊ > λ·step, and row r with it ⇔ gain_r > λ·token, with λ the
 rule's own tokens per second. The informed rule's gain is of the true acceptance of each token and of the next, but not
@@ -12,7 +12,7 @@ of the coins (`informed.py`); no head knows as much. The head's is S·β̂·ρ, 
 and with the ρ of the rounds that the rule itself makes. Asking takes no time here.
 
 python benchmarks/load_bound.py replay     # an hour, after load.py in our loop and eagle3.py collect
-python benchmarks/load_bound.py forwards     # two minutes
+python benchmarks/load_bound.py forwards     # four minutes
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from accept_head.inference.tune.heads import load_heads
 from accept_head.pair import load_pair
 
 K_MAX, TURNS = 8, 10  # the longest fixed K; iterations to a rule's own speed, and ρ
-ROWS, TILE, BEFORE, REPEATED = (4, 16), 16, 350, 30  # of forwards: tokens that a CPU multiplies at once, and before
+ROWS, BEFORE, REPEATED = (4, 16), 350, 30  # of timed forwards; the tokens before the new ones
+TILE = 16  # tokens that a CPU multiplies at once in bfloat16
 SEEN = 20.0  # tokens hoped for, below which a depth keeps the ρ of all positions
 
 
