@@ -99,15 +99,19 @@ def main() -> None:
 
 def specs_of(head: str) -> dict[str, str]:
     """Arm → SPEC. With costs, the head has no threshold of its own."""
-    folder = head.partition(",")[0].split(":")[1]
     return {
         "none": "none",
         **{f"fixed:{k}": f"fixed:{k}" for k in LENGTHS},
         TWICE + TWIN: TWICE,
         "head": head,
-        HEAD: f"head:{folder}:1,k_max={K_MAX},costs=auto",
+        HEAD: f"head:{folder_of(head)}:1,k_max={K_MAX},costs=auto",
         "vLLM's estimator, costs=auto": f"online-logistic:0,k_max={K_MAX},costs=auto",
     }
+
+
+def folder_of(head: str) -> str:
+    """head: the SPEC."""
+    return head.partition(",")[0].split(":")[1]
 
 
 def measured(

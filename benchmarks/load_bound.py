@@ -27,7 +27,7 @@ import eagle3
 import numpy as np
 import real_pair
 import torch
-from load import LENGTHS, PAIRS
+from load import LENGTHS, PAIRS, folder_of
 from record import REPOSITORY, RESULTS, circumstances, write_result
 from torch import Tensor
 
@@ -74,13 +74,12 @@ def forwards() -> list[dict[str, Any]]:
 
 
 def timed(pair: str, rows: int) -> dict[str, Any]:
-    """Milliseconds of a target forward, the median of REPEATED in turns, by the new tokens of each row."""
-    served = load_pair(PAIRS[pair].target, PAIRS[pair].draft, dtype="bfloat16")
-    target, one = served.target, [1] + [0] * (rows - 1)
+    """Milliseconds of a target forward, the median of REPEATED in turns, by the new tokens of all rows."""
+    target = load_pair(PAIRS[pair].target, PAIRS[pair].draft, dtype="bfloat16").target
     model = CachedModel(target, rows, BEFORE + K_MAX, attention="auto")
     tokens = torch.randint(0, target.config.vocab_size, (rows, BEFORE + K_MAX), generator=torch.manual_seed(0))
     patterns = [[width] * rows for width in range(1, max(TILE // rows, 2) + 2)]  # those before the last fill tiles
-    patterns.insert(-1, [width + more for width, more in zip(patterns[-2], one, strict=True)])
+    patterns.insert(-1, [patterns[-2][0] + 1, *patterns[-2][1:]])  # one token more
     seconds = [list[float]() for _ in patterns]
     with torch.no_grad():
         model.fill(tokens, range(rows), [0] * rows, [BEFORE] * rows)
@@ -125,8 +124,7 @@ def traces_of(pair: str, temperature: float) -> tuple[CoupledTraces, Any]:
 
 def head_of(pair: str, temperature: float, draft: Any) -> AcceptanceHead:
     """The one that `load.py` serves."""
-    folder = PAIRS[pair].heads[temperature].partition(",")[0].split(":")[1]
-    (head,) = load_heads([str(REPOSITORY / folder)], draft).values()
+    (head,) = load_heads([str(REPOSITORY / folder_of(PAIRS[pair].heads[temperature]))], draft).values()
     return head
 
 
