@@ -78,7 +78,7 @@ class PairCosts:
     @property
     def coefficients(self) -> list[list[float]]:
         """α, β and γ of a draft step, of the first one of a round, of the target, and of the target in a round without
-        drafts; and the part of the target's that padding costs as well, where a host does not verify it."""
+        drafts; and the part of the target's β that goes by whole blocks of tokens."""
         draft, target = ([each.alpha, each.beta, each.gamma] for each in (self.draft, self.target))
         return [draft, draft, target, target, [0.0, 0.0, 0.0]]
 

@@ -1,15 +1,15 @@
 """Costs of forwards learnt from the rounds that are served: `costs=auto`.
 
     seconds of a draft step         = γ_d + β_d·(tokens fed) + α_d·(context)
-    seconds of a round's remainder  = γ_t + β_t·(tokens verified) + π·(these and padding) + α_t·(context)
+    seconds of a round's remainder  = γ_t + β_t·(tokens verified) + ω_t·(these in whole blocks) + α_t·(context)
 
 with non-negative coefficients, from the last rounds. Context and tokens are summed over the rows. The remainder is all
 that is not drafting: verification, sampling, and what the host does between rounds.
 
-Padding is what shorter drafts lack to the longest. A host that does not verify it may still give it room, in attention
-or in the test; and arithmetic that comes in blocks of tokens takes a step more for a few deep drafts. A round without
-drafts has a γ of its own, as hosts and kernels go other ways there. So has the first draft step of a round: it may feed
-more than one token a row (an EAGLE-3 drafter is fed all that were accepted), and begins what the others go on with.
+Where arithmetic comes in blocks of tokens (`Host.block`), a few deep drafts cost as much as the block that they begin.
+A round without drafts has a γ of its own, as hosts and kernels go other ways there. So has the first draft step of a
+round: it may feed more than one token a row (an EAGLE-3 drafter is fed all that were accepted), and begins what the
+others go on with.
 
 Policies only ask what a forward costs; that a policy's costs are learnt is the matter of `Drafting`, through which
 every decode loop asks it.
@@ -48,7 +48,7 @@ NO_LIMIT = 1 << 30
 TIMES_OFF = 3.0  # a round that is off by more than so many median deviations counts less, by the square
 REFITS, SETTLED = 10, 0.01  # at most; until no weight changes by so much
 # Standard deviations of the priors in `fitted`, in forwards. Of drafts and of the target: of the difference between the
-# γ of both kinds, and of what the context of a forward costs, its tokens, and the target's with padding.
+# γ of both kinds, and of what the context of a forward costs, its tokens, and the target's in blocks.
 OF_DRAFTS, OF_TARGET = (1.0, 0.05, 0.04), (0.1, 0.05, 0.3, 0.2)
 NOISE = 0.1, 0.01  # of a round's seconds, as a share: before it is known, and at least
 UNTIMED = 1e-3, 1.0  # seconds of a draft and of a target forward before any was timed
@@ -57,7 +57,7 @@ TINY = 1e-12  # seconds
 
 class Timed(NamedTuple):
     """A part of a round. kind: of its forwards, the share that is of the first kind. sizes: context, tokens, and the
-    target's with padding. number: of the round. rows: that took part."""
+    target's in blocks. number: of the round. rows: that took part."""
 
     kind: float
     sizes: tuple[float, ...]
@@ -84,7 +84,7 @@ class LearntCosts:
         self.draft, self.target = (
             BatchForwardCost(alpha=0.0, beta=0.0, gamma=gamma, r_squared=0.0) for gamma in UNTIMED
         )
-        self.first, self.plain, self.padding = self.draft, self.target, 0.0
+        self.first, self.plain, self.by_block = self.draft, self.target, 0.0
         # Of the rounds: the average draft step, whose kind is whether it is a later one than the first; and the
         # remainder, whose kind is whether the round drafted.
         self.drafts, self.rests = list[Timed](), list[Timed]()
@@ -116,7 +116,7 @@ class LearntCosts:
         """Set coefficients and limit. Where too little is known of drafts, they are free, of one and two tokens in
         turn."""
         forwards = self.draft, self.first, self.target, self.plain
-        believed = [*([each.alpha, each.beta, each.gamma] for each in forwards), [0.0, self.padding, 0.0]]
+        believed = [*([each.alpha, each.beta, each.gamma] for each in forwards), [0.0, self.by_block, 0.0]]
         if self.unknown:
             free = [0.0, 0.0, 0.0]
             believed = [free, free, [self.plain.alpha, 0.0, self.plain.gamma], believed[3], free]
@@ -127,10 +127,10 @@ class LearntCosts:
 
     def believed(self) -> dict[str, dict[str, float]]:
         """The coefficients of each forward, in seconds, and the share of the variance that they explain. first: of the
-        first draft step of a round. plain: of the target in a round without drafts. padding: the part of the target's
-        beta that padding costs as well."""
+        first draft step of a round. plain: of the target in a round without drafts. by_block: the part of the target's
+        beta that goes by blocks."""
         found = {name: asdict(getattr(self, name)) for name in ("draft", "first", "target", "plain")}
-        return found | {"target": found["target"] | {"padding": self.padding}}
+        return found | {"target": found["target"] | {"by_block": self.by_block}}
 
     def __str__(self) -> str:
         """In milliseconds: of a forward, of each of its tokens, and of 1000 tokens of context."""
@@ -139,7 +139,7 @@ class LearntCosts:
             f"{name} {1000 * one.gamma:.1f} ms + {1000 * one.beta:.2f} a token + {1e6 * one.alpha:.1f} per 1000 before"
             for name, one in forwards.items()
         ]
-        return ", ".join([*parts, f"padding {1000 * self.padding:.2f} a token"])
+        return ", ".join([*parts, f"in blocks {1000 * self.by_block:.2f} of the target's"])
 
     def observe(self, outcome: VerifyOutcome) -> None:
         """Learn from a round."""
@@ -147,7 +147,7 @@ class LearntCosts:
         assert outcome.seconds is not None and outcome.draft_seconds is not None and steps is not None
         of_rows = outcome.on_host[:4] * outcome.on_host[0]
         rows, context, fed, verified = of_rows.sum(-1).tolist()
-        padded, ran = rows * (1 + float(of_rows[3].max())), int(steps)
+        ran = int(steps)
         self.rounds += 1
         unknown, fits = self.unknown, False
         if rows and self.rounds > len(TRIAL):
@@ -155,7 +155,8 @@ class LearntCosts:
                 fed = rows * ran if host.drafts_stopped else fed
                 part = 1 - 1 / ran, (context, fed / ran), outcome.draft_seconds / ran
                 self.drafts.append(Timed(*part, self.rounds, rows))
-            sizes = context, padded if host.verifies_padding else rows + verified, padded
+            slots = host.slots(rows, of_rows[3])
+            sizes = context, rows + (slots if host.verifies_padding else verified), rows + slots
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append(Timed(float(verified > 0), sizes, rest, self.rounds, rows))
             fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
@@ -179,7 +180,7 @@ class LearntCosts:
 
     def _fit(self, rows: float) -> None:
         self.rests, self.drafts = (remembered(seen, self.rounds, rows) for seen in (self.rests, self.drafts))
-        self.target, self.plain, self.padding = fitted(self.rests, 0.0, *OF_TARGET)
+        self.target, self.plain, self.by_block = fitted(self.rests, 0.0, *OF_TARGET)
         if self.drafts:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
             # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
@@ -206,7 +207,7 @@ def is_like(seen: Timed, rows: float) -> bool:
 def fitted(
     seen: Sequence[Timed], ratio: float, differ: float, *widths: float
 ) -> tuple[BatchForwardCost, BatchForwardCost, float]:
-    """The costs of a forward of one kind, and of the other kind, whose γ differs; and the part of β that padding costs.
+    """The costs of a forward of one kind, and of the other kind, whose γ differs; and the part of β that is by block.
 
     Rounds are compared with those near them: as long as texts grow, or nothing is drafted, the machine may become
     slower, and that must not be taken for their doing. Rounds long past say nothing else. Priors, each with its
@@ -243,9 +244,9 @@ def fitted(
             break
     spread = rounds[:, -1] - np.average(rounds[:, -1], weights=weights)
     r_squared = 1 - float(weights @ off**2) / max(float(weights @ spread**2), 1e-18)
-    gamma, other, alpha, beta, *padding = (terms / scale).tolist()
-    one = BatchForwardCost(alpha=alpha, beta=beta + sum(padding), gamma=gamma, r_squared=r_squared)
-    return one, replace(one, gamma=other), sum(padding)
+    gamma, other, alpha, beta, *by_block = (terms / scale).tolist()
+    one = BatchForwardCost(alpha=alpha, beta=beta + sum(by_block), gamma=gamma, r_squared=r_squared)
+    return one, replace(one, gamma=other), sum(by_block)
 
 
 def means_of_blocks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -38,12 +38,15 @@ class BatchStopPolicy(RowPolicy):
     the next token. If it makes none, that for the last one, as doubtful tokens come together; before the first, and if
     it predicts nothing, 1. t_one: seconds of one more token of the row. t_step: of a draft step, however many rows take
     part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops saves nothing:
-    verifying then belongs to the step. So does the part of a token's time that its padding takes, too, where that is
-    learnt. So does drafting, if stopped rows are drafted on. If a round with drafts costs more than one without,
-    whatever it drafts, that belongs to the first step; so does what a first step takes longer than another. τ and the
-    seconds of a round come from averages over past rounds. λ is the speed of the past rounds, so it is never above the
-    best one. It rises to the best speed from the side on which too much is drafted. Before the first step all gains are
-    ρ_1, so the host decides on that step (`plan`), with all live rows in R.
+    verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with drafts costs
+    more than one without, whatever it drafts, that belongs to the first step; so does what a first step takes longer
+    than another. τ and the seconds of a round come from averages over past rounds. λ is the speed of the past rounds,
+    so it is never above the best one. It rises to the best speed from the side on which too much is drafted. Before the
+    first step all gains are ρ_1, so the host decides on that step (`plan`), with all live rows in R.
+
+    Where the host verifies in blocks of tokens, a block that is begun costs λ·t_block, and t_one is what a token costs
+    besides. Of the rows with the largest gains so many go on that Σ_r [gain_r − λ·t_one]₊ − λ·t_block·(blocks that they
+    begin) is largest, if that is above λ·t_step.
 
     costs: measured, or learnt from the seconds of the rounds. Ranks of one tensor-parallel group agree on each answer,
     so they may hold different costs.
@@ -74,7 +77,7 @@ class BatchStopPolicy(RowPolicy):
     """
 
     may_rest = True
-    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps")
+    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "tokens")
 
     def __init__(
         self,
@@ -115,6 +118,7 @@ class BatchStopPolicy(RowPolicy):
         self.counted = 0  # number of the policy's predictions that `survival` includes
         self.survival = torch.zeros(0, dtype=torch.float64)
         self.steps = torch.zeros((), dtype=torch.long)  # of this round, if counted
+        self.tokens = torch.zeros((), dtype=torch.long)  # to verify after this round, if they come in blocks
         # Per depth of this round, (batch,) each: S·β̂ of the rows that drafted on to it, else 0; and S after judging it.
         self.decided, self.judged = list[Tensor](), list[Tensor]()
         self.forget()
@@ -122,11 +126,12 @@ class BatchStopPolicy(RowPolicy):
     def _allocate(self, batch: int, device: torch.device) -> None:
         """What past rounds tell the steps of the next one, in float64 tensors that change in place. So CUDA graphs can
         contain them."""
-        self.told = torch.zeros(1 + self.max_draft_tokens + batch, dtype=torch.float64, device=device)
-        # In tokens: the price of one more token of a row, and that of a draft step. Then ρ of depths 2, 3, …; and what
-        # each row may draft.
-        self.token_price, self.step_price, *self.rho = self.told[: 1 + self.max_draft_tokens].unbind()
-        self.budget = self.told[1 + self.max_draft_tokens :]
+        self.told = torch.zeros(2 + self.max_draft_tokens + batch, dtype=torch.float64, device=device)
+        # In tokens: the prices of one more token of a row, of a draft step, and of a block. Then ρ of depths 2, 3, …;
+        # and what each row may draft.
+        self.token_price, self.step_price, self.block_price, *self.rho = self.told[: 2 + self.max_draft_tokens].unbind()
+        self.budget = self.told[2 + self.max_draft_tokens :]
+        self.place = torch.arange(batch, device=device)
         self.nothing = torch.zeros((), dtype=torch.float64, device=device)
 
     def forget(self) -> None:
@@ -190,13 +195,13 @@ class BatchStopPolicy(RowPolicy):
         prices = past.prices(self.costs.coefficients, self.host)
         average, plain, *more = (of_context * context + of_rows * rows + one for of_context, of_rows, one in prices)
         speed = rows * max(past.emitted / max(average, TINY), 1 / max(plain, TINY))  # λ
-        token, step, first = (speed * seconds for seconds in more)
+        token, step, first, block = (speed * seconds for seconds in more)
         rho, at_best = past.ratios(), past.at_best()
         if 0 < self.probe <= past.idle:
             most, rho[0], at_best = 1, 1.0, np.ones_like(at_best)
-        pays = rows * max(0.0, rho[0] - token) > first
+        pays = rows * max(0.0, rho[0] - token) - block * self.host.blocks(rows, rows) > first
         budget = most * pays * (rho[0] * at_best > token)
-        self.told.copy_(torch.tensor([token, step, *rho[1:], *budget.tolist()], dtype=torch.float64))
+        self.told.copy_(torch.tensor([token, step, block, *rho[1:], *budget.tolist()], dtype=torch.float64))
         self.planned = True
 
     def start_round(self, live: Tensor) -> Tensor:
@@ -207,6 +212,8 @@ class BatchStopPolicy(RowPolicy):
         self.decided, self.judged, self.survival, self.counted = [drafts], [], torch.ones_like(drafts), 0
         if self.counts_steps:
             self.steps = torch.zeros((), dtype=torch.long, device=live.device)
+        if self.host.block > 1:
+            self.tokens = live.sum() + drafts.sum().long()
         return budget
 
     def _draw_next(self, step: DraftStep) -> Tensor:
@@ -230,8 +237,19 @@ class BatchStopPolicy(RowPolicy):
         hope = self.survival * predictions[-1] if predictions else self.survival
         surplus = (hope * self.rho[step.depth - 1] - self.token_price).clamp(min=0)
         surplus = torch.where(active, surplus, self.nothing)
-        goes_on = (surplus > 0) & (surplus.sum() > self.step_price)
+        goes_on = self._in_blocks(surplus) if self.host.block > 1 else surplus.sum() > self.step_price
+        goes_on = goes_on & (surplus > 0)
         self.decided.append(torch.where(goes_on, hope, self.nothing))
+        return goes_on
+
+    def _in_blocks(self, surplus: Tensor) -> Tensor:
+        """(batch,) whether each row is among those that go on, where tokens are verified in blocks."""
+        ordered, rows = surplus.sort(stable=True, descending=True)
+        begun = self.host.blocks(self.tokens, self.place + 1)
+        most, last = (ordered.cumsum(0) - self.block_price * begun).max(0)
+        goes_on = torch.empty_like(rows, dtype=torch.bool)
+        goes_on[rows] = (self.place <= last) & (most > self.step_price)
+        self.tokens = self.tokens + (goes_on & (surplus > 0)).sum()
         return goes_on
 
     # --- learning, at the end of a round -----------------------------------------------------------------------------
@@ -242,7 +260,7 @@ class BatchStopPolicy(RowPolicy):
         decided, judged = of_a_round[: len(self.decided)], of_a_round[len(self.decided) :]
         steps = int(self.steps) if self.counts_steps else 0
         accepted, drafted, submitted = np.stack([accepted, drafted, submitted]) * live
-        longest = int(drafted.max())
+        rows, longest = int(live.sum()), int(drafted.max())
         # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
         # declined was a draft step without a gain.
         looked = submitted + (submitted == drafted) * live if self.inner.peeks else submitted
@@ -250,9 +268,10 @@ class BatchStopPolicy(RowPolicy):
             np.stack([accepted, looked, submitted]),
             decided,
             judged,
-            rows=int(live.sum()),
+            rows=rows,
             # The host may skip asking at the last depth, so the policy can know of too few steps.
             steps=max(longest, steps) if longest else int(self.host.feeds),
+            slots=self.host.slots(rows, submitted),
             drew=longest > 0,
             tried=bool(decided[0].any()),
         )

@@ -18,7 +18,7 @@ class PastRounds:
 
     sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
     recent: (2, depths), the last two of these sums over fewer rows. totals: 6, of all rows: rows, emitted tokens, draft
-    steps, verified drafted tokens, the most of these that a row of the round had, and rows of rounds with drafts.
+    steps, verified drafted tokens, these with padding or in blocks, and rows of rounds with drafts.
     record: (2, batch), first tokens of each row that were accepted, and that were expected to be. idle: rounds without
     drafts until now.
     """
@@ -66,12 +66,14 @@ class PastRounds:
 
     def prices(self, coefficients: Sequence[Sequence[float]], host: Host) -> list[list[float]]:
         """Seconds, as factors of context, rows and 1: of an average round; of one without drafts; of one more token of
-        a row; of a draft step; and of the first of a round. (5, 3). coefficients: (5, 3), as of PairCosts."""
-        (_, drafted, _), _, (_, verified, _), _, (_, padding, _) = coefficients  # of one more token
+        a row; of a draft step; of the first of a round; and of a block of tokens. (6, 3). coefficients: (5, 3), as of
+        PairCosts."""
+        (_, drafted, _), _, (_, verified, _), _, (_, by_block, _) = coefficients  # of one more token
         _, _, steps, tokens, slots, share = (total / self.totals[0] for total in self.totals)
         by_row = 0.0 if host.drafts_stopped else drafted
-        padding = verified if host.verifies_padding else padding
-        token = by_row + verified - padding
+        by_slot = verified if host.verifies_padding else by_block if host.block > 1 else 0.0
+        padding = by_slot if host.verifies_padding else 0.0
+        token = by_row + verified - by_slot
         found = []
         for place, (later, first, verify, plain, _) in enumerate(zip(*coefficients, strict=True)):
             a_row, one = place == 1, place == 2
@@ -82,8 +84,9 @@ class PastRounds:
             else:
                 more = more + first - later
                 least, begins = plain, more + step + slot
-            seconds = plain + steps * step + slots * slot + tokens * token * a_row + share * more
-            found.append([seconds, least, token * one, step + slot, begins])
+            seconds = plain + steps * step + (slots * by_slot + tokens * token) * a_row + share * more
+            block = host.block * (by_slot - padding) * one
+            found.append([seconds, least, token * one, step + slot, begins, block])
         return [list(each) for each in zip(*found, strict=True)]
 
     # --- learning ----------------------------------------------------------------------------------------------------
@@ -96,13 +99,14 @@ class PastRounds:
         *,
         rows: int,
         steps: int,
+        slots: float,
         drew: bool,
         tried: bool,
     ) -> None:
         """Learn from a round of so many rows. counts: (3, batch), 0 for all other rows: tokens that were accepted, that
         were drawn or declined, and that were verified. decided, judged: (≤ depths, batch), S·β̂ and S. A token that was
-        not judged, as the host did not ask or S is no number, counts as usual. steps: draft steps. drew: whether a
-        token was drafted. tried: whether one might be."""
+        not judged, as the host did not ask or S is no number, counts as usual. steps: draft steps. slots: verified
+        tokens with padding or in blocks. drew: whether a token was drafted. tried: whether one might be."""
         expected, keep = self.ratios()[0], (1 - 1 / self.memory) ** rows
         known = self.depth < counts[:, None]  # (3, depths, batch)
         of_tokens = np.full(known.shape, np.nan)
@@ -114,7 +118,7 @@ class PastRounds:
         self.sums = keep * self.sums + more
         self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
         accepted, _, verified = counts.sum(-1).tolist()
-        new = rows, rows + accepted, rows * steps, verified, rows * counts[2].max(), rows * drew
+        new = rows, rows + accepted, rows * steps, verified, slots, rows * drew
         self.totals = [keep * total + more for total, more in zip(self.totals, new, strict=True)]
         self.idle = 0 if tried else self.idle + 1
         self.record *= 1 - 1 / OWN_MEMORY

@@ -228,7 +228,7 @@ def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
         accepted, ones = (random.random(4) < 0.4).astype(int), np.ones((1, 4))
         counts = np.stack([accepted, np.ones(4, int), np.ones(4, int)])
         for each, judged in zip(past, (ones, ones[:0]), strict=True):
-            each.learn(counts, ones, judged, rows=4, steps=1, drew=True, tried=True)
+            each.learn(counts, ones, judged, rows=4, steps=1, slots=4, drew=True, tried=True)
     asked, silent = (each.ratios()[0] for each in past)
     assert silent == pytest.approx(asked) and abs(asked - 0.4) < 0.1
 

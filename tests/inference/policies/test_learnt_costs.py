@@ -26,10 +26,11 @@ from accept_head.sampling import Sampling
 from tests.inference.support.rounds import begin, one_round, outcome
 from tests.inference.support.scalar_rules import (
     DearFirst,
-    DearPadding,
+    InBlocks,
     OtherWhenPlain,
+    blocks,
+    by_block_of,
     first_more,
-    padding_of,
     pair_costs,
 )
 from tests.inference.support.toy import toy_pair
@@ -44,7 +45,7 @@ RULES = {
 
 def seconds_of(costs, host, drafted, lengths):
     """(of the round, of drafting in it), by the cost model, of live rows that draft so many tokens."""
-    padding = padding_of(costs) * (len(drafted) * max(drafted) - sum(drafted))
+    slots = by_block_of(costs) * (host.block * blocks(host, len(drafted), sum(drafted)) - sum(drafted))
     rows, context, longest = len(drafted), sum(lengths), max(drafted)
     steps = max(longest, int(host.feeds))
     fed = rows * steps if host.drafts_stopped else sum(drafted)
@@ -52,7 +53,7 @@ def seconds_of(costs, host, drafted, lengths):
     drafting += first_more(costs) if steps else 0.0
     verified = rows * (1 + longest) if host.verifies_padding else rows + sum(drafted)
     rest = costs.verify_seconds(verified, context) if longest else costs.plain_seconds(rows, context)
-    return drafting + float(rest) + padding, drafting
+    return drafting + float(rest) + slots, drafting
 
 
 def serve(policy, costs, host, rounds, rows, acceptance, random, spoilt=0.0, machine=lambda number: 1.0):
@@ -169,22 +170,22 @@ def ragged(costs, rounds, random, rows=16, learnt=None):
     return learnt
 
 
-@pytest.mark.parametrize("dear", [PairCosts, DearPadding])
-def test_what_padding_costs_is_learnt(dear):
+@pytest.mark.parametrize("kind", [PairCosts, InBlocks])
+def test_what_goes_by_blocks_is_learnt(kind):
     """Nothing, or two thirds of a token that is verified. In the mean of eight runs of 128 rounds a token's price is
-    right to a seventh, and the part of padding to a fifth of it."""
-    costs = dear(**vars(pair_costs(0.02, 0.003, 0.1)))
+    right to a seventh, and the part of blocks to a fifth of it."""
+    costs = kind(**vars(pair_costs(0.02, 0.003, 0.1)))
     runs = [ragged(costs, 140, np.random.default_rng(seed)) for seed in range(8)]
     assert np.mean([run.target.beta for run in runs]) == pytest.approx(0.003, rel=0.15)
-    assert np.mean([run.padding for run in runs]) / 0.003 == pytest.approx(padding_of(costs) / 0.003, abs=0.2)
+    assert np.mean([run.by_block for run in runs]) / 0.003 == pytest.approx(by_block_of(costs) / 0.003, abs=0.2)
 
 
 def test_noise_is_averaged_over_many_rounds():
-    """Seconds are off by 10 %. After 500 rounds padding is known to 6 % of a token in the mean; from 128 of them, to
-    15 %."""
-    costs = DearPadding(**vars(pair_costs(0.02, 0.003, 0.1)))
-    found = np.array([ragged(costs, 500, np.random.default_rng(seed)).padding for seed in range(8)])
-    assert np.abs(found - padding_of(costs)).mean() < 0.06 * 0.003
+    """Seconds are off by 10 %. After 500 rounds the part of blocks is known to 6 % of a token in the mean; from 128 of
+    them, to 15 %."""
+    costs = InBlocks(**vars(pair_costs(0.02, 0.003, 0.1)))
+    found = np.array([ragged(costs, 500, np.random.default_rng(seed)).by_block for seed in range(8)])
+    assert np.abs(found - by_block_of(costs)).mean() < 0.06 * 0.003
 
 
 @pytest.mark.parametrize(("rows", "rounds"), [(4, 140), (16, 520)])

@@ -10,7 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -49,8 +49,8 @@ from tests.inference.support.rounds import Foretelling, Given, Reference, Rowwis
 from tests.inference.support.scalar_rules import (
     Capped,
     DearFirst,
-    DearPadding,
     FirstBelow,
+    InBlocks,
     MeanOfBatch,
     OtherWhenPlain,
     Persisting,
@@ -321,11 +321,12 @@ LOADS = {
     "heavy": pair_costs(0.15, 0.15, context=1e-4),
     "other when plain": OtherWhenPlain(**vars(pair_costs(0.1, 0.02, row=0.002, context=1e-4))),
     "dear first": DearFirst(**vars(pair_costs(0.06, 0.02, row=0.002, context=1e-4))),
-    "dear padding": DearPadding(**vars(pair_costs(0.06, 0.03, row=0.002, context=1e-4))),
+    "in blocks": InBlocks(**vars(pair_costs(0.06, 0.03, row=0.002, context=1e-4))),
 }
 HOSTS = {
     "": PADDED,
     ", packed": PACKED,
+    ", packed by four": replace(PACKED, block=4),
     ", vllm v2": VLLM_V2,
     ", padded, feeds": Host(verifies_padding=True, drafts_stopped=True, feeds=True),
     ", vllm v1": VLLM_V1,
@@ -454,7 +455,7 @@ RULES = {
         for inner in (Told, Foretelling)
         for load in LOADS
         for name, host in HOSTS.items()
-        if name == "" or load in (("dear first", "dear padding") if inner is Told else ("heavy",))
+        if name == "" or load in (("dear first", "in blocks") if inner is Told else ("heavy",))
     },
 }
 

@@ -32,17 +32,22 @@ class OtherWhenPlain(PairCosts):
         return [draft, first, target, [0.8 * each for each in plain], padding]
 
 
-class DearPadding(PairCosts):
-    """A token's padding takes two thirds of what the token takes."""
+class InBlocks(PairCosts):
+    """Two thirds of what a token takes are for its place in a block."""
 
     @property
     def coefficients(self):
-        return [*super().coefficients[:4], [0.0, padding_of(self), 0.0]]
+        return [*super().coefficients[:4], [0.0, by_block_of(self), 0.0]]
 
 
-def padding_of(costs):
-    """Seconds of a token's padding, where the host does not verify it."""
-    return costs.target.beta * 2 / 3 if isinstance(costs, DearPadding) else 0.0
+def by_block_of(costs):
+    """Seconds of a token's place, where the host verifies in blocks."""
+    return costs.target.beta * 2 / 3 if isinstance(costs, InBlocks) else 0.0
+
+
+def blocks(host, tokens, more):
+    """That so many more tokens begin."""
+    return math.ceil((tokens + more) / host.block) - math.ceil(tokens / host.block)
 
 
 class DearFirst(PairCosts):
@@ -704,7 +709,8 @@ class ScalarBatchStop(Reference):
 
     def price(self, lengths):
         rows, context, beta = len(lengths), sum(lengths), self.costs.target.beta
-        padding = beta if self.host.verifies_padding else padding_of(self.costs)
+        padding = beta if self.host.verifies_padding else 0.0
+        slot = padding or (by_block_of(self.costs) if self.host.block > 1 else 0.0)
         sums = self.steps, self.emitted, self.verified_tokens, self.slots, self.speculating
         n, tau, ell, slots, share = (x / self.row_rounds for x in sums)
         drafting = n * self.draft_time(rows, context)
@@ -713,14 +719,15 @@ class ScalarBatchStop(Reference):
         alone, first_draft = self.costs.plain_seconds(rows, context), first_more(self.costs)
         more = self.verify_time(rows, context) - alone
         seconds = drafting + self.verify_time(rows, context) - (1 - share) * more
-        seconds += rows * (ell * (beta - padding) + slots * padding)
+        seconds += rows * (ell * (beta - slot) + slots * slot)
         seconds += first_draft if self.host.feeds else share * first_draft
         least = alone + self.host.feeds * (self.draft_time(rows, context) + first_draft)
         speed = max(rows * tau / seconds, rows / least)
         one, step = 0.0, speed * self.draft_time(rows if self.host.drafts_stopped else 0, context)
         first = 0.0 if self.host.feeds else step
         step, first = (price + speed * rows * padding for price in (step, first))
-        one += speed * (beta - padding)
+        one += speed * (beta - slot)
+        self.block = speed * self.host.block * (slot - padding)
         if not self.host.drafts_stopped:
             one += speed * self.costs.draft.beta
         return one, step, first + speed * (more if self.host.feeds else more + first_draft)
@@ -734,19 +741,26 @@ class ScalarBatchStop(Reference):
         hope = list(product)  # S·β̂
         # live row → S·β̂ before and S after the token was judged, a depth each
         self.live, self.decisions, self.verdicts = live, [], []
-        kappa, price = 1.0, first
+        kappa, price, tokens = 1.0, first, len(lengths)
         for depth in range(1, self.k_max + 1):
             kappa = self.prior * self.optimism * kappa + self.accepted[depth - 1]
             kappa /= self.prior + self.after[depth - 1]
             rho = kappa * self.mean(depth - 1)
             gains = {row: hope[row] * rho for row in going}
-            pays = sum(max(0.0, gain - one) for gain in gains.values()) > price
-            if depth == 1 and 0 < self.probe <= self.idle:
-                pays = len(lengths) * max(0.0, 1 - one) > price
+            probes = depth == 1 and 0 < self.probe <= self.idle
+            if probes:
+                gains = dict.fromkeys(going, 1.0)
                 room = [min(1, r) for r in room]
-            else:
-                own = [self.at_best(row) if depth == 1 else 1.0 for row in live]
-                going = {row for row in going if gains[row] * own[row] > one}
+            order = sorted((row for row in going if gains[row] > one), key=lambda row: -gains[row])
+            sizes = [len(lengths)] if depth == 1 else range(1, len(order) + 1)  # all or none draft the first
+            begun = [self.block * blocks(self.host, tokens, m) for m in sizes]
+            net = [sum(gains[row] - one for row in order[:m]) - b for m, b in zip(sizes, begun, strict=True)]
+            pays = bool(order) and max(net) > price
+            if depth > 1:
+                going = set(order[: 1 + int(np.argmax(net))]) if order else set()
+            elif not probes:
+                going = {row for row in going if gains[row] * self.at_best(live[row]) > one}
+            tokens += len(going)
             if not pays:
                 break
             if depth == 1:
@@ -788,12 +802,15 @@ class ScalarBatchStop(Reference):
                 self.records[each.row][0] += each.accepted > 0
                 self.records[each.row][1] += self.expected
         steps = max([int(self.host.feeds), *(each.drafted for each in rounds)])
-        widest = max((each.submitted for each in rounds), default=0)
+        submitted = [each.submitted for each in rounds]
+        slots = self.host.block * blocks(self.host, len(rounds), sum(submitted))
+        if self.host.verifies_padding:
+            slots = len(rounds) * max(submitted, default=0)
         self.row_rounds = keep * self.row_rounds + len(rounds)
         self.emitted = keep * self.emitted + sum(each.accepted + 1 for each in rounds)
         self.steps = keep * self.steps + steps * len(rounds)
         self.verified_tokens = keep * self.verified_tokens + sum(each.submitted for each in rounds)
-        self.slots = keep * self.slots + widest * len(rounds)
+        self.slots = keep * self.slots + slots
         self.speculating = keep * self.speculating + len(rounds) * any(each.drafted for each in rounds)
 
     def state(self):
