@@ -183,8 +183,9 @@ class LearntCosts:
         self.target, self.plain, self.by_block = fitted(self.rests, 0.0, *OF_TARGET)
         if self.drafts:
             # What a token costs beside a forward is much the same for both models: it is the machine's arithmetic
-            # beside its memory. Drafts alone hardly tell, as most steps have about as many rows.
-            ratio = self.target.beta / max(self.target.gamma, TINY)
+            # beside its memory. Drafts alone hardly tell, as most steps have about as many rows. What goes by blocks is
+            # left out: a draft step's few tokens begin no further one.
+            ratio = (self.target.beta - self.by_block) / max(self.target.gamma, TINY)
             self.draft, self.first, _ = fitted(self.drafts, ratio, *OF_DRAFTS)
 
 
