@@ -6,13 +6,14 @@ head with a threshold chosen for one request at a time, and the head and vLLM's 
 what a forward costs from the rounds they serve. In vLLM, no speculation and fixed K are vLLM's own. All are held
 against the best of those two in that very cell, which nobody knows beforehand.
 
-Every arm runs on each part of the prompts, for ROUNDS rounds in which all rows have a request. In our loop arms take
-turns by the round, in random order; in vLLM by the part. Speed is tokens per second of these rounds. In our loop a
-drafted token counts with the chance that it and those before it had to be accepted, so the luck of single tokens does
-not count. Rounds in which a request arrived are left out, as the clock would count its prompt, and so is the end of a
-part: rows that stand idle there are no matter of drafting. Parts are kept. Before the first, and again after a stop,
-arms with `costs=auto` have WARM_UP rounds of their own, in which they learn the costs: a server has them behind it
-after its first seconds.
+Every arm decodes TOKENS tokens a row of each part of the prompts, in rounds in which all rows have a request. All read
+the same text, as the later tokens of an answer are easier to foresee than the first ones: with as many rounds for all,
+the longest drafts would come to the easiest text. In our loop arms take turns by the round, the one with the fewest
+tokens first; in vLLM by the part. Speed is tokens per second of these rounds. In our loop a drafted token counts with
+the chance that it and those before it had to be accepted, so the luck of single tokens does not count. Rounds in which
+a request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
+there are no matter of drafting. Parts are kept. Before the first, and again after a stop, arms with `costs=auto` decode
+WARM_UP tokens a row, in which they learn the costs: a server has them behind it after its first seconds.
 
 python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
@@ -50,7 +51,7 @@ from accept_head.prompts import load_prompts
 if TYPE_CHECKING:
     from greenlet import greenlet
 
-NEW_TOKENS, ROUNDS, WARM_UP, K_MAX = 96, 50, 32, 8
+NEW_TOKENS, TOKENS, WARM_UP, K_MAX = 96, 96, 96, 8
 LENGTHS, TWICE, HEAD = (1, 2, 3, 4), "fixed:2", "head, costs=auto"
 OF_A_ROUND = ("tokens", "seconds", "draft_steps", "verified_tokens")  # of vLLM's, only the first two are known
 
@@ -93,7 +94,7 @@ def main() -> None:
             path = RESULTS / f"{name}.json"
             others = read_json(path)["cells"] if path.is_file() else []
             others = [each for each in others if any(each[key] != value for key, value in place.items())]
-            write_result(name, {"rounds": ROUNDS, "cells": [*others, cell]})
+            write_result(name, {"cells": [*others, cell]})
             print(json.dumps(cell, indent=1), flush=True)
 
 
@@ -128,16 +129,17 @@ def measured(
         if not any(each[0] == part for each in kept):
             texts = [prompts[index] for index in np.roll(order, -3 * batch * part)]
             if not warm:
-                run({name: WARM_UP for name, spec in specs.items() if "costs=auto" in spec}, texts[::-1], part)
-            found, warm = run(dict.fromkeys(specs, ROUNDS), texts, part), True
-            new = [[part, name, *rounds.sum(0).tolist()] for name, rounds in found.items()]
+                learn = [name for name, spec in specs.items() if "costs=auto" in spec]
+                run(dict.fromkeys(learn, WARM_UP * batch), texts[::-1], part)
+            found, warm = run(dict.fromkeys(specs, TOKENS * batch), texts, part), True
+            new = [[part, name, len(rounds), *rounds.sum(0).tolist()] for name, rounds in found.items()]
             with path.open("a") as file:
                 file.write("".join(json.dumps(each) + "\n" for each in new))
             kept += new
-    return {"parts": parts, **figures(kept, list(specs), parts)}
+    return {"parts": parts, "tokens_a_row": TOKENS, **figures(kept, list(specs), parts)}
 
 
-# Runs (rounds of each arm, texts, seed) → of each arm (rounds, 2 or 4): OF_A_ROUND.
+# Runs (tokens of each arm, texts, seed) → of each arm (rounds, 2 or 4): OF_A_ROUND.
 Part = Callable[[Mapping[str, int], Sequence[list[int]], int], dict[str, np.ndarray]]
 
 
@@ -148,7 +150,8 @@ class Loop:
 
     def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         policies = {name: make_policy(spec, self.pair) for name, spec in specs.items()}
-        return lambda counts, texts, seed: in_turns(self.pair, policies, counts, rows, texts, sampling, seed)
+        place = OF_A_ROUND.index("tokens")
+        return lambda tokens, texts, seed: in_turns(self.pair, policies, tokens, rows, texts, sampling, seed, of=place)
 
 
 class Vllm:
@@ -159,14 +162,14 @@ class Vllm:
     def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         drafting = {name: self.host.drafting(spec) for name, spec in specs.items()}
 
-        def arm(texts: Sequence[list[int]], name: str, rounds: int) -> np.ndarray:
+        def arm(texts: Sequence[list[int]], name: str, tokens: int) -> np.ndarray:
             requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
-            steps = self.host.engines.run(drafting[name], requests, sampling, rows, rounds).steps
+            steps = self.host.engines.run(drafting[name], requests, sampling, rows, tokens).steps
             return np.array([(step.tokens, step.seconds) for step in steps if step.is_full(rows)])
 
-        def run(counts: Mapping[str, int], texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
-            names = np.random.default_rng(seed).permutation(list(counts)).tolist()
-            return {name: arm(texts, name, counts[name]) for name in names}
+        def run(tokens: Mapping[str, int], texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
+            names = np.random.default_rng(seed).permutation(list(tokens)).tolist()
+            return {name: arm(texts, name, tokens[name]) for name in names}
 
         return run
 
@@ -177,21 +180,24 @@ HOSTS = {"loop": Loop, "vllm": Vllm}
 def in_turns(
     pair: Pair,
     policies: Mapping[str, DraftPolicy],
-    counts: Mapping[str, int],
+    amounts: Mapping[str, int],
     rows: int,
     texts: Sequence[list[int]],
     sampling: Sampling,
     seed: int,
+    *,
+    of: int | None = None,
 ) -> dict[str, np.ndarray]:
-    """Of each arm in `counts` (count, 4): OF_A_ROUND. Rounds are spread evenly over the turns, so that a slow moment of
-    the machine meets all arms alike."""
-    arms = {name: decoding(pair, policies[name], rows, texts, sampling) for name in counts}
+    """Of each arm (rounds, 4): OF_A_ROUND, of as many rounds as have its amount. of: the place of what amounts are of;
+    None: of rounds. The next round is always one of the arm that has done the least share, so that a slow moment of the
+    machine meets all alike."""
+    arms = {name: decoding(pair, policies[name], rows, texts, sampling) for name in amounts}
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in arms}
-    random, turns = np.random.default_rng(seed), max(counts.values())
-    for turn in range(1, turns + 1):
-        for name in random.permutation(list(arms)).tolist():
-            if len(seen[name]) < turn * counts[name] // turns:
-                seen[name].append(arms[name].switch())
+    random, done = np.random.default_rng(seed), dict.fromkeys(arms, 0.0)
+    while min(done.values()) < 1:
+        name = min(random.permutation(list(arms)).tolist(), key=done.__getitem__)
+        seen[name].append(arms[name].switch())
+        done[name] += (1 if of is None else seen[name][-1][of]) / amounts[name]
     for arm in arms.values():
         arm.throw()
     return {name: np.array(rounds) for name, rounds in seen.items()}
@@ -239,12 +245,13 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
     """Of each arm: tokens per second, and its gain over the best of no speculation and the fixed K, with an interval
     over the parts, which are drawn jointly for all arms."""
     sums = np.array([[next(each[2:] for each in kept if each[:2] == [part, name]) for part in range(parts)]
-                     for name in names])  # (arm, part, OF_A_ROUND)  # fmt: skip
+                     for name in names])  # (arm, part, rounds and OF_A_ROUND)  # fmt: skip
+    rounds, sums = sums[..., :1], sums[..., 1:]
     drawn = np.einsum("rp,apf->arf", draws(parts), sums)
     speeds, of_draws = (each[..., 0] / each[..., 1] for each in (sums.sum(1), drawn))
     fixed = [place for place, name in enumerate(names) if name == "none" or name in map("fixed:{}".format, LENGTHS)]
     best = max(fixed, key=lambda place: speeds[place])
-    means = sums.sum(1) / (parts * ROUNDS)
+    means = sums.sum(1) / rounds.sum(1)
     twin, twice = speeds[names.index(TWICE + TWIN)], speeds[names.index(TWICE)]
     table = [
         {

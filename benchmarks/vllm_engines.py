@@ -78,10 +78,10 @@ class Engines:
         requests: Sequence[Request],
         sampling: Sampling,
         rows: int,
-        full_steps: int | None = None,
+        full_tokens: int | None = None,
     ) -> Run:
-        """Decode requests, at most `rows` together, and time each step. full_steps: end after so many steps in which
-        `rows` requests decode; None = when all requests are done."""
+        """Decode requests, at most `rows` together, and time each step. full_tokens: end after so many tokens of steps
+        in which `rows` requests decode; None = when all requests are done."""
         engine = self.plain if drafting.table is None and drafting.policy is None else self.speculative
         core = engine.engine_core.engine_core
         core.scheduler.max_num_active_reqs = rows
@@ -89,7 +89,7 @@ class Engines:
             self._set(drafting)
         metrics = drafting.host.metrics if drafting.host else None
         forwards = metrics.read()["draft_forwards"] if metrics else 0
-        run = _decode(engine, requests, sampling, f"{next(self.numbers)}-", rows, full_steps)
+        run = _decode(engine, requests, sampling, f"{next(self.numbers)}-", rows, full_tokens)
         if metrics:
             forwards = metrics.read()["draft_forwards"] - forwards
         elif drafting.table is not None:
@@ -146,7 +146,7 @@ class Run:
 
 
 def _decode(
-    engine: Any, requests: Sequence[Request], sampling: Sampling, prefix: str, rows: int, full_steps: int | None
+    engine: Any, requests: Sequence[Request], sampling: Sampling, prefix: str, rows: int, full_tokens: int | None
 ) -> Run:
     from vllm import SamplingParams
 
@@ -173,7 +173,8 @@ def _decode(
                 finished.append(_finished(by_id[name], output, taken[name], now - first[name]))
         steps.append(Step(now - last, len(outputs), sum(tokens.values()) - before, arrived))
         last = now
-        if full_steps is not None and sum(step.is_full(rows) for step in steps) == full_steps:
+        full = sum(step.tokens for step in steps if step.is_full(rows))
+        if full_tokens is not None and full >= full_tokens:
             engine.abort_request(list(by_id))
     return Run(time.perf_counter() - wall, time.process_time() - cpu, steps, finished)
 

@@ -32,7 +32,8 @@ class Host:
         return self.block * self.blocks(rows, int(drafted.sum()))
 
 
+CPU_BLOCK = 16  # tokens that a CPU's matrix unit takes at once (AMX)
 PADDED = Host(verifies_padding=True, drafts_stopped=True, feeds=False)  # our loop, where it has fixed shapes
-PACKED = Host(verifies_padding=False, drafts_stopped=False, feeds=False, block=16)  # our loop on a CPU
+PACKED = Host(verifies_padding=False, drafts_stopped=False, feeds=False, block=CPU_BLOCK)  # our loop on a CPU
 VLLM_V1 = Host(verifies_padding=False, drafts_stopped=True, feeds=False)  # vLLM's model runners
 VLLM_V2 = Host(verifies_padding=False, drafts_stopped=True, feeds=True)

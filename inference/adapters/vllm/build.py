@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from accept_head.inference.adapters.vllm.settings import (
     installed_version,
     is_the_tested,
 )
-from accept_head.inference.costs.host import VLLM_V1, Host
+from accept_head.inference.costs.host import CPU_BLOCK, VLLM_V1, Host
 from accept_head.inference.engine.compiled import compiled
 from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
@@ -118,7 +119,7 @@ def build_host(
     limit = spec.num_speculative_tokens
     host = PolicyHost(
         policy,
-        host=runner,
+        host=replace(runner, block=CPU_BLOCK) if device.type == "cpu" else runner,
         rows=vllm_config.scheduler_config.max_num_seqs,
         limit=limit,
         device=device,

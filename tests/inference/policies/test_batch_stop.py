@@ -177,6 +177,21 @@ def test_a_row_is_trimmed_where_its_own_token_does_not_pay():
     assert all(each == [4, 1, 4] for each in lengths.values()), lengths
 
 
+@pytest.mark.parametrize(("rows", "lengths"), [(1, [4]), (4, [3] * 4), (5, [3, 2, 2, 2, 2])])
+def test_a_block_of_tokens_that_is_begun_is_filled(rows, lengths):
+    """All of a token's time is its block's, which is dear: as many are drafted as it has room for beside the rows' own,
+    the last ones by the surest rows. One row alone drafts all that it may."""
+    policy = begin(BatchStopPolicy(Told(4), InBlocksOnly(**vars(pair_costs(1e-3, 0.1))), host=PACKED), [5] * rows)
+    told = np.repeat([[0.99], [0.97], [0.95], [0.9], [0.85]], 4, axis=1)[:rows]
+    assert one_round(policy, torch.ones(rows, dtype=torch.bool), shown(told))[0].tolist() == lengths
+
+
+class InBlocksOnly(PairCosts):
+    @property
+    def coefficients(self):
+        return [*super().coefficients[:4], [0.0, self.target.beta, 0.0]]
+
+
 class CheapWithDrafts(PairCosts):
     """A round without drafts takes a second more."""
 
