@@ -118,7 +118,7 @@ class BatchStopPolicy(RowPolicy):
         self.counted = 0  # number of the policy's predictions that `survival` includes
         self.survival = torch.zeros(0, dtype=torch.float64)
         self.steps = torch.zeros((), dtype=torch.long)  # of this round, if counted
-        self.tokens = torch.zeros((), dtype=torch.long)  # to verify after this round, if they come in blocks
+        self.tokens = torch.zeros((), dtype=torch.long)  # to verify if drafting ended now, where they come in blocks
         # Per depth of this round, (batch,) each: S·β̂ of the rows that drafted on to it, else 0; and S after judging it.
         self.decided, self.judged = list[Tensor](), list[Tensor]()
         self.forget()
