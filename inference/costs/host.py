@@ -21,7 +21,7 @@ class Host:
     feeds: bool
     block: int = 1
 
-    def blocks(self, tokens: Quantity, more: Quantity) -> Quantity:
+    def blocks(self, tokens: int, more: Quantity) -> Quantity:
         """Blocks that so many more tokens begin."""
         return -(-(tokens + more) // self.block) - -(-tokens // self.block)
 
