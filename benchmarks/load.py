@@ -6,16 +6,17 @@ head with a threshold chosen for one request at a time, and the head and vLLM's 
 what a forward costs from the rounds they serve. In vLLM, no speculation and fixed K are vLLM's own. All are held
 against the best of those two in that very cell, which nobody knows beforehand.
 
-Every arm decodes TOKENS tokens a row of each part of the prompts, in rounds in which all rows have a request. All read
-the same text, as the later tokens of an answer are easier to foresee than the first ones: with as many rounds for all,
-the longest drafts would come to the easiest text. In our loop arms take turns by the round, the one with the fewest
-tokens first; in vLLM by the part. Speed is tokens per second of these rounds. In our loop a drafted token counts with
-the chance that it and those before it had to be accepted, so the luck of single tokens does not count. Rounds in which
-a request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
-there are no matter of drafting. Parts are kept. Before the first, and again after a stop, arms with `costs=auto` decode
-WARM_UP tokens a row, in which they learn the costs: a server has them behind it after its first seconds.
+Every arm decodes TOKENS tokens a row of each part of the prompts, in rounds in which all rows have a request. So all
+come as far in the answers, and greedily read the same text. The later tokens of an answer are easier to foresee than
+the first ones: with as many rounds for all, the longest drafts would come to the easiest text. In our loop arms take
+turns by the round, the one with the fewest tokens first; in vLLM by the part. Speed is tokens per second of these
+rounds. In our loop a drafted token counts with the chance that it and those before it had to be accepted, so the luck
+of single tokens does not count. Rounds in which a request arrived are left out, as the clock would count its prompt,
+and so is the end of a part: rows that stand idle there are no matter of drafting. Parts are kept. Before the first, and
+again after a stop, arms with `costs=auto` decode WARM_UP tokens a row, in which they learn the costs: a server has them
+behind it after its first seconds.
 
-python benchmarks/load.py --batches 4 16           # 5 and 10 minutes a part on 2 cores; goes on where it was
+python benchmarks/load.py --batches 4 16           # with 4, 4 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
 .venv-vllm/bin/python benchmarks/load.py --host vllm --pair smollm2 --parts 8
 """

@@ -34,6 +34,7 @@ from torch import Tensor
 from accept_head import AcceptanceHead
 from accept_head.command.allocator import keep_freed_blocks
 from accept_head.files import read_json
+from accept_head.inference.costs.host import CPU_BLOCK
 from accept_head.inference.engine.cache import CachedModel
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.replay.coupled import CoupledTraces
@@ -44,7 +45,6 @@ from accept_head.pair import load_pair
 
 K_MAX, TURNS = 8, 10  # the longest fixed K; iterations to a rule's own speed, and ρ
 ROWS, BEFORE, REPEATED = (4, 16), 350, 30  # of timed forwards; the tokens before the new ones
-TILE = 16  # tokens that a CPU multiplies at once in bfloat16
 SEEN = 20.0  # tokens hoped for, below which a depth keeps the ρ of all positions
 
 
@@ -78,7 +78,8 @@ def timed(pair: str, rows: int) -> dict[str, Any]:
     target = load_pair(PAIRS[pair].target, PAIRS[pair].draft, dtype="bfloat16").target
     model = CachedModel(target, rows, BEFORE + K_MAX, attention="auto")
     tokens = torch.randint(0, target.config.vocab_size, (rows, BEFORE + K_MAX), generator=torch.manual_seed(0))
-    patterns = [[width] * rows for width in range(1, max(TILE // rows, 2) + 2)]  # those before the last fill tiles
+    widest = max(CPU_BLOCK // rows, 2) + 1  # all before that fill blocks
+    patterns = [[width] * rows for width in range(1, widest + 1)]
     patterns.insert(-1, [patterns[-2][0] + 1, *patterns[-2][1:]])  # one token more
     seconds = [list[float]() for _ in patterns]
     with torch.no_grad():

@@ -57,7 +57,7 @@ TINY = 1e-12  # seconds
 
 class Timed(NamedTuple):
     """A part of a round. kind: of its forwards, the share that is of the first kind. sizes: context, tokens, and the
-    target's in blocks. number: of the round. rows: that took part."""
+    target's in blocks, 0 where there are none. number: of the round. rows: that took part."""
 
     kind: float
     sizes: tuple[float, ...]
@@ -156,7 +156,7 @@ class LearntCosts:
                 part = 1 - 1 / ran, (context, fed / ran), outcome.draft_seconds / ran
                 self.drafts.append(Timed(*part, self.rounds, rows))
             slots = host.slots(rows, of_rows[3])
-            sizes = context, rows + (slots if host.verifies_padding else verified), rows + slots
+            sizes = context, rows + (slots if host.verifies_padding else verified), (host.block > 1) * (rows + slots)
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append(Timed(float(verified > 0), sizes, rest, self.rounds, rows))
             fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0

@@ -77,7 +77,7 @@ class BatchStopPolicy(RowPolicy):
     """
 
     may_rest = True
-    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps", "tokens")
+    OF_A_ROUND = ("survival", "decided", "judged", "counted", "steps")
 
     def __init__(
         self,

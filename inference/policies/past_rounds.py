@@ -71,9 +71,9 @@ class PastRounds:
         (_, drafted, _), _, (_, verified, _), _, (_, by_block, _) = coefficients  # of one more token
         _, _, steps, tokens, slots, share = (total / self.totals[0] for total in self.totals)
         by_row = 0.0 if host.drafts_stopped else drafted
-        by_slot = verified if host.verifies_padding else by_block if host.block > 1 else 0.0
-        padding = by_slot if host.verifies_padding else 0.0
-        token = by_row + verified - by_slot
+        padding = verified if host.verifies_padding else 0.0
+        by_block = by_block if host.block > 1 else 0.0
+        token = by_row + verified - padding - by_block
         found = []
         for place, (later, first, verify, plain, _) in enumerate(zip(*coefficients, strict=True)):
             a_row, one = place == 1, place == 2
@@ -84,8 +84,8 @@ class PastRounds:
             else:
                 more = more + first - later
                 least, begins = plain, more + step + slot
-            seconds = plain + steps * step + (slots * by_slot + tokens * token) * a_row + share * more
-            block = host.block * (by_slot - padding) * one
+            seconds = plain + steps * step + (slots * (padding + by_block) + tokens * token) * a_row + share * more
+            block = host.block * by_block * one
             found.append([seconds, least, token * one, step + slot, begins, block])
         return [list(each) for each in zip(*found, strict=True)]
 

@@ -84,6 +84,7 @@ def test_they_come_to_the_seconds_of_rounds(host, spoilt):
     policy = BatchStopPolicy(FixedPolicy(6), LearntCosts())
     assert Signal.SECONDS in Drafting(policy).needs
     serve(policy, COSTS, host, 120, 4, 0.7, np.random.default_rng(0), spoilt)
+    assert host.block > 1 or policy.costs.by_block == 0
     for tokens in (4, 12, 20):
         context = 4 * 300
         right = float(COSTS.verify_seconds(tokens, context))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accept_head import InputError, Pair
+from accept_head.inference.costs.host import CPU_BLOCK, VLLM_V1
 from tests.integration.vllm.engines import at_most, our_rounds, toy_head, use, worker_of
 
 K_MAX, NEW_TOKENS = 6, 40
@@ -109,6 +111,10 @@ def test_the_plugin_is_loaded_by_vllm_itself(speculative: Any) -> None:
     from accept_head.inference.adapters.vllm.v1 import AcceptHeadProposer
 
     assert type(worker_of(speculative).drafter) is AcceptHeadProposer
+
+
+def test_on_a_cpu_a_rule_by_costs_is_told_of_blocks(speculative: Any) -> None:
+    assert use(speculative, "fixed:6,costs=0.3").drafting.policy.host == replace(VLLM_V1, block=CPU_BLOCK)
 
 
 @pytest.fixture(scope="module")
