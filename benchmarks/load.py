@@ -210,7 +210,8 @@ def decoding(pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[in
     from greenlet import getcurrent, greenlet  # not among what vLLM's environment has
 
     requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
-    decoder = make_decoder(pair.target, pair.draft, requests, policy, batch_size=rows, greedy=sampling.greedy)
+    how = {"batch_size": rows, "greedy": sampling.greedy, "compile": "steps"}  # as in vLLM, by default
+    decoder = make_decoder(pair.target, pair.draft, requests, policy, **how)
     last, there = time.perf_counter(), [-1] * rows
 
     def watch(round_: Round) -> None:

@@ -1055,10 +1055,17 @@ CORE = (
     ),
     Mutant(
         "vLLM: a token's embedding is that of its place, where head and signals are read at once",
-        "inference/adapters/vllm/reader.py",
+        "inference/policies/reader.py",
         "return _scored(score, signals_of_q(q, places), ids, hidden, alone)",
         "return _scored(score, signals_of_q(q, places), places if ids is not None else None, hidden, alone)",
         ("inference/engine/test_compiled.py::test_what_is_read_at_once_is_what_is_read_one_by_one",),
+    ),
+    Mutant(
+        "compiled steps: signals are of a token's id, where the drafter has a vocabulary of its own",
+        "inference/decode/steps.py",
+        "given = place, ids, fed.hidden[:, 0]",
+        "given = place if self.narrow is None else ids % len(self.narrow.d2t), ids, fed.hidden[:, 0]",
+        ("inference/decode/test_compiled_steps.py::test_a_drafters_own_tokens_are_read_where_they_lie",),
     ),
     Mutant(
         "vLLM: a verdict is in the order of the rows now",

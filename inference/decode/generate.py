@@ -148,9 +148,9 @@ def make_decoder(
     too. Raises InputError when the models' context or the memory is too small."""
     if compile not in get_args(Compile):
         raise InputError(f"compile is {compile!r}, expected one of {get_args(Compile)}")
-    if compile not in ("none", "graphs") and isinstance(draft, Eagle3Drafter):
+    if compile in ("default", "max-autotune") and isinstance(draft, Eagle3Drafter):
         raise InputError(
-            f"compile is {compile!r}, expected none or graphs: torch.compile does not take an EAGLE-3 drafter"
+            f"compile is {compile!r}, expected none, steps or graphs: torch.compile does not take an EAGLE-3 drafter"
         )
     if batch_size is not None and batch_size < 1:
         raise InputError(f"batch_size is {batch_size}, expected a positive integer")

@@ -8,6 +8,7 @@ come and go; the tokens that a row emits depend on no other row.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -34,7 +35,9 @@ from accept_head.inference.engine.cuda import GraphBackend, graph_backend
 from accept_head.inference.engine.memory import MemoryPlan
 from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policies.drafting import Drafting, DraftProgress, check_lossless
+from accept_head.inference.policies.reader import SignalReader, compile_reading
 from accept_head.inference.policy import DraftPolicy, Verifier
+from accept_head.pair import hidden_size
 
 
 def draft(run: Run) -> Drafted:
@@ -85,10 +88,11 @@ class Decoder:
     """Two cached models that decode the number of rows, and of tokens a row, that the memory plan is for.
 
     With compile="graphs" forwards are CUDA graphs. So are the steps between them, if policy and processing are
-    functions of tensors alone. graphs: what captures; CUDA when left out.
+    functions of tensors alone. graphs: what captures; CUDA when left out. With compile="steps", for a CPU, reading the
+    draft's signals and scoring them by a head is one compiled call (policies/reader.py).
 
-    Caches, rows and graphs are kept from run to run and reused as far as they fit the next run (see captured.py). Only
-    one run at a time. `free` releases their memory, and so does deleting the decoder.
+    Caches, rows, graphs and compiled calls are kept from run to run and reused as far as they fit the next run (see
+    captured.py). Only one run at a time. `free` releases their memory, and so does deleting the decoder.
     """
 
     def __init__(
@@ -101,6 +105,9 @@ class Decoder:
         attention: Attention = "auto",
         graphs: GraphBackend | None = None,
     ):
+        self.compiles_reading = compile == "steps"
+        if self.compiles_reading and draft.device.type != "cpu":
+            raise InputError(f"compile is 'steps', which is for a CPU, but the models are on {draft.device}")
         self.memory, self.batch, self.max_length = memory, memory.batch, memory.max_length
         self.backend = graphs or graph_backend(target.device) if compile == "graphs" else None
         options: Any = {"compile": compile, "attention": attention, "graphs": self.backend}
@@ -110,6 +117,8 @@ class Decoder:
         self.rows = self._new_rows(memory.max_draft_tokens)
         also = [part.graphs for part in (self.target, self.draft) if part.graphs]
         self.captured = CapturedSteps(self.backend, also)
+        # By policy: it, whether for greedy decoding, and what reads for it.
+        self.readers: dict[int, tuple[weakref.ref[DraftPolicy], bool, SignalReader | None]] = {}
         self.runs = 0
 
     @torch.no_grad()
@@ -166,7 +175,25 @@ class Decoder:
         drafting, device = Drafting(policy, host=PACKED if self.target.packs else PADDED), self.target.model.device
         drafting.start(self.batch, device)
         given = self.rows, self.target, self.draft, self.captured, policy, processing, stopping
-        return Run(*given, seed=seed, verifier=verifier)
+        reader = self._reader_of(policy, processing) if self.compiles_reading and processing.plain else None
+        return Run(*given, seed=seed, verifier=verifier, reader=reader)
+
+    def _reader_of(self, policy: DraftPolicy, processing: Processing) -> SignalReader | None:
+        """The policy's compiled reader; None if it has none that is faster."""
+        known = self.readers.get(id(policy))
+        if known and known[0]() is policy and known[1] is processing.greedy:
+            return known[2]
+        draft = self.draft.model
+        vocab = processing.vocab_size
+        if isinstance(draft, Eagle3Drafter) and draft.lacks_tokens:
+            vocab = len(draft.d2t)
+        logits = torch.linspace(-1, 1, 2 * vocab, device=draft.device).to(draft.dtype).view(2, vocab)
+        hidden = logits.new_zeros(2, hidden_size(draft))
+        reader = SignalReader(policy.needs)
+        compiles = compile_reading(reader, policy, logits, hidden, sampled=not processing.greedy)
+        found = reader if compiles else None
+        self.readers[id(policy)] = weakref.ref(policy), processing.greedy, found
+        return found
 
     def _new_rows(self, max_draft_tokens: int) -> Rows:
         return Rows(self.batch, self.max_length, max_draft_tokens + 1, self.target.model.device)

@@ -23,6 +23,7 @@ from accept_head.inference.engine.capture import capture_of
 from accept_head.inference.engine.graphs import run_directly
 from accept_head.inference.kernels.verify import Verified
 from accept_head.inference.policies.drafting import Drafting, DraftProgress
+from accept_head.inference.policies.reader import SignalReader
 from accept_head.inference.policy import DraftPolicy, Signal, Verifier, VerifyOutcome
 from accept_head.pair import Forward
 
@@ -31,7 +32,7 @@ class Run:
     """Rows, models and a policy. The steps between forwards are plain calls; if they can be captured as CUDA graphs, a
     call is a replay.
 
-    stopping: the caller's.
+    stopping: the caller's. reader: a compiled one, if there is any.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Run:
         *,
         seed: int,
         verifier: Verifier,
+        reader: SignalReader | None = None,
     ):
         self.rows, self.target = rows, target
         self.policy, self.processing, self.stopping = policy, processing, stopping
@@ -63,7 +65,8 @@ class Run:
                 ask = partial(captured.of(policy), optional=True)
         eagle3 = draft.model if isinstance(draft.model, Eagle3Drafter) else None
         lacking = eagle3 if eagle3 and eagle3.lacks_tokens else None
-        steps = Steps(rows, self.drafting, processing, ends, lacking, seed=seed, verifier=verifier)
+        how: Any = {"seed": seed, "verifier": verifier, "reader": reader}
+        steps = Steps(rows, self.drafting, processing, ends, lacking, **how)
         self._call, self._ask, self._steps = call, ask, steps
         self.drafter = (Eagle3 if eagle3 else DraftModel)(draft, rows, call, copy=self.copies)
         self._backend, self._captures = captured.backend, 0

@@ -17,6 +17,7 @@ from accept_head.inference.kernels.sampling import draw
 from accept_head.inference.kernels.signals import PlainSoftmax, signals_of
 from accept_head.inference.kernels.verify import Verified, by_match, by_ratio
 from accept_head.inference.policies.drafting import Drafting, DraftProgress
+from accept_head.inference.policies.reader import SignalReader
 from accept_head.inference.policy import OF_Q, DraftStep, Signal, Verifier
 from accept_head.pair import Forward
 from accept_head.randomness import DecodeStream, uniforms
@@ -36,12 +37,15 @@ class Steps:
         *,
         seed: int,
         verifier: Verifier,
+        reader: SignalReader | None = None,
     ):
         """drafter: one that lacks tokens. q, the draw and the signals are then of its tokens alone, unless a
-        processor has to see all."""
+        processor has to see all. reader: reads the signals for a policy that is asked after each token, in place of
+        `step_of`."""
         self.rows, self.drafting, self.processing, self.stopping = rows, drafting, processing, stopping
         self.seed, self.verifier = seed, verifier
         self.drafter, self.narrow = drafter, drafter if processing.plain else None
+        self.reader = None if drafting.peeks else reader
 
     def set_uniforms(self, slots: int) -> None:
         """Set this round's random numbers, `slots` for each purpose of each row."""
@@ -61,13 +65,20 @@ class Steps:
         rows, processing = self.rows, self.processing
         scores = processing.scores(self._draft_logits(fed), rows, depth - 1)[:, 0]  # (batch, vocab)
         q = None if processing.greedy else processing.probabilities(scores)
-        signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q else scores
+        signal_q = processing.signal_probabilities(scores, q) if needs & OF_Q and not self.reader else scores
         if self.drafting.peeks:
             progress = self.drafting.peek(step_of(needs, depth, None, progress.active, signal_q, fed), progress)
         place = likeliest(scores) if q is None else draw(q, rows.uniforms[:, DecodeStream.DRAFT, depth - 1])
         ids = place if self.narrow is None else place + self.narrow.d2t[place]
         progress = rows.place_drawn(depth, ids, progress, self.stopping)
-        step = step_of(needs, depth, ids, progress.active, signal_q, fed, place) if asks else None
+        step = None
+        if asks and self.reader:
+            given = place, ids, fed.hidden[:, 0]
+            read = self.reader.of_logits(scores, None, *given) if q is None else self.reader.of_q(q, *given)
+            hidden = given[-1] if Signal.FED_HIDDEN in needs else None
+            step = DraftStep(depth, ids, progress.active, hidden, **read._asdict())
+        elif asks:
+            step = step_of(needs, depth, ids, progress.active, signal_q, fed, place)
         return Drawn(ids, q, self._whole(scores, -torch.inf) if Signal.DIVERGENCE in needs else None, step), progress
 
     def judge(self, step: DraftStep, drawn_hidden: Tensor | None, progress: DraftProgress) -> DraftProgress:

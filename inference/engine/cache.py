@@ -26,7 +26,7 @@ from accept_head.inference.engine.layer import RaggedLayer, WritePlace
 from accept_head.inference.engine.packing import Packing, packed_call, packs
 from accept_head.pair import Forward, base_model, context_tokens
 
-Compile = Literal["none", "default", "max-autotune", "graphs"]
+Compile = Literal["none", "steps", "default", "max-autotune", "graphs"]
 
 # The most tokens of a forward that only fills the cache: bounds the memory for long prompts.
 FILL_TOKENS = 2048
@@ -51,10 +51,10 @@ class Group(NamedTuple):
 class CachedModel:
     """A model with a ragged cache for a batch of rows. The caller keeps the positions.
 
-    compile: with `none` each forward has the width it needs and reads the slots in use. Otherwise shapes are static,
-    with widths from a short list. `graphs`: the model's own kernels, captured as a CUDA graph at the first use of a
-    width and extent (see `graphs.py`); the cache keeps its address. `default`, `max-autotune`: torch.compile, over all
-    slots; the latter also tunes kernels (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
+    compile: with `none` and `steps` a forward has the width it needs and reads the slots in use. Otherwise shapes are
+    static, with widths from a short list. `graphs`: the model's own kernels, captured as a CUDA graph at the first use
+    of a width and extent (see `graphs.py`); the cache keeps its address. `default`, `max-autotune`: torch.compile, over
+    all slots; the latter also tunes kernels (on a CPU with packed copies of the weights, on a GPU with CUDA graphs).
     graphs: what captures; CUDA when left out.
 
     Raises InputError through `AttentionKinds` for a model whose layers this cache does not support.
@@ -74,7 +74,7 @@ class CachedModel:
         """max_length: longest row, in tokens. with_hidden: also return the last hidden state; layer numbers: the
         residual stream before those layers, side by side. attention: attention/choice.py, tested by `check_served`."""
         self.model = model
-        self.static = compile != "none"
+        self.static = compile not in ("none", "steps")
         self.graphs = Graphs(graphs or graph_backend(model.device)) if compile == "graphs" else None
         if self.graphs is not None:
             check_one_device(model)

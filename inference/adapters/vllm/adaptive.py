@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
-from accept_head.inference.adapters.vllm.reader import draft_distribution
+from accept_head.inference.policies.reader import draft_distribution
 from accept_head.signals import draft_entropy, draft_max_prob
 
 MOST_LOG_ODDS = 40.0  # as vLLM's

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from accept_head.errors import InputError
 from accept_head.head.network import AcceptanceHead
 from accept_head.head.origin import Checkpoint, origin_of
-from accept_head.head.scorer import Score, make_scorer
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import (
@@ -23,14 +22,12 @@ from accept_head.inference.adapters.vllm.settings import (
     is_the_tested,
 )
 from accept_head.inference.costs.host import CPU_BLOCK, VLLM_V1, Host
-from accept_head.inference.engine.compiled import compiled
-from accept_head.inference.policies.batch_stop import BatchStopPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policies.reader import compile_reading
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policies.spec import DraftShape
 from accept_head.inference.policy import DraftPolicy
-from accept_head.signals import SIGNALS
 from accept_head.version import VERSION
 
 
@@ -144,36 +141,12 @@ def build_host(
 
 def _compile(host: PolicyHost, policy: DraftPolicy, spec: Any, device: torch.device, vocab: int) -> None:
     """Compile the work for each token now, so that no request waits for it. vocab: size of the logits."""
-    draft, logger = spec.draft_model_config, _logger()
+    draft = spec.draft_model_config
     ids = torch.arange(4, device=device)
     logits = (ids[:, None] * torch.linspace(-1, 1, vocab, device=device)).to(draft.dtype)
     hidden = torch.zeros(4, draft.get_hidden_size(), dtype=draft.dtype, device=device)
     sampled = spec.draft_sample_method == "probabilistic"
-    while isinstance(policy, BatchStopPolicy):
-        policy = policy.policy
-    learns = isinstance(policy, RecalibratedHeadPolicy) and policy.training is not None  # its weights change
-    if learns or not isinstance(policy, HeadPolicy):
-        host.reader.compile(logits, hidden, sampled=sampled, logger=logger)
-        return
-    config, score = policy.head.config, _fusible(policy)
-    at_once = score if config.reads == "before" and config.signals else None  # its inputs are known with the signals
-    reads_more = type(policy).score is not HeadPolicy.score  # reads signals besides the score
-    reader = host.reader
-    compiles = reader.compile(
-        logits, hidden, sampled=sampled, logger=logger, score=at_once, signals=reads_more or at_once is None
-    )
-    if at_once is None or not compiles:
-        signals = torch.zeros(4, len(SIGNALS), device=device, dtype=torch.float32) if config.signals else None
-        example = (hidden, signals, ids if config.reads_embedding else None)
-        made = compiled(score, example, name="the head", logger=logger)
-        policy.probability = policy.probability if made is score else made
-
-
-def _fusible(policy: HeadPolicy) -> Score:
-    """The policy's `probability`, in a form that compiles well."""
-    if type(policy) is not HeadPolicy or policy.head.device.type == "cuda":
-        return policy.probability  # may be more than the head's score, or has its own kernels
-    return make_scorer(policy.head, "both" if policy.statistic == "gain" else "token", fusible=True)
+    compile_reading(host.reader, policy, logits, hidden, sampled=sampled, logger=_logger())
 
 
 def head_of(policy: DraftPolicy) -> AcceptanceHead:

@@ -25,10 +25,10 @@ from torch import Tensor
 from accept_head.errors import InputError
 from accept_head.inference.adapters.vllm.counts import VerifiedRound
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
-from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.adapters.vllm.stopwatch import Stopwatch
 from accept_head.inference.costs.host import VLLM_V1, Host
 from accept_head.inference.policies.drafting import Drafting, check_lossless
+from accept_head.inference.policies.reader import Distribution, SignalReader
 from accept_head.inference.policy import OF_Q, DraftPolicy, DraftStep, Signal, VerifyOutcome
 
 # Signals that vLLM gives without the target's logits.

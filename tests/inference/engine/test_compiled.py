@@ -12,10 +12,10 @@ import torch._inductor
 
 from accept_head.head import scorer as scorer_module
 from accept_head.head.scorer import make_scorer
-from accept_head.inference.adapters.vllm import reader as reader_module
-from accept_head.inference.adapters.vllm.reader import Distribution, SignalReader
 from accept_head.inference.engine.compiled import Compiled, compiled
+from accept_head.inference.policies import reader as reader_module
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.reader import Distribution, SignalReader
 from accept_head.inference.policy import OF_Q, DraftStep, Signal
 from accept_head.signals import draft_signals
 from tests.inference.support.toy import random_head

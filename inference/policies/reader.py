@@ -1,4 +1,4 @@
-"""Computes a policy's signals from the draft's distribution as vLLM gives it: as q or as logits."""
+"""Computes a policy's signals from the draft's distribution as its host has it: as q or as logits."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accept_head.head.scorer import Score, make_scorer
 from accept_head.inference.engine.compiled import Function, compiled
-from accept_head.inference.policy import OF_Q, Signal
+from accept_head.inference.policies.batch_stop import BatchStopPolicy
+from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
+from accept_head.inference.policy import OF_Q, DraftPolicy, Signal
 from accept_head.sampling import likeliest
-from accept_head.signals import draft_entropy, draft_logprob, draft_max_prob, signals_of_logits, signals_of_q
+from accept_head.signals import (
+    SIGNALS,
+    draft_entropy,
+    draft_logprob,
+    draft_max_prob,
+    signals_of_logits,
+    signals_of_q,
+)
 
 GREEDY_BELOW = 1e-5  # temperatures that vLLM takes for 0
 
@@ -41,7 +52,7 @@ class SignalReader:
         hidden: Tensor,
         *,
         sampled: bool,
-        logger: logging.Logger,
+        logger: logging.Logger | None = None,
         score: Function | None = None,
         signals: bool = True,
     ) -> bool:
@@ -125,6 +136,44 @@ def _scored(
         return signals
     result: Tensor = score(hidden, torch.stack(signals, dim=-1), ids)
     return result if alone else (*signals, result)
+
+
+def compile_reading(
+    reader: SignalReader,
+    policy: DraftPolicy,
+    logits: Tensor,
+    hidden: Tensor,
+    *,
+    sampled: bool,
+    logger: logging.Logger | None = None,
+) -> bool:
+    """Compile what is done for each drafted token, the head included → whether the reader was compiled. logits, hidden,
+    sampled: as of `SignalReader.compile`."""
+    while isinstance(policy, BatchStopPolicy):
+        policy = policy.policy
+    learns = isinstance(policy, RecalibratedHeadPolicy) and policy.training is not None  # its weights change
+    if learns or not isinstance(policy, HeadPolicy):
+        return reader.compile(logits, hidden, sampled=sampled, logger=logger)
+    config, score = policy.head.config, _fusible(policy)
+    at_once = score if config.reads == "before" and config.signals else None  # its inputs are known with the signals
+    reads_more = type(policy).score is not HeadPolicy.score  # reads signals besides the score
+    compiles = reader.compile(
+        logits, hidden, sampled=sampled, logger=logger, score=at_once, signals=reads_more or at_once is None
+    )
+    if at_once is None or not compiles:
+        ids = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+        signals = logits.new_zeros(len(logits), len(SIGNALS), dtype=torch.float32) if config.signals else None
+        example = (hidden, signals, ids if config.reads_embedding else None)
+        made = compiled(score, example, name="the head", logger=logger)
+        policy.probability = policy.probability if made is score else made
+    return compiles
+
+
+def _fusible(policy: HeadPolicy) -> Score:
+    """The policy's `probability`, in a form that compiles well."""
+    if type(policy) is not HeadPolicy or policy.head.device.type == "cuda":
+        return policy.probability  # may be more than the head's score, or has its own kernels
+    return make_scorer(policy.head, "both" if policy.statistic == "gain" else "token", fusible=True)
 
 
 def draft_distribution(logits: Tensor, temperature: Tensor | None) -> Tensor:
