@@ -419,7 +419,7 @@ CORE = (
     Mutant(
         "costs=auto: a machine that becomes slower is taken for longer texts",
         "inference/costs/learnt.py",
-        "rounds = values - drift * means_of_blocks(values, near * weights)",
+        "rounds = values - drift * means_of_blocks(values, weights, near)",
         "rounds = values",
         ("inference/policies/test_learnt_costs.py::test_a_slower_machine_is_not_taken_for_longer_texts",),
     ),

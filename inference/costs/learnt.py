@@ -216,8 +216,8 @@ def fitted(
     first kind, the others nothing.
     """
     share, seconds, number = (np.array([each[place] for each in seen], dtype=float) for place in (0, 2, 3))
-    of_first, blocks, recent = share > 0, number // NEAR, number.max() - number < ROUNDS
-    near = blocks == np.unique(blocks)[:, None]  # (blocks, n)
+    of_first, recent = share > 0, number.max() - number < ROUNDS
+    near = np.flatnonzero(np.diff(number // NEAR, prepend=-1))  # where each block of rounds begins
     drift = np.where(recent, DRIFT, 1.0)[:, None]
     sizes = np.array([each.sizes for each in seen])
     scale = np.concatenate([[1.0, 1.0], np.maximum(sizes.mean(0), 1e-9)])
@@ -229,7 +229,7 @@ def fitted(
     # From the beginning, as few rounds have no line that an outlier among them does not bend.
     weights, noise = np.minimum(1, TIMES_OFF * level / np.maximum(seconds, TINY)) ** 2, NOISE[0]
     for _ in range(REFITS):
-        rounds = values - drift * means_of_blocks(values, near * weights)
+        rounds = values - drift * means_of_blocks(values, weights, near)
         weighted = rounds * np.sqrt(weights)[:, None]
         given = np.concatenate([weighted[:, :-1], noise * priors]), np.append(weighted[:, -1], np.zeros(len(priors)))
         terms, _ = nnls(*given)
@@ -250,7 +250,7 @@ def fitted(
     return one, replace(one, gamma=other), sum(by_block)
 
 
-def means_of_blocks(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """values: (n, columns) → the mean of each one's block. weights: (blocks, n), 0 outside of the block."""
-    means: np.ndarray = (weights > 0).T @ (weights @ values / weights.sum(1, keepdims=True))
-    return means
+def means_of_blocks(values: np.ndarray, weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """values: (n, columns) → the weighted mean of each one's block. weights: (n,). starts: where each block begins."""
+    sums = np.add.reduceat(weights[:, None] * values, starts) / np.add.reduceat(weights, starts)[:, None]
+    return np.repeat(sums, np.diff(starts, append=len(values)), axis=0)
