@@ -192,6 +192,7 @@ class Decoder:
         reader = SignalReader(policy.needs)
         compiles = compile_reading(reader, policy, logits, hidden, sampled=not processing.greedy)
         found = reader if compiles else None
+        self.readers = {key: each for key, each in self.readers.items() if each[0]() is not None}
         self.readers[id(policy)] = weakref.ref(policy), processing.greedy, found
         return found
 

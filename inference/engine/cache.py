@@ -23,7 +23,7 @@ from accept_head.inference.engine.call import compiled_call, make_call
 from accept_head.inference.engine.cuda import GraphBackend, check_one_device, graph_backend
 from accept_head.inference.engine.graphs import Graphs
 from accept_head.inference.engine.layer import RaggedLayer, WritePlace
-from accept_head.inference.engine.packing import Packing, packed_call, packs
+from accept_head.inference.engine.packing import Packing, packed_call, packs, pays
 from accept_head.pair import Forward, base_model, context_tokens
 
 Compile = Literal["none", "steps", "default", "max-autotune", "graphs"]
@@ -127,11 +127,11 @@ class CachedModel:
         longest_start: the largest of `starts`, on the host, so that no sync is needed to read only the slots in use.
         Logits and hidden are (batch, new, …); hidden is empty without `with_hidden`. copy: False returns the graph's
         own tensors, if there are graphs; the next forward of this width overwrites them. wanted: (batch, new) bool, the
-        tokens whose results count; a model that `packs` is fed no others. states: (batch, new, hidden), of a drafter.
+        tokens whose results count; others need not be fed. states: (batch, new, hidden), of a drafter.
         last: (batch,) the place of each row's only token that a drafter is to predict from → (batch, 1, …).
         """
-        if wanted is not None and self.packs and (packing := Packing.of(wanted)):
-            return self._forward_packed(packing, input_ids, starts, longest_start, states)
+        if wanted is not None and self.packs and pays(wanted):
+            return self.forward_packed(Packing.of(wanted), input_ids, starts, longest_start, states)
         width = input_ids.shape[1]
         if (padded := self.padded(width)) > width:
             input_ids = torch.nn.functional.pad(input_ids, (0, padded - width))
@@ -154,7 +154,7 @@ class CachedModel:
         asking = positions if self._call.last is None else positions.gather(1, self._call.last[:, None])
         return self._run(input_ids, positions, self._masks(asking))
 
-    def _forward_packed(
+    def forward_packed(
         self, packing: Packing, input_ids: Tensor, starts: Tensor, longest_start: int, states: Tensor | None
     ) -> Forward:
         self._call.states, self._call.last = None if states is None else packing.pack(states), None

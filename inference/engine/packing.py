@@ -2,7 +2,8 @@
 
 All of a model but its attention treats each token alone. So the tokens of all rows go through it in one sequence, and
 only the attention puts them back into rows, each with its own keys. A verification then costs what its tokens cost, not
-what the longest draft would cost in every row.
+what the longest draft would cost in every row. Moving tokens between the two forms, in every layer, takes more than
+padding does in a block of tokens that is multiplied anyway. So a forward is packed when that saves a block.
 
 On a CPU alone: on an accelerator the number of tokens would be a sync, and captured forwards have fixed shapes.
 """
@@ -18,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from accept_head.inference.costs.host import CPU_BLOCK
 from accept_head.inference.engine.attention.backend import with_attention
 from accept_head.inference.engine.attention.grouped import grouped_attention
 
 NAME = "accept_head_packed"
-LEAST_SAVED = 1 / 16  # of the padded tokens; below it, moving tokens between the two forms takes what it saves
 
 declined: WeakSet[PreTrainedModel] = WeakSet()  # models that a test found to be wrong when packed
 
@@ -38,13 +39,10 @@ class Packing(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, wanted: Tensor) -> Packing | None:
-        """wanted: (rows, width) bool, the tokens to feed. None if there are too few others to pay."""
+    def of(cls, wanted: Tensor) -> Packing:
+        """wanted: (rows, width) bool, the tokens to feed, at least one."""
         flat = wanted.flatten()
-        taken = flat.nonzero()[:, 0]
-        if not 0 < len(taken) <= (1 - LEAST_SAVED) * len(flat):
-            return None
-        return cls(taken, (flat.cumsum(0) - 1).clamp(min=0), *wanted.shape)
+        return cls(flat.nonzero()[:, 0], (flat.cumsum(0) - 1).clamp(min=0), *wanted.shape)
 
     def of_tokens(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """slots: (rows, width) → row and slot of each token, (tokens,) each."""
@@ -57,6 +55,12 @@ class Packing(NamedTuple):
     def pad(self, packed: Tensor) -> Tensor:
         """(1, tokens, …) → (rows, width, …)."""
         return packed[0].index_select(0, self.place).unflatten(0, (self.rows, self.width))
+
+
+def pays(wanted: Tensor) -> bool:
+    """Whether these tokens, (rows, width) bool, are to be fed packed."""
+    padded = -(-wanted.numel() // CPU_BLOCK)
+    return padded > 1 and 0 < -(-int(wanted.sum()) // CPU_BLOCK) < padded
 
 
 _current: ContextVar[Packing] = ContextVar("packing")  # of the forward that is running

@@ -96,7 +96,7 @@ def _packs(cached: CachedModel, given: tuple[Tensor, Tensor, int], states: Tenso
     """Whether a packed forward of some of the tokens gives their logits."""
     wanted = torch.tensor([[True, True, True], [True, False, False]], device=expected.device)
     try:
-        packed = cached.forward(*given, wanted=wanted, states=states).logits.float()
+        packed = cached.forward_packed(packing.Packing.of(wanted), *given, states).logits.float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
         return False
     return _difference(packed[wanted], expected[wanted]) <= _tolerance(cached.model.dtype)

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 TEXTS = {
     "compile": "How forwards are run: none, as they come; graphs, as CUDA graphs, together with the steps between "
-    "them; or by torch.compile, default or max-autotune (minutes, once).",
+    "them; or by torch.compile, default or max-autotune (minutes, once). steps: for a CPU, forwards as they come, and "
+    "signals and head as one compiled call.",
     "attention": "What computes it: sdpa, flash (the package flash-attn), varlen (of torch itself), or auto: the first "
     "of flash and varlen that is there and serves the model, else sdpa.",
 }

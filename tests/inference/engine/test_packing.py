@@ -24,6 +24,11 @@ PACKED = [name for name, model in MODELS.items() if packing.packs(model)]
 SAMPLED, GREEDY = Sampling(temperature=1.0, top_k=0), Sampling(temperature=0)
 
 
+@pytest.fixture(autouse=True)
+def packed_if_anything_is_saved(monkeypatch):
+    monkeypatch.setattr(packing, "CPU_BLOCK", 1)
+
+
 def test_which_models_are_packed():
     """Models whose attention is their own code are padded."""
     assert set(MODELS) - set(PACKED) == {name for name, m in MODELS.items() if m.config._attn_implementation != "sdpa"}
@@ -63,14 +68,17 @@ def turned(packing, packed):
     return rows.roll(1, 0)
 
 
-def test_a_forward_is_packed_when_a_sixteenth_of_it_is_padding():
-    wanted = torch.ones(8, 4, dtype=torch.bool)
-    assert Packing.of(wanted) is None
-    wanted[0, 3] = False
-    assert Packing.of(wanted) is None
-    wanted[1, 3] = False
-    assert Packing.of(wanted).taken.tolist() == [0, 1, 2, *range(4, 7), *range(8, 32)]
-    assert Packing.of(torch.zeros(8, 4, dtype=torch.bool)) is None
+def test_a_forward_is_packed_when_that_saves_a_block_of_tokens(monkeypatch):
+    monkeypatch.undo()
+    wanted = torch.zeros(8, 4, dtype=torch.bool)
+    for tokens, packed in ((0, False), (1, True), (16, True), (17, False), (32, False)):
+        wanted.view(-1)[torch.randperm(32)[:tokens]] = True
+        assert packing.pays(wanted) is packed, tokens
+        wanted[:] = False
+    wanted[5:] = True
+    wanted[6] = False
+    assert Packing.of(wanted).taken.tolist() == [*range(20, 24), *range(28, 32)]
+    assert not packing.pays(wanted[4:])  # 16 places: one block in any case
 
 
 class Fed(Counter):
@@ -106,7 +114,6 @@ def test_packed_rounds_emit_the_tokens_of_padded_ones(name, sampling, monkeypatc
         proof.check_served(model)
     policy = "confidence:0.1,k_max=6"
     fed = Fed(monkeypatch, target=models[0], draft=models[1])
-    monkeypatch.setattr(packing, "LEAST_SAVED", 0.0)
     packed, packed_fed = decode(models, sampling, policy), dict(fed)
     fed.clear()
     monkeypatch.setattr(cache, "packs", lambda model: False)
