@@ -354,6 +354,13 @@ CORE = (
         ("inference/engine/test_packing.py::test_packed_forwards_equal_a_full_forward_after_rollbacks[llama]",),
     ),
     Mutant(
+        "packed: whatever it saves",
+        "inference/engine/packing.py",
+        "0 < -(-int(wanted.sum()) // CPU_BLOCK) < padded",
+        "0 < int(wanted.sum()) < wanted.numel()",
+        ("inference/engine/test_packing.py::test_a_forward_is_packed_when_that_saves_a_block_of_tokens",),
+    ),
+    Mutant(
         "packed: the last submitted token is not fed",
         "inference/decode/run.py",
         "ends = rows.lengths + drafted.submitted",
