@@ -356,7 +356,7 @@ CORE = (
     Mutant(
         "packed: whatever it saves",
         "inference/engine/packing.py",
-        "0 < -(-int(wanted.sum()) // CPU_BLOCK) < padded",
+        "0 < PACKED.blocks(0, int(wanted.sum())) < padded",
         "0 < int(wanted.sum()) < wanted.numel()",
         ("inference/engine/test_packing.py::test_a_forward_is_packed_when_that_saves_a_block_of_tokens",),
     ),

@@ -34,6 +34,7 @@ class Host:
 
 CPU_BLOCK = 16  # tokens that a CPU's matrix unit takes at once (AMX)
 PADDED = Host(verifies_padding=True, drafts_stopped=True, feeds=False)  # our loop, where it has fixed shapes
-PACKED = Host(verifies_padding=False, drafts_stopped=False, feeds=False, block=CPU_BLOCK)  # our loop on a CPU
+# Our loop on a CPU. It pads as well, but only in a block that is begun anyway.
+PACKED = Host(verifies_padding=False, drafts_stopped=False, feeds=False, block=CPU_BLOCK)
 VLLM_V1 = Host(verifies_padding=False, drafts_stopped=True, feeds=False)  # vLLM's model runners
 VLLM_V2 = Host(verifies_padding=False, drafts_stopped=True, feeds=True)

@@ -65,8 +65,7 @@ class Run:
                 ask = partial(captured.of(policy), optional=True)
         eagle3 = draft.model if isinstance(draft.model, Eagle3Drafter) else None
         lacking = eagle3 if eagle3 and eagle3.lacks_tokens else None
-        how: Any = {"seed": seed, "verifier": verifier, "reader": reader}
-        steps = Steps(rows, self.drafting, processing, ends, lacking, **how)
+        steps = Steps(rows, self.drafting, processing, ends, lacking, seed=seed, verifier=verifier, reader=reader)
         self._call, self._ask, self._steps = call, ask, steps
         self.drafter = (Eagle3 if eagle3 else DraftModel)(draft, rows, call, copy=self.copies)
         self._backend, self._captures = captured.backend, 0

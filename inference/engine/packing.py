@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from accept_head.inference.costs.host import CPU_BLOCK
+from accept_head.inference.costs.host import PACKED
 from accept_head.inference.engine.attention.backend import with_attention
 from accept_head.inference.engine.attention.grouped import grouped_attention
 
@@ -59,8 +59,8 @@ class Packing(NamedTuple):
 
 def pays(wanted: Tensor) -> bool:
     """Whether these tokens, (rows, width) bool, are to be fed packed."""
-    padded = -(-wanted.numel() // CPU_BLOCK)
-    return padded > 1 and 0 < -(-int(wanted.sum()) // CPU_BLOCK) < padded
+    padded = PACKED.blocks(0, wanted.numel())
+    return padded > 1 and 0 < PACKED.blocks(0, int(wanted.sum())) < padded
 
 
 _current: ContextVar[Packing] = ContextVar("packing")  # of the forward that is running

@@ -26,7 +26,7 @@ SAMPLED, GREEDY = Sampling(temperature=1.0, top_k=0), Sampling(temperature=0)
 
 @pytest.fixture(autouse=True)
 def packed_if_anything_is_saved(monkeypatch):
-    monkeypatch.setattr(packing, "CPU_BLOCK", 1)
+    monkeypatch.setattr(packing, "PACKED", replace(packing.PACKED, block=1))
 
 
 def test_which_models_are_packed():
