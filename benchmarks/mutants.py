@@ -398,8 +398,8 @@ CORE = (
     Mutant(
         "costs: a depth at which nothing is asked counts as one of certain rejection",
         "inference/policies/past_rounds.py",
-        "of_tokens[1] * self.means[:, None], of_tokens[2])",
-        "0.0, of_tokens[2])",
+        "np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None]",
+        "np.copyto(of_tokens[2], 0.0",
         ("inference/policies/test_batch_stop.py::test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same",),
     ),
     Mutant(
@@ -457,8 +457,8 @@ CORE = (
     Mutant(
         "costs=auto: what a few rounds say of drafts is believed",
         "inference/costs/learnt.py",
-        "few = len(drafted) < self._enough(rows, context)",
-        "few = False",
+        "return len(latest) == enough and any(",
+        "return any(",
         ("inference/policies/test_learnt_costs.py::test_a_few_slow_rounds_do_not_end_drafting",),
     ),
     Mutant(

@@ -19,8 +19,10 @@ What is believed lies in tensors on the policy's device that change in place, so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -149,7 +151,8 @@ class LearntCosts:
         rows, context, fed, verified = of_rows.sum(-1).tolist()
         ran = int(steps)
         self.rounds += 1
-        unknown, fits = self.unknown, False
+        limit = limit_of(self.rounds)
+        tells = self.unknown or limit != limit_of(self.rounds - 1)
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
@@ -159,24 +162,27 @@ class LearntCosts:
             sizes = context, rows + (slots if host.verifies_padding else verified), (host.block > 1) * (rows + slots)
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append(Timed(float(verified > 0), sizes, rest, self.rounds, rows))
-            fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
-            if fits:
+        if rows and self.rounds >= 2 * len(TRIAL):
+            if (self.unknown and verified > 0) or self.rounds <= OFTEN or self.rounds % SELDOM == 0:
                 self._fit(rows)
-            if self.rounds >= 2 * len(TRIAL):
-                drafted = [each for each in self.rests if each.kind]
-                lately = (each for each in drafted if self.rounds - each.number < ROUNDS)
-                few = len(drafted) < self._enough(rows, context)
-                self.unknown = few or not any(is_like(each, rows) for each in lately)
-        limit = limit_of(self.rounds)
-        if fits or unknown or self.unknown or limit != limit_of(self.rounds - 1):
+                tells = True
+            self.unknown = not self._knows_drafts(rows, context)
+        if tells or self.unknown:
             self._tell_policy(limit)
 
-    def _enough(self, rows: float, context: float) -> float:
+    def _knows_drafts(self, rows: float, context: float) -> bool:
+        """Whether enough drafts are remembered, and of the last rounds one with about as many rows."""
+        drafted, enough = (each for each in reversed(self.rests) if each.kind), self._enough(rows, context)
+        latest = list(islice(drafted, enough))
+        lately = takewhile(lambda each: self.rounds - each.number < ROUNDS, chain(latest, drafted))
+        return len(latest) == enough and any(is_like(each, rows) for each in lately)
+
+    def _enough(self, rows: float, context: float) -> int:
         """How many drafts have to be remembered."""
         alone = self.plain.seconds(context_tokens=context, batch_tokens=rows)
         drafted = self.first.seconds(context_tokens=context, batch_tokens=rows)
         drafted += self.target.seconds(context_tokens=context, batch_tokens=2 * rows)
-        return min(ENOUGH, TRIES * alone / max(drafted - alone, TINY))
+        return math.ceil(min(ENOUGH, TRIES * alone / max(drafted - alone, TINY)))
 
     def _fit(self, rows: float) -> None:
         self.rests, self.drafts = (remembered(seen, self.rounds, rows) for seen in (self.rests, self.drafts))

@@ -234,9 +234,11 @@ class BatchStopPolicy(RowPolicy):
             return active
         predictions = self.predicted_next or self.predicted
         hope = self.survival * predictions[-1] if predictions else self.survival
-        surplus = (hope * self.rho[step.depth - 1] - self.token_price).clamp(min=0)
-        surplus = torch.where(active, surplus, self.nothing)
-        goes_on = self._in_blocks(surplus) if self.host.block > 1 else (surplus > 0) & (surplus.sum() > self.step_price)
+        surplus = torch.where(active, hope * self.rho[step.depth - 1] - self.token_price, self.nothing)
+        if self.host.block > 1:
+            goes_on = self._in_blocks(surplus)
+        else:
+            goes_on = (surplus > 0) & (surplus.clamp(min=0).sum() > self.step_price)
         self.decided.append(torch.where(goes_on, hope, self.nothing))
         return goes_on
 

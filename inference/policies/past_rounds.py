@@ -108,13 +108,13 @@ class PastRounds:
         not judged, as the host did not ask or S is no number, counts as usual. steps: draft steps. slots: verified
         tokens with padding or in blocks. drew: whether a token was drafted. tried: whether one might be."""
         expected, keep = self.ratios()[0], (1 - 1 / self.memory) ** rows
-        known = self.depth < counts[:, None]  # (3, depths, batch)
-        of_tokens = np.full(known.shape, np.nan)
+        counted = self.depth < counts[:, None]  # (3, depths, batch)
+        of_tokens = np.full(counted.shape, np.nan)
         of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
-        not_judged = np.isnan(of_tokens[2]) & known[1]
-        of_tokens[2] = np.where(not_judged, of_tokens[1] * self.means[:, None], of_tokens[2])
-        counted = np.stack([known[0], known[1], known[2] | not_judged])
-        more = np.where(counted, of_tokens, 0.0).sum(-1)  # what is not known may be no number
+        not_judged = np.isnan(of_tokens[2]) & counted[1]
+        np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None], where=not_judged)
+        counted[2] |= not_judged
+        more = of_tokens.sum(-1, where=counted)  # what is not known may be no number
         self.sums = keep * self.sums + more
         self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
         accepted, _, verified = counts.sum(-1).tolist()
@@ -122,5 +122,5 @@ class PastRounds:
         self.totals = [keep * total + more for total, more in zip(self.totals, new, strict=True)]
         self.idle = 0 if tried else self.idle + 1
         self.record *= 1 - 1 / OWN_MEMORY
-        self.record[0] += known[0, 0]
-        self.record[1] += expected * known[2, 0]
+        self.record[0] += counts[0] > 0
+        self.record[1] += expected * (counts[2] > 0)

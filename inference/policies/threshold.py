@@ -81,10 +81,10 @@ class ThresholdPolicy(RowPolicy):
         return step.active if step.depth < self.k_min else step.active & (self.running >= self.level)
 
     def _add(self, score: Tensor) -> None:
-        if self.predicts_next:
-            self.predicted_next.append(score[..., 1])
         if self.predicts:
-            self.predicted.append(score[..., 0] if self.predicts_next else score)
+            accepted, *following = score.unbind(-1) if self.predicts_next else [score]
+            self.predicted.append(accepted)
+            self.predicted_next += following
         self.survival, self.running = self.follow(self.survival, self.running, score)
 
     def begin(self, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -98,5 +98,6 @@ class ThresholdPolicy(RowPolicy):
             return survival, running * score
         if self.statistic == "minimum":
             return survival, torch.minimum(running, score)
-        survival = survival * score[..., 0]
-        return survival, torch.minimum(running, survival * score[..., 1])
+        accepted, following = score.unbind(-1)
+        survival = survival * accepted
+        return survival, torch.minimum(running, survival * following)

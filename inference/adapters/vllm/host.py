@@ -134,7 +134,7 @@ class PolicyHost:
             self.progress = self.drafting.begin(torch.tensor(live).bool(), torch.tensor(rooms), rests=self.rests)
         self.context, self.live = lengths, list(live)  # at the start of this round
         self.pending, self.depth, self.forwards, self.caught_up = None, 0, 0, 0
-        self.most = int(self.progress.budget.max()) if live else 0
+        self.most = int(self.progress.budget.max()) if live and not self.rests else 0
         self.more = self.most > 0
         ids = [torch.tensor([*end.token_ids, -1]) for end in ends or []] if self.more else []
         self.end_ids = torch.nn.utils.rnn.pad_sequence(ids, True, -1) if ids else None
