@@ -19,6 +19,7 @@ from accept_head.pair import default_device
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 TINY = REPOSITORY / "checkpoints" / "tiny"
+THREADS = os.environ.get("OMP_NUM_THREADS")  # as the caller set it: vllm_engines.py sets a default of its own
 
 
 def write_result(name: str, result: dict[str, Any], command: str | None = None) -> Path:
@@ -30,7 +31,7 @@ def write_result(name: str, result: dict[str, Any], command: str | None = None) 
 
 def circumstances(command: str | None = None) -> dict[str, Any]:
     """Where and when something was measured. command: this process's when left out."""
-    threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
+    threads = f"OMP_NUM_THREADS={THREADS} " if THREADS else ""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
     script = Path(sys.argv[0]).resolve()
     return {
