@@ -16,7 +16,7 @@ and so is the end of a part: rows that stand idle there are no matter of draftin
 again after a stop, arms with `costs=auto` decode WARM_UP tokens a row, in which they learn the costs: a server has them
 behind it after its first seconds.
 
-python benchmarks/load.py --batches 4 16           # with 4, 4 minutes a part on 2 cores; goes on where it was
+python benchmarks/load.py --batches 4 16           # with 4, 4 to 6 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --pair smollm2 --parts 8
 .venv-vllm/bin/python benchmarks/load.py --host vllm --pair smollm2 --parts 8
 """
