@@ -457,8 +457,8 @@ CORE = (
     Mutant(
         "costs=auto: what a few rounds say of drafts is believed",
         "inference/costs/learnt.py",
-        "return len(latest) == enough and any(",
-        "return any(",
+        "few = len(drafted) < self._enough(rows, context)",
+        "few = False",
         ("inference/policies/test_learnt_costs.py::test_a_few_slow_rounds_do_not_end_drafting",),
     ),
     Mutant(

@@ -19,10 +19,8 @@ What is believed lies in tensors on the policy's device that change in place, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -151,8 +149,7 @@ class LearntCosts:
         rows, context, fed, verified = of_rows.sum(-1).tolist()
         ran = int(steps)
         self.rounds += 1
-        limit = limit_of(self.rounds)
-        tells = self.unknown or limit != limit_of(self.rounds - 1)
+        unknown, fits = self.unknown, False
         if rows and self.rounds > len(TRIAL):
             if ran:
                 fed = rows * ran if host.drafts_stopped else fed
@@ -162,27 +159,24 @@ class LearntCosts:
             sizes = context, rows + (slots if host.verifies_padding else verified), (host.block > 1) * (rows + slots)
             rest = outcome.seconds - outcome.draft_seconds
             self.rests.append(Timed(float(verified > 0), sizes, rest, self.rounds, rows))
-        if rows and self.rounds >= 2 * len(TRIAL):
-            if (self.unknown and verified > 0) or self.rounds <= OFTEN or self.rounds % SELDOM == 0:
+            fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
+            if fits:
                 self._fit(rows)
-                tells = True
-            self.unknown = not self._knows_drafts(rows, context)
-        if tells or self.unknown:
+            if self.rounds >= 2 * len(TRIAL):
+                drafted = [each for each in self.rests if each.kind]
+                lately = (each for each in drafted if self.rounds - each.number < ROUNDS)
+                few = len(drafted) < self._enough(rows, context)
+                self.unknown = few or not any(is_like(each, rows) for each in lately)
+        limit = limit_of(self.rounds)
+        if fits or unknown or self.unknown or limit != limit_of(self.rounds - 1):
             self._tell_policy(limit)
 
-    def _knows_drafts(self, rows: float, context: float) -> bool:
-        """Whether enough drafts are remembered, and of the last rounds one with about as many rows."""
-        drafted, enough = (each for each in reversed(self.rests) if each.kind), self._enough(rows, context)
-        latest = list(islice(drafted, enough))
-        lately = takewhile(lambda each: self.rounds - each.number < ROUNDS, chain(latest, drafted))
-        return len(latest) == enough and any(is_like(each, rows) for each in lately)
-
-    def _enough(self, rows: float, context: float) -> int:
+    def _enough(self, rows: float, context: float) -> float:
         """How many drafts have to be remembered."""
         alone = self.plain.seconds(context_tokens=context, batch_tokens=rows)
         drafted = self.first.seconds(context_tokens=context, batch_tokens=rows)
         drafted += self.target.seconds(context_tokens=context, batch_tokens=2 * rows)
-        return math.ceil(min(ENOUGH, TRIES * alone / max(drafted - alone, TINY)))
+        return min(ENOUGH, TRIES * alone / max(drafted - alone, TINY))
 
     def _fit(self, rows: float) -> None:
         self.rests, self.drafts = (remembered(seen, self.rounds, rows) for seen in (self.rests, self.drafts))
