@@ -33,7 +33,9 @@ from accept_head.inference.costs.host import PADDED, Host
 from accept_head.inference.policy import VerifyOutcome
 
 ROUNDS, LONG = 128, 512  # that are remembered, and of those with about as many rows as there are now
-OFTEN, SELDOM = 24, 16  # a fit after each of the first rounds, then after every sixteenth
+# A fit after each of the first rounds, then after every sixteenth. Rounds are looked at together, as Python that has
+# not run since the last forwards takes several times as long as what has just run.
+OFTEN, SELDOM = 24, 16
 NEAR, DRIFT = 8, 0.8  # in a fit each eight rounds are less by a share of their mean, as a machine's speed changes
 # Draft lengths of the first rounds: no cost is known without some of each kind. They are tried twice, as the first time
 # kernels are compiled, which takes a hundred times as long; from that nothing is learnt. (Nor is this told of rounds in
@@ -56,14 +58,16 @@ TINY = 1e-12  # seconds
 
 
 class Timed(NamedTuple):
-    """A part of a round. kind: of its forwards, the share that is of the first kind. sizes: context, tokens, and the
-    target's in blocks, 0 where there are none. number: of the round. rows: that took part."""
+    """A part of a round. kind: of its forwards, the share that is of the first kind. in_blocks: the target's tokens
+    in whole blocks, 0 where there are none. number: of the round. rows: that took part."""
 
     kind: float
-    sizes: tuple[float, ...]
     seconds: float
     number: int
     rows: float
+    context: float
+    tokens: float
+    in_blocks: float = 0.0
 
 
 class LearntCosts:
@@ -89,6 +93,8 @@ class LearntCosts:
         # remainder, whose kind is whether the round drafted.
         self.drafts, self.rests = list[Timed](), list[Timed]()
         self.rounds, self.unknown = 0, False  # and whether too little is remembered of drafts for so many rows
+        # (number, outcome's counts, draft forwards, seconds, those of drafting); and how many rows the last one had
+        self.waiting, self.rows = list[tuple[int, np.ndarray, int, float, float]](), 0
         self._tell_policy(limit=limit_of(0))
 
     def start(self, device: torch.device) -> None:
@@ -142,34 +148,44 @@ class LearntCosts:
         return ", ".join([*parts, f"in blocks {1000 * self.by_block:.2f} of the target's"])
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        """Learn from a round."""
-        host, steps = self.host, outcome.draft_forwards
+        """Learn from a round: with later ones, as long as all have as many rows and enough is known."""
+        counts, steps = outcome.on_host, outcome.draft_forwards
         assert outcome.seconds is not None and outcome.draft_seconds is not None and steps is not None
-        of_rows = outcome.on_host[:4] * outcome.on_host[0]
-        rows, context, fed, verified = of_rows.sum(-1).tolist()
-        ran = int(steps)
         self.rounds += 1
-        unknown, fits = self.unknown, False
-        if rows and self.rounds > len(TRIAL):
-            if ran:
-                fed = rows * ran if host.drafts_stopped else fed
-                part = 1 - 1 / ran, (context, fed / ran), outcome.draft_seconds / ran
-                self.drafts.append(Timed(*part, self.rounds, rows))
-            slots = host.slots(rows, of_rows[3])
-            sizes = context, rows + (slots if host.verifies_padding else verified), (host.block > 1) * (rows + slots)
-            rest = outcome.seconds - outcome.draft_seconds
-            self.rests.append(Timed(float(verified > 0), sizes, rest, self.rounds, rows))
-            fits = (unknown and verified > 0) or 2 * len(TRIAL) <= self.rounds <= OFTEN or self.rounds % SELDOM == 0
-            if fits:
-                self._fit(rows)
-            if self.rounds >= 2 * len(TRIAL):
-                drafted = [each for each in self.rests if each.kind]
-                lately = (each for each in drafted if self.rounds - each.number < ROUNDS)
-                few = len(drafted) < self._enough(rows, context)
-                self.unknown = few or not any(is_like(each, rows) for each in lately)
-        limit = limit_of(self.rounds)
+        self.waiting.append((self.rounds, counts, int(steps), outcome.seconds, outcome.draft_seconds))
+        rows, before = int(counts[0].sum()), self.rows
+        limit, unknown, fits = limit_of(self.rounds), self.unknown, False
+        if len(self.waiting) == SELDOM or unknown or self.rounds <= OFTEN or rows not in (before, 0):
+            fits = self._look_at_waiting()
         if fits or unknown or self.unknown or limit != limit_of(self.rounds - 1):
             self._tell_policy(limit)
+
+    def _look_at_waiting(self) -> bool:
+        """Remember the rounds that wait → whether all that is remembered was fitted."""
+        host, unknown, fits = self.host, self.unknown, False
+        for number, counts, ran, seconds, draft_seconds in self.waiting:
+            of_rows = counts[:4] * counts[0]
+            rows, context, fed, verified = of_rows.sum(-1).tolist()
+            if not rows or number <= len(TRIAL):
+                continue
+            self.rows = rows
+            if ran:
+                fed = rows * ran if host.drafts_stopped else fed
+                self.drafts.append(Timed(1 - 1 / ran, draft_seconds / ran, number, rows, context, fed / ran))
+            slots = host.slots(rows, of_rows[3])
+            tokens, in_blocks = rows + (slots if host.verifies_padding else verified), (host.block > 1) * (rows + slots)
+            rest = seconds - draft_seconds
+            self.rests.append(Timed(float(verified > 0), rest, number, rows, context, tokens, in_blocks))
+            fits |= (unknown and verified > 0) or 2 * len(TRIAL) <= number <= OFTEN or number % SELDOM == 0
+        self.waiting.clear()
+        if fits:
+            self._fit(self.rows)
+        if self.rests and self.rounds >= 2 * len(TRIAL):
+            drafted, rows = [each for each in self.rests if each.kind], self.rows
+            lately = (each for each in reversed(drafted) if self.rounds - each.number < ROUNDS)
+            few = len(drafted) < self._enough(rows, self.rests[-1].context)
+            self.unknown = few or not any(is_like(each, rows) for each in lately)
+        return fits
 
     def _enough(self, rows: float, context: float) -> float:
         """How many drafts have to be remembered."""
@@ -215,11 +231,12 @@ def fitted(
     deviation in forwards: both kinds have the same γ (differ), and of the sizes (widths) tokens cost ratio·γ of the
     first kind, the others nothing.
     """
-    share, seconds, number = (np.array([each[place] for each in seen], dtype=float) for place in (0, 2, 3))
+    table = np.array(seen, dtype=float)
+    share, seconds, number = table.T[:3]
     of_first, recent = share > 0, number.max() - number < ROUNDS
     near = np.flatnonzero(np.diff(number // NEAR, prepend=-1))  # where each block of rounds begins
     drift = np.where(recent, DRIFT, 1.0)[:, None]
-    sizes = np.array([each.sizes for each in seen])
+    sizes = table[:, 4 : 4 + len(widths)]
     scale = np.concatenate([[1.0, 1.0], np.maximum(sizes.mean(0), 1e-9)])
     values = np.column_stack([share, 1 - share, sizes / scale[2:], seconds])
     level, count = max(float(np.median(seconds)), TINY), len(scale)

@@ -19,7 +19,7 @@ from accept_head.inference.costs.learnt import LearntCosts
 from accept_head.inference.engine.capture import Capture, capture_of
 from accept_head.inference.policies.content import content_hash
 from accept_head.inference.policies.drafting import Drafting
-from accept_head.inference.policies.past_rounds import PastRounds
+from accept_head.inference.policies.past_rounds import PastRounds, Seen
 from accept_head.inference.policy import DraftPolicy, DraftStep, RowPolicy, VerifyOutcome
 
 TINY = 1e-12  # seconds
@@ -112,7 +112,7 @@ class BatchStopPolicy(RowPolicy):
         if inner.peeks:
             self.draw_next = self._draw_next
         self.counts_steps = inner.peeks or inner.looks_ahead  # there may be more draft steps than drawn tokens
-        self.past = PastRounds(self.max_draft_tokens, prior=prior, optimism=optimism, memory=memory)
+        self.past = PastRounds(self.max_draft_tokens, prior=prior, optimism=optimism, memory=memory, peeks=inner.peeks)
         self._allocate(0, torch.device("cpu"))
         self.lengths, self.planned = np.zeros(0), False  # tokens of each row's text; whether `plan` was called
         self.counted = 0  # number of the policy's predictions that `survival` includes
@@ -172,7 +172,8 @@ class BatchStopPolicy(RowPolicy):
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
         places = rows.tolist()
-        self.lengths[places], self.past.record[:, places], self.planned = lengths.tolist(), 0, False
+        self.past.admit(places)
+        self.lengths[places], self.planned = lengths.tolist(), False
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -181,7 +182,8 @@ class BatchStopPolicy(RowPolicy):
         """Called between rounds only."""
         self.inner.select(rows)
         places = rows.tolist()
-        self.lengths, self.past.record, self.planned = self.lengths[places], self.past.record[:, places], False
+        self.past.select(places)
+        self.lengths, self.planned = self.lengths[places], False
         if len(places) != len(self.budget):
             self._allocate(len(places), self.told.device)
 
@@ -195,12 +197,12 @@ class BatchStopPolicy(RowPolicy):
         average, plain, *more = (of_context * context + of_rows * rows + one for of_context, of_rows, one in prices)
         speed = rows * max(past.emitted / max(average, TINY), 1 / max(plain, TINY))  # λ
         token, step, first, block = (speed * seconds for seconds in more)
-        rho, at_best = past.ratios(), past.at_best()
+        (rho, *further), at_best = past.rho, past.at_best
         if 0 < self.probe <= past.idle:
-            most, rho[0], at_best = 1, 1.0, np.ones_like(at_best)
-        pays = rows * max(0.0, rho[0] - token) - block * self.host.blocks(rows, rows) > first
-        budget = most * pays * (rho[0] * at_best > token)
-        self.told.copy_(torch.tensor([token, step, block, *rho[1:], *budget.tolist()], dtype=torch.float64))
+            most, rho, at_best = 1, 1.0, np.ones_like(at_best)
+        pays = rows * max(0.0, rho - token) - block * self.host.blocks(rows, rows) > first
+        budget = most * pays * (rho * at_best > token)
+        self.told.copy_(torch.tensor([token, step, block, *further, *budget.tolist()], dtype=torch.float64))
         self.planned = True
 
     def start_round(self, live: Tensor) -> Tensor:
@@ -260,26 +262,9 @@ class BatchStopPolicy(RowPolicy):
     # --- learning, at the end of a round -----------------------------------------------------------------------------
 
     def observe(self, outcome: VerifyOutcome) -> None:
-        live, lengths, drafted, submitted, accepted = outcome.on_host
-        of_a_round = torch.stack([*self.decided, *self.judged]).cpu().numpy()
-        decided, judged = of_a_round[: len(self.decided)], of_a_round[len(self.decided) :]
+        of_a_round, depths = torch.stack([*self.decided, *self.judged]).cpu().numpy(), len(self.decided)
         steps = int(self.steps) if self.counts_steps else 0
-        accepted, drafted, submitted = np.stack([accepted, drafted, submitted]) * live
-        rows, longest = int(live.sum()), int(drafted.max())
-        # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
-        # declined was a draft step without a gain.
-        looked = submitted + (submitted == drafted) * live if self.inner.peeks else submitted
-        self.past.learn(
-            np.stack([accepted, looked, submitted]),
-            decided,
-            judged,
-            rows=rows,
-            # The host may skip asking at the last depth, so the policy can know of too few steps.
-            steps=max(longest, steps) if longest else int(self.host.feeds),
-            slots=self.host.slots(rows, submitted),
-            drew=longest > 0,
-            tried=bool(decided[0].any()),
-        )
-        self.lengths, self.planned = lengths.copy(), False  # `admit` writes there
+        self.past.add(Seen(outcome.on_host, of_a_round[:depths], of_a_round[depths:], steps, self.host))
+        self.lengths, self.planned = outcome.on_host[1].copy(), False  # `admit` writes there
         if self.inner.learns:
             self.policy.observe(outcome)

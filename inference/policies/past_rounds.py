@@ -1,8 +1,9 @@
-"""What past rounds have taught the batch's rule (batch_stop.py). It is learnt on the host, once a round."""
+"""What past rounds have taught the batch's rule (batch_stop.py). It is learnt on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,20 @@ from accept_head.inference.costs.host import Host
 OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
 SURE = 5.0  # rows of sure tokens that a depth is taken to have had
 RECENT, USUAL = 64.0, 16.0  # rows that count as recent, and rows as usual that they are taken to have among them
+# Rounds that are learnt from together, once there were some, and their rows. Python that has not run since the last
+# forwards takes several times as long as what has just run.
+TOGETHER, ROWS_TOGETHER = 8, 32
+
+
+class Seen(NamedTuple):
+    """A round. counts: (5, batch), as of VerifyOutcome.on_host. decided, judged: (≤ depths, batch), S·β̂ and S. steps:
+    draft steps that the policy knows of."""
+
+    counts: np.ndarray
+    decided: np.ndarray
+    judged: np.ndarray
+    steps: int
+    host: Host
 
 
 class PastRounds:
@@ -19,12 +34,14 @@ class PastRounds:
     sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
     recent: (2, depths), the last two of these sums over fewer rows. totals: 6, of all rows: rows, emitted tokens, draft
     steps, verified drafted tokens, these with padding or in blocks, and rows of rounds with drafts.
-    record: (2, batch), first tokens of each row that were accepted, and that were expected to be. idle: rounds without
-    drafts until now.
+    record: (2, batch), first tokens of each row that were accepted, and that were expected to be. rounds: until now.
+    idle: the last of them without drafts. rho, at_best: ρ of every depth and f of every row, (batch,), as of the rounds
+    that were learnt from.
     """
 
-    def __init__(self, depths: int, *, prior: float, optimism: float, memory: float):
+    def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, peeks: bool):
         self.depth, self.prior, self.optimism, self.memory = np.arange(depths)[:, None], prior, optimism, memory
+        self.peeks, self.record, self.at_best = peeks, np.zeros((2, 0)), np.ones(0)
         self.forget()
         self.begin(0)
 
@@ -32,10 +49,23 @@ class PastRounds:
         """Reset the sums to those of one row that drafted nothing."""
         self.sums, self.recent = np.zeros((3, len(self.depth))), np.zeros((2, len(self.depth)))
         self.totals = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        self.rounds, self.waiting, self.waiting_rows = 0, list[Seen](), 0
+        self.rho = self.ratios()
+
+    # --- rows --------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: int) -> None:
         """So many rows begin, of which nothing is known."""
-        self.record, self.idle = np.zeros((2, batch)), 0
+        self.learn()
+        self.record, self.at_best, self.idle = np.zeros((2, batch)), np.ones(batch), 0
+
+    def admit(self, rows: Sequence[int]) -> None:
+        """Nothing is known of these rows."""
+        self.record[:, rows], self.at_best[rows] = 0, 1
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row i becomes what row rows[i] was."""
+        self.record, self.at_best = self.record[:, rows], self.at_best[rows]
 
     # --- what follows from them --------------------------------------------------------------------------------------
 
@@ -53,11 +83,6 @@ class PastRounds:
         (_, before, after), (before_lately, after_lately) = self.sums, self.recent
         usual = (SURE + after) / (SURE + before)
         return (USUAL * usual + after_lately) / (USUAL + before_lately)
-
-    def at_best(self) -> np.ndarray:
-        """f of every row, (batch,)."""
-        accepted, expected = self.record
-        return np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
 
     @property
     def emitted(self) -> float:
@@ -91,36 +116,51 @@ class PastRounds:
 
     # --- learning ----------------------------------------------------------------------------------------------------
 
-    def learn(
-        self,
-        counts: np.ndarray,
-        decided: np.ndarray,
-        judged: np.ndarray,
-        *,
-        rows: int,
-        steps: int,
-        slots: float,
-        drew: bool,
-        tried: bool,
-    ) -> None:
-        """Learn from a round of so many rows. counts: (3, batch), 0 for all other rows: tokens that were accepted, that
-        were drawn or declined, and that were verified. decided, judged: (≤ depths, batch), S·β̂ and S. A token that was
-        not judged, as the host did not ask or S is no number, counts as usual. steps: draft steps. slots: verified
-        tokens with padding or in blocks. drew: whether a token was drafted. tried: whether one might be."""
-        expected, keep = self.ratios()[0], (1 - 1 / self.memory) ** rows
-        counted = self.depth < counts[:, None]  # (3, depths, batch)
+    def add(self, seen: Seen) -> None:
+        """One more round. It is learnt from now or with later ones, the rows' records aside."""
+        live, _, _, submitted, accepted = seen.counts
+        self.record *= 1 - 1 / OWN_MEMORY
+        self.record[0] += live * accepted > 0
+        self.record[1] += self.rho[0] * (live * submitted > 0)
+        self.rounds += 1
+        rested, drafts = self.idle > 0, bool(seen.decided[0].any())
+        self.idle = 0 if drafts else self.idle + 1
+        self.waiting.append(seen)
+        self.waiting_rows += int(live.sum())
+        many = len(self.waiting) >= min(TOGETHER, 1 + self.rounds // TOGETHER) or self.waiting_rows >= ROWS_TOGETHER
+        if many or drafts == rested:  # drafting begins or ends
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn from the rounds that wait."""
+        for seen in self.waiting:
+            self._learn(*seen)
+        self.waiting, self.waiting_rows, self.rho = [], 0, self.ratios()
+        accepted, expected = self.record
+        self.at_best = np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
+
+    def _learn(self, counts: np.ndarray, decided: np.ndarray, judged: np.ndarray, steps: int, host: Host) -> None:
+        live, _, drafted, submitted, accepted = counts
+        accepted, drafted, submitted = np.stack([accepted, drafted, submitted]) * live
+        rows, longest = int(live.sum()), int(drafted.max())
+        # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
+        # declined was a draft step without a gain.
+        looked = submitted + (submitted == drafted) * live if self.peeks else submitted
+        tokens = np.stack([accepted, looked, submitted])
+        # The host may skip asking at the last depth, so the policy can know of too few steps.
+        steps = max(longest, steps) if longest else int(host.feeds)
+        slots = host.slots(rows, submitted)
+        keep = (1 - 1 / self.memory) ** rows
+        counted = self.depth < tokens[:, None]  # (3, depths, batch)
         of_tokens = np.full(counted.shape, np.nan)
         of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
+        # A token that was not judged, as the host did not ask or S is no number, counts as usual.
         not_judged = np.isnan(of_tokens[2]) & counted[1]
         np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None], where=not_judged)
         counted[2] |= not_judged
         more = of_tokens.sum(-1, where=counted)  # what is not known may be no number
         self.sums = keep * self.sums + more
         self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
-        accepted, _, verified = counts.sum(-1).tolist()
-        new = rows, rows + accepted, rows * steps, verified, slots, rows * drew
+        gained, _, verified = tokens.sum(-1).tolist()
+        new = rows, rows + gained, rows * steps, verified, slots, rows * (longest > 0)
         self.totals = [keep * total + more for total, more in zip(self.totals, new, strict=True)]
-        self.idle = 0 if tried else self.idle + 1
-        self.record *= 1 - 1 / OWN_MEMORY
-        self.record[0] += counts[0] > 0
-        self.record[1] += expected * (counts[2] > 0)

@@ -29,7 +29,7 @@ from accept_head.inference.policies.drafting import Drafting
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.logistic import OnlineLogisticPolicy
-from accept_head.inference.policies.past_rounds import PastRounds
+from accept_head.inference.policies.past_rounds import PastRounds, Seen
 from accept_head.inference.policies.registry import POLICIES
 from accept_head.inference.policy import BOTH, DraftStep, Signal
 from accept_head.inference.replay.asking import replay
@@ -236,14 +236,17 @@ def test_every_depth_is_tried_again():
 
 def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
     """A host need not ask at the last depth. Then ρ is as it would be of a policy that predicts nothing."""
-    random, past = np.random.default_rng(0), [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0) for _ in range(2)]
+    random, past = (
+        np.random.default_rng(0),
+        [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0, peeks=False) for _ in range(2)],
+    )
     for each in past:
         each.begin(4)
     for _ in range(200):
         accepted, ones = (random.random(4) < 0.4).astype(int), np.ones((1, 4))
-        counts = np.stack([accepted, np.ones(4, int), np.ones(4, int)])
+        counts = np.stack([*np.ones((4, 4), int), accepted])
         for each, judged in zip(past, (ones, ones[:0]), strict=True):
-            each.learn(counts, ones, judged, rows=4, steps=1, slots=4, drew=True, tried=True)
+            each.add(Seen(counts, ones, judged, 1, PACKED))
     asked, silent = (each.ratios()[0] for each in past)
     assert silent == pytest.approx(asked) and abs(asked - 0.4) < 0.1
 
@@ -598,6 +601,7 @@ def test_what_is_wrapped_is_part_of_the_content():
 def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     policy = begin(BatchStopPolicy(FixedPolicy(4), pair_costs(0.1)), [10] * 8)
     decode(policy, 8, 0.3, 50)
+    begin(policy, [10] * 2)
     learnt = policy.past.sums.tolist()
     begin(policy, [10] * 2)
     assert policy.past.sums.tolist() == learnt and policy.lengths.tolist() == [10, 10]
@@ -606,7 +610,7 @@ def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     assert policy.past.sums.tolist() == learnt != other.past.sums.tolist()
     for each in (policy, other):
         each.plan([True] * 2)
-        assert [ratio.item() for ratio in each.rho] == each.past.ratios()[1:]
+        assert [ratio.item() for ratio in each.rho] == each.past.rho[1:]
     assert policy.told.tolist() != other.told.tolist()
 
 

@@ -122,9 +122,9 @@ def test_few_rounds_with_drafts_are_no_outliers_among_many_without():
     token costs once followed the noise of the latter, 4 ms, and nothing was drafted any more."""
     drafted = [(48, 99.7, 7), (80, 118.8, 9), (32, 112.1, 11), (64, 115.3, 12)]
     plain = [64.5, 72.4, 74.2, 70.1, 73.3, 81.2, 73.5, 70.8, 71.6, 70.8, 74.1, 71.4, 90.3, 71.6, 77.2]
-    rounds = [Timed(1, (2000, tokens, tokens), seconds / 1e3, number, 16) for tokens, seconds, number in drafted]
+    rounds = [Timed(1, seconds / 1e3, number, 16, 2000, tokens, tokens) for tokens, seconds, number in drafted]
     rounds += [
-        Timed(0, (2000, 16, 16), each / 1e3, at, 16) for each, at in zip(plain, (8, 10, *range(13, 26)), strict=True)
+        Timed(0, each / 1e3, at, 16, 2000, 16, 16) for each, at in zip(plain, (8, 10, *range(13, 26)), strict=True)
     ]
     target, alone, _ = fitted(sorted(rounds, key=lambda each: each.number), 0.0, *OF_TARGET)
     for tokens in (32, 48, 64, 80):
@@ -201,11 +201,15 @@ def test_what_a_token_cost_before_is_forgotten(rows, rounds):
 
 
 def test_a_few_slow_rounds_do_not_end_drafting():
-    """All four of the first rounds that drafted took three times as long."""
-    policy, drafted = BatchStopPolicy(FixedPolicy(6), LearntCosts()), (6, 8, 10, 11)
-    given = COSTS, PACKED, 150, 4, 0.7, np.random.default_rng(0)
-    longest, _ = serve(policy, *given, machine=lambda number: 3.0 if number in drafted else 1.0)
-    assert np.mean(longest[60:]) > 1.8
+    """All four of the first rounds that drafted took three times as long. In none of eight runs drafts end, and in most
+    of them soon as much is drafted as without those rounds, two tokens."""
+    longest = []
+    for seed in range(8):
+        policy, slow = BatchStopPolicy(FixedPolicy(6), LearntCosts()), (6, 8, 10, 11)
+        given = COSTS, PACKED, 150, 4, 0.7, np.random.default_rng(seed)
+        seen, _ = serve(policy, *given, machine=lambda number: 3.0 if number in slow else 1.0)  # noqa: B023
+        longest.append(np.mean(seen[60:]))
+    assert min(longest) > 0.9 and np.median(longest) > 1.8, longest
 
 
 def test_the_first_rounds_try_several_lengths():

@@ -686,16 +686,20 @@ class ScalarBatchStop(Reference):
         self.idle = 0
         self.speculating = 0.0
         self.longest, self.records = set(), {}
+        self.rounds, self.waiting = 0, []
+        self.best = {}  # row → how much of what is expected of a first token to expect of the row's
+        self.expected = self.ratio()
+
+    def start(self):
+        self.learn()
+        self.records, self.best, self.idle = {}, {}, 0
 
     def admit(self, row, length):
-        self.records[row] = [0.0, 0.0]
+        self.records[row], self.best[row] = [0.0, 0.0], 1.0
 
     def select(self, order):
-        self.records = {place: self.records[row] for place, row in enumerate(order)}
-
-    def at_best(self, row):
-        hits, expected = self.records[row]
-        return min(1.0, (4.0 + hits + 2 * math.sqrt(1 + hits)) / (4.0 + expected))
+        for each in ("records", "best"):
+            setattr(self, each, {place: getattr(self, each)[row] for place, row in enumerate(order)})
 
     def mean(self, depth):
         usual = (5 + self.after[depth]) / (5 + self.before[depth])
@@ -759,12 +763,10 @@ class ScalarBatchStop(Reference):
             if depth > 1:
                 going = set(order[: 1 + int(np.argmax(net))]) if order else set()
             elif not probes:
-                going = {row for row in going if gains[row] * self.at_best(live[row]) > one}
+                going = {row for row in going if gains[row] * self.best[live[row]] > one}
             tokens += len(going)
             if not pays:
                 break
-            if depth == 1:
-                self.expected = rho
             self.decisions.append({row: hope[row] for row in going})
             price = step
             going = {row for row in going if drafted[row] < room[row]}
@@ -776,31 +778,55 @@ class ScalarBatchStop(Reference):
             going = {row for row in going if product[row] >= self.threshold and drafted[row] < room[row]}
             if not going:
                 break
-        self.idle = 0 if self.decisions and self.decisions[0] else self.idle + 1
+        some = bool(self.decisions and self.decisions[0])
+        self.turns = some == (self.idle > 0)
+        self.idle = 0 if some else self.idle + 1
         self.longest.add(max(drafted))
         return list(zip(drafted, [min(n, given.cut[row]) for n, row in zip(drafted, live, strict=True)], strict=True))
 
     def verified(self, rounds):
-        keep = (1 - 1 / self.memory) ** len(rounds)
-        for sums in (self.accepted, self.before, self.after):
-            sums[:] = [keep * x for x in sums]
-        for sums in (self.before_lately, self.after_lately):
-            sums[:] = [(1 - 1 / 64) ** len(rounds) * x for x in sums]
-        for depth, (before, after) in enumerate(zip(self.decisions, self.verdicts, strict=True)):
-            for each in rounds:
-                if each.submitted > depth:
-                    row = self.live.index(each.row)
-                    self.before[depth] += before[row]
-                    self.after[depth] += after[row]
-                    self.before_lately[depth] += before[row]
-                    self.after_lately[depth] += after[row]
-                    self.accepted[depth] += each.accepted > depth
+        """It learns from one round in the beginning, later from eight together, or from as many as have 32 rows; and at
+        once where drafting begins or ends."""
         for record in self.records.values():
             record[:] = [x * (1 - 1 / 64) for x in record]
         for each in rounds:
             if each.submitted:
                 self.records[each.row][0] += each.accepted > 0
                 self.records[each.row][1] += self.expected
+        self.waiting.append((rounds, self.live, self.decisions, self.verdicts))
+        self.rounds += 1
+        many = len(self.waiting) >= min(8, 1 + self.rounds // 8) or sum(len(each[0]) for each in self.waiting) >= 32
+        if many or self.turns:
+            self.learn()
+
+    def learn(self):
+        for waiting in self.waiting:
+            self.learn_from(*waiting)
+        self.waiting = []
+        self.expected = self.ratio()
+        for row, (hits, expected) in self.records.items():
+            self.best[row] = min(1.0, (4.0 + hits + 2 * math.sqrt(1 + hits)) / (4.0 + expected))
+
+    def ratio(self):
+        """ρ of the first depth."""
+        kappa = (self.prior * self.optimism + self.accepted[0]) / (self.prior + self.after[0])
+        return kappa * self.mean(0)
+
+    def learn_from(self, rounds, live, decisions, verdicts):
+        keep = (1 - 1 / self.memory) ** len(rounds)
+        for sums in (self.accepted, self.before, self.after):
+            sums[:] = [keep * x for x in sums]
+        for sums in (self.before_lately, self.after_lately):
+            sums[:] = [(1 - 1 / 64) ** len(rounds) * x for x in sums]
+        for depth, (before, after) in enumerate(zip(decisions, verdicts, strict=True)):
+            for each in rounds:
+                if each.submitted > depth:
+                    row = live.index(each.row)
+                    self.before[depth] += before[row]
+                    self.after[depth] += after[row]
+                    self.before_lately[depth] += before[row]
+                    self.after_lately[depth] += after[row]
+                    self.accepted[depth] += each.accepted > depth
         steps = max([int(self.host.feeds), *(each.drafted for each in rounds)])
         submitted = [each.submitted for each in rounds]
         slots = self.host.block * blocks(self.host, len(rounds), sum(submitted))
