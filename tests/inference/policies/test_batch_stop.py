@@ -606,7 +606,7 @@ def test_what_was_learnt_outlives_start_and_a_copy_is_its_own():
     begin(policy, [10] * 2)
     assert policy.past.sums.tolist() == learnt and policy.lengths.tolist() == [10, 10]
     other = copy.deepcopy(policy)
-    decode(other, 2, 0.9, 5)
+    decode(other, 2, 0.9, 8)
     assert policy.past.sums.tolist() == learnt != other.past.sums.tolist()
     for each in (policy, other):
         each.plan([True] * 2)
