@@ -370,8 +370,8 @@ CORE = (
     Mutant(
         "costs=auto: all seconds are taken to be the target's",
         "inference/costs/learnt.py",
-        "rest = outcome.seconds - outcome.draft_seconds",
-        "rest = outcome.seconds",
+        "rest = seconds - draft_seconds",
+        "rest = seconds",
         ("inference/policies/test_learnt_costs.py::test_they_come_to_the_seconds_of_rounds[packed-0.0]",),
     ),
     Mutant(
@@ -384,8 +384,8 @@ CORE = (
     Mutant(
         "costs=auto: a round without drafts is taken for one with drafts",
         "inference/costs/learnt.py",
-        "Timed(float(verified > 0), sizes",
-        "Timed(1.0, sizes",
+        "Timed(float(verified > 0), rest",
+        "Timed(1.0, rest",
         ("inference/policies/test_learnt_costs.py::test_a_round_without_drafts_has_costs_of_its_own[0.7]",),
     ),
     Mutant(
@@ -394,6 +394,27 @@ CORE = (
         "return (USUAL * usual + after_lately) / (USUAL + before_lately)",
         "return usual",
         (BATCH_STOP + "predictions_tell_of_other_text_before_verdicts_do", rule("Told by costs, light")),
+    ),
+    Mutant(
+        "costs: what follows the end of a rest is learnt with later rounds",
+        "inference/policies/past_rounds.py",
+        "if many or drafts == rested:",
+        "if many:",
+        (BATCH_STOP + "predictions_tell_of_other_text_before_verdicts_do", rule("Foretelling by costs, heavy")),
+    ),
+    Mutant(
+        "costs: many rows' rounds wait for others",
+        "inference/policies/past_rounds.py",
+        " or self.waiting_rows >= ROWS_TOGETHER",
+        "",
+        (rule("Foretelling by costs, heavy"),),
+    ),
+    Mutant(
+        "costs: a request that begins has the record of the one before",
+        "inference/policies/past_rounds.py",
+        "self.record[:, rows], self.at_best[rows] = 0, 1",
+        "pass",
+        (rule("Foretelling by costs, heavy"),),
     ),
     Mutant(
         "costs: a depth at which nothing is asked counts as one of certain rejection",
@@ -433,8 +454,8 @@ CORE = (
     Mutant(
         "costs=auto: the first draft step of a round is taken for one of the others",
         "inference/costs/learnt.py",
-        "part = 1 - 1 / ran, (context",
-        "part = 1.0, (context",
+        "Timed(1 - 1 / ran, draft",
+        "Timed(1.0, draft",
         ("inference/policies/test_learnt_costs.py::test_the_first_draft_step_has_costs_of_its_own[packed-0]",),
     ),
     Mutant(
@@ -457,7 +478,7 @@ CORE = (
     Mutant(
         "costs=auto: what a few rounds say of drafts is believed",
         "inference/costs/learnt.py",
-        "few = len(drafted) < self._enough(rows, context)",
+        "few = len(drafted) < self._enough(rows, self.rests[-1].context)",
         "few = False",
         ("inference/policies/test_learnt_costs.py::test_a_few_slow_rounds_do_not_end_drafting",),
     ),
@@ -533,8 +554,8 @@ CORE = (
     Mutant(
         "costs=auto: rounds that compile and capture are learnt from",
         "inference/costs/learnt.py",
-        "if rows and self.rounds > len(TRIAL):",
-        "if rows:",
+        "if not rows or number <= len(TRIAL):",
+        "if not rows:",
         ("inference/policies/test_learnt_costs.py::test_nothing_is_learnt_of_the_first_rounds[batch stop]",),
     ),
     Mutant(
@@ -580,9 +601,9 @@ CORE = (
     ),
     Mutant(
         "costs: a round in which no row wants to draft counts as one with drafts",
-        "inference/policies/batch_stop.py",
-        "tried=bool(decided[0].any())",
-        "tried=True",
+        "inference/policies/past_rounds.py",
+        "drafts = self.idle > 0, bool(seen.decided[0].any())",
+        "drafts = self.idle > 0, True",
         ("inference/policies/test_batch_stop.py::test_a_round_in_which_no_row_wants_to_draft_is_one_without_drafts",),
     ),
     Mutant(
@@ -622,8 +643,8 @@ CORE = (
     Mutant(
         "costs: the first step is decided for the rows of the round before",
         "inference/policies/batch_stop.py",
-        "self.lengths, self.planned = lengths.copy(), False",
-        "self.lengths = lengths.copy()",
+        "self.lengths, self.planned = outcome.on_host[1].copy(), False",
+        "self.lengths = outcome.on_host[1].copy()",
         (f"{BATCH_STOP}it_plans_by_itself_where_its_host_does_not",),
     ),
     Mutant(
@@ -636,8 +657,8 @@ CORE = (
     Mutant(
         "costs: a request that does not pay drafts on",
         "inference/policies/batch_stop.py",
-        "(rho[0] * at_best > token)",
-        "(rho[0] > token)",
+        "(rho * at_best > token)",
+        "(rho > token)",
         (f"{BATCH_STOP}a_request_whose_tokens_do_not_pay_drafts_nothing_and_is_tried_again",),
     ),
     Mutant(

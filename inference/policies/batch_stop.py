@@ -62,6 +62,8 @@ class BatchStopPolicy(RowPolicy):
     rows or so, and USUAL rows like those of the last `memory`. Those start as if SURE rows had given 1, and κ_d as if
     `prior` rows had given `optimism`·κ_{d−1}; κ_0 = 1. If the policy predicts nothing, m_d = 1.
 
+    Rounds are learnt from together, so λ, ρ and f follow by some rounds (past_rounds.py).
+
     Never absorbing: all sums decay with each row and round, whether the depth was reached or not. So κ_d and m_d of an
     abandoned depth return to where they began, until the depth is tried again. Depths return one at a time: κ of an
     untried depth is below that of the depth before. K = 0 ends in the same way. Besides, one token is drafted after the
@@ -115,6 +117,7 @@ class BatchStopPolicy(RowPolicy):
         self.past = PastRounds(self.max_draft_tokens, prior=prior, optimism=optimism, memory=memory, peeks=inner.peeks)
         self._allocate(0, torch.device("cpu"))
         self.lengths, self.planned = np.zeros(0), False  # tokens of each row's text; whether `plan` was called
+        self.planned_by: tuple[object, ...] = ()  # what the last plan went by, texts aside
         self.counted = 0  # number of the policy's predictions that `survival` includes
         self.survival = torch.zeros(0, dtype=torch.float64)
         self.steps = torch.zeros((), dtype=torch.long)  # of this round, if counted
@@ -137,7 +140,7 @@ class BatchStopPolicy(RowPolicy):
         """Reset what was learnt, in the same memory; and the costs, if they are learnt."""
         self.past.forget()
         self.costs.forget()
-        self.planned = False
+        self.planned, self.planned_by = False, ()
 
     @property
     def capture(self) -> Capture | None:
@@ -148,7 +151,7 @@ class BatchStopPolicy(RowPolicy):
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
             read=tuple(f"policy.{name}" for name in held.read),
-            unread=("lengths", "planned", *(f"policy.{name}" for name in held.unread)),
+            unread=("lengths", "planned", "planned_by", *(f"policy.{name}" for name in held.unread)),
         )
 
     @property
@@ -166,14 +169,14 @@ class BatchStopPolicy(RowPolicy):
         self.inner.start(batch, device)
         if self.budget.shape != (batch,) or self.told.device != torch.empty(0, device=device).device:
             self._allocate(batch, device)
-        self.lengths, self.planned = np.zeros(batch), False
+        self.lengths, self.planned, self.planned_by = np.zeros(batch), False, ()
         self.past.begin(batch)
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
         places = rows.tolist()
         self.past.admit(places)
-        self.lengths[places], self.planned = lengths.tolist(), False
+        self.lengths[places], self.planned, self.planned_by = lengths.tolist(), False, ()
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -183,27 +186,32 @@ class BatchStopPolicy(RowPolicy):
         self.inner.select(rows)
         places = rows.tolist()
         self.past.select(places)
-        self.lengths, self.planned = self.lengths[places], False
+        self.lengths, self.planned, self.planned_by = self.lengths[places], False, ()
         if len(places) != len(self.budget):
             self._allocate(len(places), self.told.device)
 
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def plan(self, live: Sequence[bool]) -> None:
-        """Decide on the first step, and tell what the others go by."""
-        past, most, takes_part = self.past, self.max_draft_tokens, np.array(live, bool)
+        """Decide on the first step, and tell what the others go by. As long as nothing is learnt and the same rows take
+        part, that stays as it is: a few more tokens of context change next to nothing."""
+        past, most, coefficients = self.past, self.max_draft_tokens, self.costs.coefficients
+        probes, self.planned = 0 < self.probe <= past.idle, True
+        goes_by = probes, list(live), past.rounds - len(past.waiting), coefficients
+        if goes_by == self.planned_by:
+            return
+        self.planned_by, takes_part = goes_by, np.array(live, bool)
         rows, context = int(takes_part.sum()), float(self.lengths @ takes_part)
-        prices = past.prices(self.costs.coefficients, self.host)
+        prices = past.prices(coefficients, self.host)
         average, plain, *more = (of_context * context + of_rows * rows + one for of_context, of_rows, one in prices)
         speed = rows * max(past.emitted / max(average, TINY), 1 / max(plain, TINY))  # λ
         token, step, first, block = (speed * seconds for seconds in more)
         (rho, *further), at_best = past.rho, past.at_best
-        if 0 < self.probe <= past.idle:
+        if probes:
             most, rho, at_best = 1, 1.0, np.ones_like(at_best)
         pays = rows * max(0.0, rho - token) - block * self.host.blocks(rows, rows) > first
         budget = most * pays * (rho * at_best > token)
         self.told.copy_(torch.tensor([token, step, block, *further, *budget.tolist()], dtype=torch.float64))
-        self.planned = True
 
     def start_round(self, live: Tensor) -> Tensor:
         if not self.planned:  # its host leaves it to us, and we wait for the device

@@ -687,17 +687,19 @@ class ScalarBatchStop(Reference):
         self.speculating = 0.0
         self.longest, self.records = set(), {}
         self.rounds, self.waiting = 0, []
+        self.priced_by, self.priced = None, None
         self.best = {}  # row → how much of what is expected of a first token to expect of the row's
         self.expected = self.ratio()
 
     def start(self):
         self.learn()
-        self.records, self.best, self.idle = {}, {}, 0
+        self.records, self.best, self.idle, self.priced_by = {}, {}, 0, None
 
     def admit(self, row, length):
-        self.records[row], self.best[row] = [0.0, 0.0], 1.0
+        self.records[row], self.best[row], self.priced_by = [0.0, 0.0], 1.0, None
 
     def select(self, order):
+        self.priced_by = None
         for each in ("records", "best"):
             setattr(self, each, {place: getattr(self, each)[row] for place, row in enumerate(order)})
 
@@ -737,7 +739,10 @@ class ScalarBatchStop(Reference):
         return one, step, first + speed * (more if self.host.feeds else more + first_draft)
 
     def drafts(self, live, given, lengths):
-        one, step, first = self.price(lengths)
+        goes_by = live, self.rounds - len(self.waiting), 0 < self.probe <= self.idle
+        if goes_by != self.priced_by:
+            self.priced_by, self.priced = goes_by, self.price(lengths)
+        one, step, first = self.priced
         rows = range(len(lengths))
         shown, room = zip(*(given.of(row) for row in live), strict=True)
         told, ahead = ([each[name] for each in shown] for name in ("max_prob", "entropy"))
