@@ -107,7 +107,7 @@ class HeadOrigin:
         """
         temperature = self.sampling.get("temperature")
         if isinstance(temperature, int | float) and (temperature == 0) != greedy:
-            drafts = "takes the draft's likeliest tokens" if greedy else "samples drafts"
+            drafts = "takes the draft's likeliest tokens" if greedy else "samples drafts of requests with a temperature"
             self._warn(f"was trained or tuned for {_shown(self.sampling)}, but {drafts}")
 
     def _warn(self, what: str, effect: str = "drafts may end at wrong moments") -> None:

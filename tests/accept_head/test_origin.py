@@ -131,6 +131,8 @@ def test_vllm_knows_the_mode_beforehand(head, said):
     assert said() == []
     origin.check_mode(greedy=True)
     assert "temperature 1" in said()[0] and "likeliest" in said()[0]
+    HeadOrigin(str(folder), {}, {"temperature": 0}).check_mode(greedy=False)
+    assert "greedy decoding, but samples drafts of requests with a temperature" in said()[-1]
 
 
 def test_what_is_not_known_is_not_said(tmp_path, random_pair, said):
