@@ -58,8 +58,9 @@ TINY = 1e-12  # seconds
 
 
 class Timed(NamedTuple):
-    """A part of a round. kind: of its forwards, the share that is of the first kind. in_blocks: the target's tokens
-    in whole blocks, 0 where there are none. number: of the round. rows: that took part."""
+    """A part of a round. kind: of its forwards, the share that is of the first kind. number: of the round. rows: that
+    took part. context, tokens: of a forward, of all rows. in_blocks: the target's tokens in whole blocks, 0 where there
+    are none."""
 
     kind: float
     seconds: float

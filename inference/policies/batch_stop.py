@@ -62,7 +62,7 @@ class BatchStopPolicy(RowPolicy):
     rows or so, and USUAL rows like those of the last `memory`. Those start as if SURE rows had given 1, and κ_d as if
     `prior` rows had given `optimism`·κ_{d−1}; κ_0 = 1. If the policy predicts nothing, m_d = 1.
 
-    Rounds are learnt from together, so λ, ρ and f follow by some rounds (past_rounds.py).
+    Several rounds are learnt from together, so λ, ρ and f are some rounds old (past_rounds.py).
 
     Never absorbing: all sums decay with each row and round, whether the depth was reached or not. So κ_d and m_d of an
     abandoned depth return to where they began, until the depth is tried again. Depths return one at a time: κ of an
