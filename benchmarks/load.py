@@ -83,13 +83,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[4, 16])
     parser.add_argument("--temperatures", nargs="+", type=float, default=[1.0])
     parser.add_argument("--parts", type=int, default=4)
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="fixed K; if the longest is best, more")
     options = parser.parse_args()
     served = PAIRS[options.pair]
     host = HOSTS[options.host](served, max(options.batches))
     for batch in options.batches:
         for temperature in options.temperatures:
             place = {"host": options.host, "pair": options.pair, "batch": batch, "temperature": temperature}
-            specs = specs_of(served.heads[temperature])
+            specs = specs_of(served.heads[temperature], options.lengths)
             cell = {**place, **measured(host, specs, options.parts, **place)}
             name = f"load_{options.host}_{options.pair}"
             path = RESULTS / f"{name}.json"
@@ -99,11 +100,11 @@ def main() -> None:
             print(json.dumps(cell, indent=1), flush=True)
 
 
-def specs_of(head: str) -> dict[str, str]:
+def specs_of(head: str, lengths: Sequence[int] = LENGTHS) -> dict[str, str]:
     """Arm → SPEC. With costs, the head has no threshold of its own."""
     return {
         "none": "none",
-        **{f"fixed:{k}": f"fixed:{k}" for k in LENGTHS},
+        **{f"fixed:{k}": f"fixed:{k}" for k in lengths},
         TWICE + TWIN: TWICE,
         "head": head,
         HEAD: f"head:{folder_of(head)}:1,k_max={K_MAX},costs=auto",
@@ -251,7 +252,9 @@ def figures(kept: Sequence[Sequence[Any]], names: Sequence[str], parts: int) -> 
     rounds, sums = sums[..., :1], sums[..., 1:]
     drawn = np.einsum("rp,apf->arf", draws(parts), sums)
     speeds, of_draws = (each[..., 0] / each[..., 1] for each in (sums.sum(1), drawn))
-    fixed = [place for place, name in enumerate(names) if name == "none" or name in map("fixed:{}".format, LENGTHS)]
+    fixed = [
+        place for place, name in enumerate(names) if name.startswith(("none", "fixed:")) and not name.endswith(TWIN)
+    ]
     best = max(fixed, key=lambda place: speeds[place])
     means = sums.sum(1) / rounds.sum(1)
     twin, twice = speeds[names.index(TWICE + TWIN)], speeds[names.index(TWICE)]

@@ -284,18 +284,27 @@ def random_traces_folder(
 @pytest.fixture(scope="session")
 def embedded_traces(
     tmp_path_factory: pytest.TempPathFactory, embedded_pair_folder: Path, collect: Callable[..., Path]
-) -> tuple[Path, Path]:
-    """(train, dev) traces of the trained pair on its shipped prompts, at the default sampling settings.
+) -> Callable[[str], Path]:
+    """embedded_traces("train", "dev" or "test"): of the trained pair on its shipped prompts, at the default sampling
+    settings; few of "test".
 
     The first of the test processes that needs them makes them for all."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "embedded"
     folder.mkdir(exist_ok=True)
-    train, dev, options = folder / "train", folder / "dev", {"max_new_tokens": 48, "batch_size": 16, "shard_size": 32}
-    with (folder / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "made").exists():
-            collect(embedded_pair_folder, train, max_prompts=180, **options)
-            collect(embedded_pair_folder, dev, prompts="dev", seed=1, **options)
-            (folder / "made").touch()
-    return train, dev
+    options: dict[str, dict[str, Any]] = {
+        "train": {"max_prompts": 180},
+        "dev": {"prompts": "dev", "seed": 1},
+        "test": {"prompts": "test", "max_prompts": 16},
+    }
+
+    def made(split: str) -> Path:
+        out, mark = folder / split, folder / f"{split}-made"
+        with (folder / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not mark.exists():
+                collect(embedded_pair_folder, out, max_new_tokens=48, batch_size=16, shard_size=32, **options[split])
+                mark.touch()
+        return out
+
+    return made

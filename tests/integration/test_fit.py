@@ -119,10 +119,10 @@ def test_other_options_in_the_same_folder_are_refused(demo, capsys):
     assert "begun with max_new_tokens 16, not 17; give another --out" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_folder_that_another_process_works_in_is_refused(demo, run_cli):
+def test_a_folder_that_another_process_works_in_is_refused(demo, run_warm):
     command, out, _ = demo
     with locked(out):
-        done = run_cli(*command)
+        done = run_warm(*command)
     assert done.returncode == 2 and "another accept-head process is at work there" in done.stderr
 
 

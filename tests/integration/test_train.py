@@ -355,7 +355,7 @@ def test_an_interrupted_run_is_not_continued_on_other_traces_of_the_same_prompts
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 4])
+@pytest.mark.parametrize("micro_batch_size", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rerun_with_other_micro_batches_gives_the_same_head_or_is_refused(
     interrupted, undisturbed, arguments, run_warm, micro_batch_size
 ):
@@ -416,7 +416,7 @@ def test_a_list_of_one_folder_trains_the_same_bits(head, arguments, run_warm, ra
     assert recorded[0] == recorded[1]
 
 
-@pytest.mark.parametrize("packing", ["prefix", "exact"])
+@pytest.mark.parametrize("packing", [pytest.param("prefix", marks=pytest.mark.slow), "exact"])
 def test_two_folders_train_the_head_of_one_folder_that_holds_both(two_folders, train_on, tmp_path, packing):
     a, b, both = two_folders
     more = ("--packing", packing, "--keep", "last")  # with its residual: the order of traces is nothing to a base

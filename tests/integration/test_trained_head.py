@@ -26,7 +26,7 @@ BAR = 0.85  # the head's KL must be at most this share of the constant predictor
 @pytest.fixture(scope="module")
 def trained_head(embedded_traces, embedded_pair_folder, run_warm, tmp_path_factory):
     """A head by the default recipe, evaluated on the dev traces."""
-    train, dev = embedded_traces
+    train, dev = embedded_traces("train"), embedded_traces("dev")
     out = tmp_path_factory.mktemp("trained") / "head"
     folders = ("--draft", embedded_pair_folder / "draft", "--out", out)
     done = run_warm("train", "--traces", train, "--dev_traces", dev, *folders)
@@ -36,7 +36,7 @@ def trained_head(embedded_traces, embedded_pair_folder, run_warm, tmp_path_facto
 
 @pytest.fixture(scope="module")
 def dev_records(embedded_traces):
-    return [row for path in sorted(embedded_traces[1].glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
+    return [row for path in sorted(embedded_traces("dev").glob("*.parquet")) for row in pq.read_table(path).to_pylist()]
 
 
 @pytest.fixture(scope="module")

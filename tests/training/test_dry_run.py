@@ -102,18 +102,18 @@ def test_a_model_over_several_devices_costs_more_hours_with_device_map_than_with
 
 
 def test_disk_is_that_of_real_traces_within_a_fifth(embedded_traces):
-    for folder in embedded_traces:
-        config, traces = read_traces(folder)
-        shape = {"prompts": config.num_prompts, "new_tokens": 1, "alternatives": config.alternatives}
-        estimate = cost(**shape, prompt_tokens=sum(map(len, traces["prompt_ids"])))
-        positions = sum(map(len, traces["response_ids"]))
-        estimated = estimate.disk + (positions - estimate.positions) * (46 + 11 * config.alternatives)
-        measured = sum(path.stat().st_size for path in folder.glob("*.parquet"))
-        assert 0.8 < measured / estimated < 1.2, (measured, estimated)
+    folder = embedded_traces("train")
+    config, traces = read_traces(folder)
+    shape = {"prompts": config.num_prompts, "new_tokens": 1, "alternatives": config.alternatives}
+    estimate = cost(**shape, prompt_tokens=sum(map(len, traces["prompt_ids"])))
+    positions = sum(map(len, traces["response_ids"]))
+    estimated = estimate.disk + (positions - estimate.positions) * (46 + 11 * config.alternatives)
+    measured = sum(path.stat().st_size for path in folder.glob("*.parquet"))
+    assert 0.8 < measured / estimated < 1.2, (measured, estimated)
 
 
 def test_positions_are_an_upper_bound_that_real_traces_come_near(embedded_traces):
-    config, traces = read_traces(embedded_traces[0])
+    config, traces = read_traces(embedded_traces("train"))
     positions = sum(map(len, traces["response_ids"]))
     bound = cost(prompts=config.num_prompts, new_tokens=config.max_new_tokens).positions
     assert 0.5 * bound < positions <= bound
@@ -179,10 +179,10 @@ def test_a_pair_that_is_here_is_counted_and_nothing_is_written(dry, embedded_pai
 
 
 def test_train_counts_the_traces_that_are_there(dry, embedded_pair_folder, embedded_traces, tmp_path):
-    draft = ("--draft", embedded_pair_folder / "draft")
-    printed = dry("train", "--traces", *embedded_traces, *draft, "--out", tmp_path / "head", "--depth", 1, 2)
+    draft, folders = ("--draft", embedded_pair_folder / "draft"), [embedded_traces(name) for name in ("train", "test")]
+    printed = dry("train", "--traces", *folders, *draft, "--out", tmp_path / "head", "--depth", 1, 2)
     assert not list(tmp_path.iterdir())
-    rows = [pq.read_table(path) for folder in embedded_traces for path in folder.glob("*.parquet")]
+    rows = [pq.read_table(path) for folder in folders for path in folder.glob("*.parquet")]
     positions = sum(len(table["response_ids"].combine_chunks().flatten()) for table in rows)
     assert f"{sum(map(len, rows)):,} with {positions:,} positions" in printed
     assert "2 heads" in printed
@@ -202,5 +202,5 @@ def test_head_parameters_are_those_of_the_recipes_head(
     dry, embedded_pair_folder, embedded_traces, tmp_path, settings, parameters
 ):
     draft = ("--draft", embedded_pair_folder / "draft")
-    printed = dry("train", "--traces", embedded_traces[0], *draft, "--out", tmp_path / "head", *settings)
+    printed = dry("train", "--traces", embedded_traces("train"), *draft, "--out", tmp_path / "head", *settings)
     assert f"{parameters:,} parameters" in printed.split("head  ")[1]

@@ -261,7 +261,7 @@ def test_accepted_share_of_the_trained_pairs_traces_is_what_overlap_and_labels_p
 
     Both sums of differences are martingales, and right traces exceed the limit with p = 1e-4 each.
     """
-    config, traces = read_traces(embedded_traces[0])
+    config, traces = read_traces(embedded_traces("train"))
     assert config.sampling == Sampling()
     flat = {
         name: np.concatenate([np.asarray(row, dtype=float) for row in traces[name]])
@@ -278,7 +278,7 @@ def z_score(outcomes, probabilities):
 
 
 def test_accepted_proposals_are_the_targets_tokens_and_rejected_ones_are_not(embedded_traces):
-    _, traces = read_traces(embedded_traces[0])
+    _, traces = read_traces(embedded_traces("train"))
     for trace in traces.select(range(50)):
         same = [x == y for x, y in zip(trace["response_ids"], trace["draft_ids"], strict=True)]
         assert same == trace["accepted"]

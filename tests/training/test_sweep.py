@@ -90,11 +90,10 @@ def test_each_head_is_the_one_trained_alone(sweep, train, tmp_path, depth, weigh
 @pytest.mark.parametrize(
     "options",
     [
-        ("--recipe", "specdecpp", "--predicts", "both"),
-        ("--precision", "bf16"),
-        ("--packing", "exact", "--workers", 1),
+        pytest.param(("--recipe", "specdecpp", "--predicts", "both"), id="mixing, both predictions"),
+        pytest.param(("--precision", "bf16"), id="bf16", marks=pytest.mark.slow),
+        pytest.param(("--packing", "exact", "--workers", 1), id="exact, a worker", marks=pytest.mark.slow),
     ],
-    ids=["mixing, both predictions", "bf16", "exact, a worker"],
 )
 def test_other_ways_to_train_sweep_as_well(train, tmp_path, options):
     heads = train(tmp_path / "heads", *SHORT, *options, "--depth", "[1,3]", "--w_rej", 3)
@@ -206,8 +205,11 @@ def test_the_head_whose_loss_is_not_finite_is_named_and_none_is_saved(arguments,
 
 @pytest.mark.parametrize(
     "options",
-    [("--workers", 1), ("--precision", "bf16"), ("--cache", "features")],
-    ids=["fp32, a worker", "bf16", "cache"],
+    [
+        pytest.param(("--workers", 1), id="fp32, a worker"),
+        pytest.param(("--precision", "bf16"), id="bf16", marks=pytest.mark.slow),
+        pytest.param(("--cache", "features"), id="cache", marks=pytest.mark.slow),
+    ],
 )
 def test_threads_change_no_bit(train, tmp_path, options):
     """One that reads ahead and two that heads learn on, or three of these where the draft's states are kept; and the

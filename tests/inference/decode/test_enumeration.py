@@ -109,7 +109,10 @@ def test_a_rule_that_looks_at_the_whole_batch(row):
     assert len(seen) > 1, "it must have stopped rounds at different lengths"
 
 
-@pytest.mark.parametrize("policy", A_FEW)
+@pytest.mark.parametrize(
+    "policy",
+    [name if name in EVERYWHERE[1:] else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES],
+)
 def test_a_row_among_rows_that_end_sooner_and_later(policy):
     """It waits when it has stopped drafting and others have not, and moves to the place of the row that ends first."""
     waited = moved = 0

@@ -29,8 +29,11 @@ def decode(policy=POLICY, sampling=None, **options):
     return [(ids, replace(stats, seconds=0.0)) for ids, stats in zip(found.tokens, found.stats, strict=True)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, None])
-@pytest.mark.parametrize("policy", ["fixed:5", POLICY])
+CASES = [("fixed:5", 1), (POLICY, 3), (POLICY, None)]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in (("fixed:5", 3), ("fixed:5", None), (POLICY, 1))]
+
+
+@pytest.mark.parametrize(("policy", "batch_size"), CASES)
 def test_each_request_is_as_with_a_policy_of_that_bound(policy, batch_size):
     """Rows come and go, and each is decoded as alone, by the policy with the request's own bound."""
     found = decode(policy, k_max=K_MAX, batch_size=batch_size)

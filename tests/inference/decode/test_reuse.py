@@ -69,7 +69,8 @@ def give_up(decoder, policy, **options):
 
 
 RUNS = [(name, sampling, "none") for name in POLICIES for sampling in (GREEDY, SAMPLED)]
-RUNS += [(name, SAMPLED, "graphs") for name in POLICIES]
+RUNS += [(name, SAMPLED, "graphs") for name in ("head", "recalibrated")]
+RUNS += [pytest.param(name, SAMPLED, "graphs", marks=pytest.mark.slow) for name in ("fixed", "threshold")]
 RUNS += [pytest.param(name, GREEDY, "graphs", marks=pytest.mark.slow) for name in POLICIES]
 
 

@@ -75,7 +75,14 @@ def test_sampler_match_is_exact_among_other_rows(policy):
     assert distance(POLICIES[policy], THREE, TWO_TOKENS, (2, 3, 4), row=1, verifier="match") < PROVED
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_k=0), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.8)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(Sampling(top_k=0), marks=pytest.mark.slow),
+        Sampling(temperature=0.7, top_k=3),
+        pytest.param(Sampling(top_p=0.8), marks=pytest.mark.slow),
+    ],
+)
 def test_with_sampler_match_a_prompt_gives_the_tokens_of_the_target_alone(sampling):
     """Its random numbers belong to places in the text: no policy, no batch changes a token."""
     target, draft = uncertain_pair(SEED, 5)

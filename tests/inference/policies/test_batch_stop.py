@@ -473,7 +473,9 @@ LOSSLESS = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "head, lag 1" else name for name in LOSSLESS]
+)
 def test_it_is_lossless_under_both_verifiers(name):
     """Exact enumeration of a row's rounds, given what the others draw: the batch's end depends on this row's tokens."""
     found = enumerate_rounds(LOSSLESS[name], pairs=25, shape=Shape(vocab=3, depth=3, rows=2))
@@ -657,7 +659,12 @@ def held(embedded_pair, embedded_pair_folder, tmp_path_factory):
     return Held(embedded_pair, prompts, tmp_path_factory.mktemp("held") / "traces", GREEDY, [PERIOD], 32)
 
 
-@pytest.mark.parametrize("name", REPLAYED)
+OTHERS_REPLAYED = ("confidence", "head, lag 1", "adaedl")  # asked as those that are in the quick run
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in OTHERS_REPLAYED else name for name in REPLAYED]
+)
 def test_replay_counts_what_the_loop_does(held, name):
     """The same rows together: equal counts for every response. Alone, rows make other rounds."""
     counts, _ = held.decode(REPLAYED[name]())
