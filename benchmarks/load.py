@@ -1,4 +1,4 @@
-"""Question: with several requests at once, does the head keep up with whatever is best there, without measured costs?
+"""Question: with one or several requests at once, does the head keep up with whatever is best, without measured costs?
 
 Two pairs, on unseen prompts, in our loop and in vLLM: Qwen2.5-Coder-Instruct, 0.5B drafting for 1.5B, and
 SmolLM2-135M-Instruct with its EAGLE-3 drafter. Arms: no speculation, fixed K, one of them twice (the noise floor), the
@@ -17,6 +17,7 @@ again after a stop, arms with `costs=auto` decode WARM_UP tokens a row, in which
 behind it after its first seconds.
 
 python benchmarks/load.py --batches 4 16           # with 4, 4 to 6 minutes a part on 2 cores; goes on where it was
+python benchmarks/load.py --batches 1 --lengths 1 2 3 4 6 --parts 6
 python benchmarks/load.py --pair smollm2 --parts 8
 .venv-vllm/bin/python benchmarks/load.py --host vllm --pair smollm2 --parts 8
 """
