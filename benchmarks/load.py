@@ -108,8 +108,8 @@ def specs_of(head: str, lengths: Sequence[int] = LENGTHS) -> dict[str, str]:
         **{f"fixed:{k}": f"fixed:{k}" for k in lengths},
         TWICE + TWIN: TWICE,
         "head": head,
-        HEAD: f"head:{folder_of(head)}:1,k_max={K_MAX},costs=auto",
-        "vLLM's estimator, costs=auto": f"online-logistic:0,k_max={K_MAX},costs=auto",
+        HEAD: f"head:{folder_of(head)}:1,costs=auto",
+        "vLLM's estimator, costs=auto": "online-logistic:0,costs=auto",
     }
 
 

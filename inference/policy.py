@@ -174,9 +174,11 @@ class Trims(Protocol):
 
 
 class Predicts(Protocol):
-    """Predicts acceptance. predicted: P̂(Y_i accepted | those before it were) of this round's tokens judged so far,
-    (batch,) each. predicted_next: β̂ of the token after each of them; empty for a policy that does not look ahead."""
+    """Predicts acceptance, if predicts is True. predicted: P̂(Y_i accepted | those before it were) of this round's
+    tokens judged so far, (batch,) each. predicted_next: β̂ of the token after each of them; empty for a policy that does
+    not look ahead."""
 
+    predicts: bool
     predicted: list[Tensor]
     predicted_next: list[Tensor]
 

@@ -60,15 +60,16 @@ class BatchStopPolicy(RowPolicy):
     before d decides.) m_d = Σ S_r / Σ S_r·β̂_r, the latter before Y_d was drawn: what the policy says of the present
     text. It varies far less than the 0 and 1 of verdicts, so a few rows tell of other text. It is over the last RECENT
     rows or so, and USUAL rows like those of the last `memory`. Those start as if SURE rows had given 1, and κ_d as if
-    `prior` rows had given `optimism`·κ_{d−1}; κ_0 = 1. If the policy predicts nothing, m_d = 1.
+    `prior` rows had given `optimism`·κ'_{d−1}; κ'_0 = 1. κ' is κ if the policy predicts nothing; m_d is 1 then. Else
+    κ'_d is as if those rows had given κ'_{d−1}, as predictions say themselves how chances fall with depth.
 
     Several rounds are learnt from together, so λ, ρ and f are some rounds old (past_rounds.py).
 
     Never absorbing: all sums decay with each row and round, whether the depth was reached or not. So κ_d and m_d of an
-    abandoned depth return to where they began, until the depth is tried again. Depths return one at a time: κ of an
-    untried depth is below that of the depth before. K = 0 ends in the same way. Besides, one token is drafted after the
-    policy was asked in `probe` rounds without drafts (0: never). It is not drafted if even a token that is sure to be
-    accepted would cost more time than it saves.
+    abandoned depth return to where they began, until the depth is tried again. Depths of a policy that predicts nothing
+    return one at a time: κ of an untried depth is below that of the depth before. K = 0 ends in the same way. Besides,
+    one token is drafted after the policy was asked in `probe` rounds without drafts (0: never). It is not drafted if
+    even a token that is sure to be accepted would cost more time than it saves.
 
     The policy's k_min bounds when the *policy* may stop a row. The batch may end sooner: a bound that suits one row is
     too expensive for many.
@@ -114,7 +115,14 @@ class BatchStopPolicy(RowPolicy):
         if inner.peeks:
             self.draw_next = self._draw_next
         self.counts_steps = inner.peeks or inner.looks_ahead  # there may be more draft steps than drawn tokens
-        self.past = PastRounds(self.max_draft_tokens, prior=prior, optimism=optimism, memory=memory, peeks=inner.peeks)
+        self.past = PastRounds(
+            self.max_draft_tokens,
+            prior=prior,
+            optimism=optimism,
+            memory=memory,
+            predicts=inner.predicts,
+            peeks=inner.peeks,
+        )
         self._allocate(0, torch.device("cpu"))
         self.lengths, self.planned = np.zeros(0), False  # tokens of each row's text; whether `plan` was called
         self.planned_by: tuple[object, ...] = ()  # what the last plan went by, texts aside

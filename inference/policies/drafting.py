@@ -41,8 +41,8 @@ class Drafting:
 
     constant: the budget is always max_draft_tokens. asks: the policy decides after each token; else a row drafts its
     whole budget. peeks: it also decides before each token. trims: it drops tokens at the end of the round. looks_ahead:
-    it judges a token by the draft's state at that token, so the token is fed before the policy is asked. learns: it
-    uses the outcome.
+    it judges a token by the draft's state at that token, so the token is fed before the policy is asked. predicts: it
+    says how probable acceptance is. learns: it uses the outcome.
 
     host: what the decode loop spends time on, for a policy that weighs costs; None = as the policy has it. Where a
     policy's costs are LearntCosts, they are learnt here, and bound some rounds to try other lengths. device: the
@@ -71,6 +71,7 @@ class Drafting:
         self.asks = getattr(kind, "keep_drafting", None) is not RowPolicy.keep_drafting
         self.learns = bool(self.learnt) or getattr(kind, "observe", None) is not RowPolicy.observe
         self.peeks, self.trims = hasattr(policy, "draw_next"), hasattr(policy, "trim")
+        self.predicts: bool = getattr(policy, "predicts", False)
         self.plans = hasattr(policy, "plan")
         self.looks_ahead = Signal.DRAWN_HIDDEN in policy.needs
         self.by_tenant: bool = getattr(policy, "by_tenant", False)

@@ -39,9 +39,9 @@ class PastRounds:
     that were learnt from.
     """
 
-    def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, peeks: bool):
+    def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, predicts: bool, peeks: bool):
         self.depth, self.prior, self.optimism, self.memory = np.arange(depths)[:, None], prior, optimism, memory
-        self.peeks, self.record, self.at_best = peeks, np.zeros((2, 0)), np.ones(0)
+        self.predicts, self.peeks, self.record, self.at_best = predicts, peeks, np.zeros((2, 0)), np.ones(0)
         self.forget()
         self.begin(0)
 
@@ -71,10 +71,12 @@ class PastRounds:
 
     def ratios(self) -> list[float]:
         """ρ of every depth."""
-        rho, kappa = list[float](), 1.0
+        rho, before = list[float](), 1.0  # what is known of κ at the depth before
         for accepted, after, mean in np.stack([self.sums[0], self.sums[2], self.means], axis=1).tolist():
-            kappa = (self.prior * self.optimism * kappa + accepted) / (self.prior + after)
+            kappa = (self.prior * self.optimism * before + accepted) / (self.prior + after)
             rho.append(kappa * mean)
+            # Predictions say how chances fall with depth. Without them, depths that nobody has tried must.
+            before = (self.prior * before + accepted) / (self.prior + after) if self.predicts else kappa
         return rho
 
     @property

@@ -33,7 +33,7 @@ class OnlineLogisticPolicy(RowPolicy):
     capture = Capture(
         carried=("survival", "predicted", "estimator.features"), read=("estimator.slope", "estimator.intercepts")
     )
-    needs = frozenset({Signal.MAX_PROB})
+    needs, predicts = frozenset({Signal.MAX_PROB}), True
 
     def __init__(self, threshold: float = 0.5, *, k_min: int = 1, k_max: int = 20):
         if not 0 <= threshold <= 1:

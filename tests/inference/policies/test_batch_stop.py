@@ -234,11 +234,39 @@ def test_every_depth_is_tried_again():
     assert counts[1] > 0.8 * len(seen) and counts[2] >= 3 and counts[4:].sum() < 5
 
 
+def long_drafts_of_easy_text(policy):
+    """One row whose tokens are accepted by 0.95, as it is told → mean draft length of the first 40 rounds, and of the
+    400th and those after."""
+    random, seen = np.random.default_rng(0), []
+    policy = begin(BatchStopPolicy(policy, pair_costs(0.1)), [10])
+    for _ in range(600):
+        drafted, _ = one_round(policy, torch.ones(1, dtype=torch.bool), shown(np.full((1, 20), 0.95)))
+        wins = torch.from_numpy(np.cumprod(random.random((1, 20)) < 0.95, axis=1).sum(1))
+        policy.observe(outcome(drafted, torch.minimum(drafted, wins), lengths=[10]))
+        seen.append(int(drafted.max()))
+    return float(np.mean(seen[:40])), float(np.mean(seen[400:]))
+
+
+def test_a_policy_that_predicts_drafts_far_from_the_first_rounds_on(monkeypatch):
+    """It says how chances fall with depth. A rule that does not has to try one depth after the other."""
+    first, last = long_drafts_of_easy_text(Told(20))
+    assert first > 0.95 * last and last > 10, (first, last)
+    monkeypatch.setattr(Told, "predicts", False)
+    slow, last = long_drafts_of_easy_text(Told(20))
+    assert slow < 0.8 * last and last > 10, (slow, last)
+
+
+@pytest.mark.parametrize(("predicts", "chances"), [(True, [0.9, 0.9, 0.9]), (False, [0.9, 0.81, 0.729])])
+def test_what_is_expected_of_depths_that_nobody_has_tried(predicts, chances):
+    past = PastRounds(3, prior=15.0, optimism=0.9, memory=500.0, predicts=predicts, peeks=False)
+    assert past.ratios() == pytest.approx(chances)
+
+
 def test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same():
     """A host need not ask at the last depth. Then ρ is as it would be of a policy that predicts nothing."""
     random, past = (
         np.random.default_rng(0),
-        [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0, peeks=False) for _ in range(2)],
+        [PastRounds(1, prior=10.0, optimism=0.9, memory=500.0, predicts=True, peeks=False) for _ in range(2)],
     )
     for each in past:
         each.begin(4)

@@ -83,7 +83,7 @@ class Told(RowPolicy):
     """Predicts what it is told, by way of max q; a row stops when the product is below the threshold. What it says of
     the next token, if it looks ahead, is told by way of the entropy."""
 
-    needs = frozenset({Signal.MAX_PROB})
+    needs, predicts = frozenset({Signal.MAX_PROB}), True
 
     def __init__(self, k_max=8, threshold=0.0):
         self.max_draft_tokens, self.threshold = k_max, threshold

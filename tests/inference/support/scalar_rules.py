@@ -752,9 +752,9 @@ class ScalarBatchStop(Reference):
         self.live, self.decisions, self.verdicts = live, [], []
         kappa, price, tokens = 1.0, first, len(lengths)
         for depth in range(1, self.k_max + 1):
-            kappa = self.prior * self.optimism * kappa + self.accepted[depth - 1]
-            kappa /= self.prior + self.after[depth - 1]
-            rho = kappa * self.mean(depth - 1)
+            rho = self.prior * self.optimism * kappa + self.accepted[depth - 1]
+            rho *= self.mean(depth - 1) / (self.prior + self.after[depth - 1])
+            kappa = (self.prior * kappa + self.accepted[depth - 1]) / (self.prior + self.after[depth - 1])
             gains = {row: hope[row] * rho for row in going}
             probes = depth == 1 and 0 < self.probe <= self.idle
             if probes:
