@@ -424,6 +424,16 @@ CORE = (
         ("inference/policies/test_batch_stop.py::test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same",),
     ),
     Mutant(
+        "costs: depths that nobody has tried are doubted one after the other, though the policy predicts",
+        "inference/policies/past_rounds.py",
+        " if self.predicts else kappa",
+        " if False else kappa",
+        (
+            BATCH_STOP + "a_policy_that_predicts_drafts_far_from_the_first_rounds_on",
+            BATCH_STOP + "what_is_expected_of_depths_that_nobody_has_tried[True-chances0]",
+        ),
+    ),
+    Mutant(
         "costs: what is said of a token that was not fed is learnt",
         "inference/policies/batch_stop.py",
         "unread = self.inner.looks_ahead",
