@@ -177,7 +177,7 @@ def test_it_forgets_in_the_same_memory():
         policy.forget()
         assert policy.past.totals == [1, 1, 0, 0, 0, 0] and not policy.past.sums.any()
         policy.plan([True] * len(policy.budget))
-        assert policy.rho[0] == pytest.approx(0.9**2)  # of depth 2: κ_1 is as low as ρ_1
+        assert policy.rho[0] == pytest.approx(0.9)  # of depth 2: predictions say how chances fall with depth
         assert run(decoder, policy) == first
         assert all(each is now for each, now in zip(told, (policy.told, policy.budget), strict=True))
         assert backend.captures == captures
