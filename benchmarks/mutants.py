@@ -653,9 +653,9 @@ CORE = (
     Mutant(
         "costs: the first step is decided for the rows of the round before",
         "inference/policies/batch_stop.py",
-        "self.lengths, self.planned = outcome.on_host[1].copy(), False",
-        "self.lengths = outcome.on_host[1].copy()",
-        (f"{BATCH_STOP}it_plans_by_itself_where_its_host_does_not",),
+        "goes_by = probes, list(live), past.rounds",
+        "goes_by = probes, past.rounds",
+        (f"{BATCH_STOP}each_round_is_planned_for_its_own_rows",),
     ),
     Mutant(
         "costs: a policy is not told of the round that begins",

@@ -124,7 +124,7 @@ class BatchStopPolicy(RowPolicy):
             peeks=inner.peeks,
         )
         self._allocate(0, torch.device("cpu"))
-        self.lengths, self.planned = np.zeros(0), False  # tokens of each row's text; whether `plan` was called
+        self.lengths = np.zeros(0)  # tokens of each row's text
         self.planned_by: tuple[object, ...] = ()  # what the last plan went by, texts aside
         self.counted = 0  # number of the policy's predictions that `survival` includes
         self.survival = torch.zeros(0, dtype=torch.float64)
@@ -148,7 +148,7 @@ class BatchStopPolicy(RowPolicy):
         """Reset what was learnt, in the same memory; and the costs, if they are learnt."""
         self.past.forget()
         self.costs.forget()
-        self.planned, self.planned_by = False, ()
+        self.planned_by = ()
 
     @property
     def capture(self) -> Capture | None:
@@ -159,7 +159,7 @@ class BatchStopPolicy(RowPolicy):
         return Capture(
             carried=(*self.OF_A_ROUND, *(f"policy.{name}" for name in held.carried)),
             read=tuple(f"policy.{name}" for name in held.read),
-            unread=("lengths", "planned", "planned_by", *(f"policy.{name}" for name in held.unread)),
+            unread=("lengths", "planned_by", *(f"policy.{name}" for name in held.unread)),
         )
 
     @property
@@ -177,14 +177,14 @@ class BatchStopPolicy(RowPolicy):
         self.inner.start(batch, device)
         if self.budget.shape != (batch,) or self.told.device != torch.empty(0, device=device).device:
             self._allocate(batch, device)
-        self.lengths, self.planned, self.planned_by = np.zeros(batch), False, ()
+        self.lengths, self.planned_by = np.zeros(batch), ()
         self.past.begin(batch)
 
     def admit(self, rows: Tensor, lengths: Tensor) -> None:
         self.inner.admit(rows, lengths)
         places = rows.tolist()
         self.past.admit(places)
-        self.lengths[places], self.planned, self.planned_by = lengths.tolist(), False, ()
+        self.lengths[places], self.planned_by = lengths.tolist(), ()
 
     def set_tenants(self, rows: Tensor, keys: Sequence[str]) -> None:
         self.inner.set_tenants(rows, keys)
@@ -194,7 +194,7 @@ class BatchStopPolicy(RowPolicy):
         self.inner.select(rows)
         places = rows.tolist()
         self.past.select(places)
-        self.lengths, self.planned, self.planned_by = self.lengths[places], False, ()
+        self.lengths, self.planned_by = self.lengths[places], ()
         if len(places) != len(self.budget):
             self._allocate(len(places), self.told.device)
 
@@ -204,7 +204,7 @@ class BatchStopPolicy(RowPolicy):
         """Decide on the first step, and tell what the others go by. As long as nothing is learnt and the same rows take
         part, that stays as it is: a few more tokens of context change next to nothing."""
         past, most, coefficients = self.past, self.max_draft_tokens, self.costs.coefficients
-        probes, self.planned = 0 < self.probe <= past.idle, True
+        probes = 0 < self.probe <= past.idle
         goes_by = probes, list(live), past.rounds - len(past.waiting), coefficients
         if goes_by == self.planned_by:
             return
@@ -222,8 +222,6 @@ class BatchStopPolicy(RowPolicy):
         self.told.copy_(torch.tensor([token, step, block, *further, *budget.tolist()], dtype=torch.float64))
 
     def start_round(self, live: Tensor) -> Tensor:
-        if not self.planned:  # its host leaves it to us, and we wait for the device
-            self.plan(live.tolist())
         budget = torch.minimum(self.policy.start_round(live), self.budget.long())
         drafts = (live & (budget > 0)).double()
         self.decided, self.judged, self.survival, self.counted = [drafts], [], torch.ones_like(drafts), 0
@@ -281,6 +279,6 @@ class BatchStopPolicy(RowPolicy):
         of_a_round, depths = torch.stack([*self.decided, *self.judged]).cpu().numpy(), len(self.decided)
         steps = int(self.steps) if self.counts_steps else 0
         self.past.add(Seen(outcome.on_host, of_a_round[:depths], of_a_round[depths:], steps, self.host))
-        self.lengths, self.planned = outcome.on_host[1].copy(), False  # `admit` writes there
+        self.lengths = outcome.on_host[1].copy()  # `admit` writes there
         if self.inner.learns:
             self.policy.observe(outcome)

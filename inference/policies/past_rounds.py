@@ -49,7 +49,7 @@ class PastRounds:
         """Reset the sums to those of one row that drafted nothing."""
         self.sums, self.recent = np.zeros((3, len(self.depth))), np.zeros((2, len(self.depth)))
         self.totals = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-        self.rounds, self.waiting, self.waiting_rows = 0, list[Seen](), 0
+        self.rounds, self.waiting = 0, list[Seen]()
         self.rho = self.ratios()
 
     # --- rows --------------------------------------------------------------------------------------------------------
@@ -128,8 +128,8 @@ class PastRounds:
         rested, drafts = self.idle > 0, bool(seen.decided[0].any())
         self.idle = 0 if drafts else self.idle + 1
         self.waiting.append(seen)
-        self.waiting_rows += int(live.sum())
-        many = len(self.waiting) >= min(TOGETHER, 1 + self.rounds // TOGETHER) or self.waiting_rows >= ROWS_TOGETHER
+        rows = sum(int(each.counts[0].sum()) for each in self.waiting)
+        many = len(self.waiting) >= min(TOGETHER, 1 + self.rounds // TOGETHER) or rows >= ROWS_TOGETHER
         if many or drafts == rested:  # drafting begins or ends
             self.learn()
 
@@ -137,7 +137,7 @@ class PastRounds:
         """Learn from the rounds that wait."""
         for seen in self.waiting:
             self._learn(*seen)
-        self.waiting, self.waiting_rows, self.rho = [], 0, self.ratios()
+        self.waiting, self.rho = [], self.ratios()
         accepted, expected = self.record
         self.at_best = np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
 

@@ -156,6 +156,7 @@ def play(policy: DraftPolicy, tables: Tables, drawn: Sequence[Sequence[int]]) ->
     """Ask the policy as the decode loop does, in a round whose rows draw these tokens → drafted and submitted tokens,
     (rows,) each."""
     drafting = Drafting(policy)
+    drafting.prepare([True] * len(drawn), drafted=True)
     progress = drafting.begin(torch.ones(len(drawn), dtype=torch.bool), tables.shape.depth)
     for depth in range(1, int(progress.budget.max()) + 1):
         if drafting.peeks:

@@ -340,23 +340,25 @@ def test_a_round_in_which_no_row_wants_to_draft_is_one_without_drafts():
     assert np.diff(np.flatnonzero(seen[-40:])).tolist() == [4] * 9 and seen[-40:].sum() == 10
 
 
-def test_it_plans_by_itself_where_its_host_does_not():
-    """Round by round, as rows come and go, the same as where `plan` was called; and unlike an older plan."""
+def test_each_round_is_planned_for_its_own_rows():
+    """As they come and go, the same as if nothing was kept of older plans; and unlike the plan for the round before."""
     random = np.random.default_rng(0)
-    planned, alone, stale = (
+    kept, anew, stale = (
         begin(BatchStopPolicy(FixedPolicy(3), pair_costs(0.05, 0.1), host=PACKED), [9] * 8) for _ in range(3)
     )
     differs = 0
     for _ in range(60):
         live = torch.from_numpy(random.random(8) < random.random()) | (torch.arange(8) == 0)
-        planned.plan(live.tolist())
-        budgets = [each.start_round(live) for each in (planned, alone)]
+        anew.planned_by = ()
+        for each in (kept, anew):
+            each.plan(live.tolist())
+        budgets = [each.start_round(live) for each in (kept, anew)]
         assert torch.equal(*budgets)
-        assert alone.told.tolist() == planned.told.tolist()
-        differs += planned.told.tolist() != stale.told.tolist()
+        assert kept.told.tolist() == anew.told.tolist()
+        differs += kept.told.tolist() != stale.told.tolist()
         stale.plan(live.tolist())
         drafted = budgets[0].clamp(max=1) * live
-        for each in (planned, alone, stale):
+        for each in (kept, anew, stale):
             each.decided, each.judged = [drafted.double()], [torch.ones(8, dtype=torch.float64)]
             each.observe(outcome(drafted, drafted, live, lengths=torch.full((8,), 9)))
     assert differs > 30
@@ -440,6 +442,7 @@ def test_a_head_tells_what_it_predicts(reads, lag):
     for asked in (policy, begin(wrapped, [3, 3, 3])):
         assert asked.predicted == []
         for _ in range(2):  # each round anew
+            Drafting(asked).prepare([True] * 3, drafted=True)
             asked.start_round(torch.ones(3, dtype=torch.bool))
             assert asked.predicted == []
             for depth in range(1, 6):
@@ -649,6 +652,7 @@ def test_steps_in_vain_are_counted():
     whose token it declined."""
     policy = begin(BatchStopPolicy(HeadPolicy(random_head(4), 1.0, lag=0, k_max=5), pair_costs(1e-9)), [3])
     live, hidden = torch.ones(1, dtype=torch.bool), torch.zeros(1, 4)
+    policy.plan([True])
     policy.start_round(live)
     for depth in (1, 2):
         policy.keep_drafting(DraftStep(depth, None, live, hidden, hidden))
@@ -656,6 +660,7 @@ def test_steps_in_vain_are_counted():
     keep = 1 - 1 / 500
     assert policy.past.totals == pytest.approx([keep + 1, keep + 2, 3, 2, 2, 1])
     peeking = begin(BatchStopPolicy(AdaEdlPolicy(0.9, k_max=5), pair_costs(1e-9)), [3])
+    peeking.plan([True])
     peeking.start_round(live)
     for depth, entropy in ((1, 0.01), (2, 3.0)):
         step = DraftStep(depth, None, live, entropy=torch.tensor([entropy]))
