@@ -45,14 +45,14 @@ class Eagle3Attention(LlamaAttention):
 
     def fill(self, inputs: Tensor, rotation: Rotation, cache: Cache | None) -> tuple[Tensor, Tensor]:
         """inputs: (batch, new, 2 × hidden) → keys and values of all slots, (batch, heads, slots, head_dim) each."""
-        keys, values = rotated(self._by_head(self.k_proj, inputs), rotation), self._by_head(self.v_proj, inputs)
+        keys, values = rotated(self.by_head(self.k_proj, inputs), rotation), self.by_head(self.v_proj, inputs)
         return (keys, values) if cache is None else cache.update(keys, values, self.layer_idx)
 
     def attend(
         self, inputs: Tensor, rotation: Rotation, keys: Tensor, values: Tensor, attention_mask: Tensor | None
     ) -> Tensor:
         """inputs, rotation: of the tokens that ask → (batch, asking, hidden)."""
-        queries = rotated(self._by_head(self.q_proj, inputs), rotation)
+        queries = rotated(self.by_head(self.q_proj, inputs), rotation)
         name = self.config._attn_implementation
         attention: Callable[..., tuple[Tensor, Tensor | None]]
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
@@ -60,7 +60,7 @@ class Eagle3Attention(LlamaAttention):
         attended: Tensor = self.o_proj(mixed.reshape(*inputs.shape[:-1], -1))
         return attended
 
-    def _by_head(self, project: nn.Linear, inputs: Tensor) -> Tensor:
+    def by_head(self, project: nn.Linear, inputs: Tensor) -> Tensor:
         by_head: Tensor = project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return by_head
 

@@ -13,71 +13,82 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
+from transformers.models.llama.modeling_llama import repeat_kv
 
-from accept_head.eagle3.network import Eagle3Drafter
+from accept_head.eagle3.network import Eagle3Attention, Eagle3Drafter, Rotation, rotated
 
 
 class Step(NamedTuple):
-    """What every slot gives out at one step, (batch, slots, hidden) each, after and before the last norm. Slots before
-    the number of the step mean nothing: no round began so early."""
+    """What every slot gives out at one step, (batch, asked, hidden) each, after and before the last norm. The first
+    ones, as many as the number of the step, mean nothing: their rounds began before any of these slots."""
 
     hidden: Tensor
     own: Tensor
 
 
-def unroll(drafter: Eagle3Drafter, input_ids: Tensor, states: Tensor, steps: int) -> Iterator[Step]:
+def unroll(
+    drafter: Eagle3Drafter, input_ids: Tensor, states: Tensor, steps: int, asked: Tensor | None = None
+) -> Iterator[Step]:
     """Yield the outputs of the steps, 0 first.
 
     input_ids: (batch, slots), x_1, x_2, … of the text. states: (batch, slots, hidden), the target's at x_0, x_1, …,
-    projected. Padding is on the right.
+    projected. Padding is on the right. asked: (batch, asked), the slots whose outputs are wanted, one after the other;
+    all when left out.
     """
     body, layer = drafter.model, drafter.model.midlayer
+    slots = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+    if asked is None:
+        asked = slots.expand_as(input_ids)
     embedded = layer.input_layernorm(body.embed_tokens(input_ids))
-    rotation = body.rotary_emb(states, torch.arange(input_ids.shape[1], device=input_ids.device)[None])
-    attention = UnrolledAttention(layer.self_attn, rotation)
-    for _ in range(steps):
+    inputs = torch.cat([embedded, layer.hidden_norm(states)], dim=-1)
+    attention = UnrolledAttention(layer.self_attn, inputs, body.rotary_emb(states, slots), asked)
+    embedded, states = (each.take_along_dim(asked[..., None], dim=1) for each in (embedded, states))
+    for step in range(steps):
         normed = layer.hidden_norm(states)
         residual = normed if layer.norm_before_residual else states
-        residual = residual + attention(torch.cat([embedded, normed], dim=-1))
+        residual = residual + attention(torch.cat([embedded, normed], dim=-1), step)
         own = residual + layer.mlp(layer.post_attention_layernorm(residual))
         yield Step(body.norm(own), own)
         states = later(own, 1)
 
 
 class UnrolledAttention:
-    """The layer's attention at one step after the other. It keeps the keys and values of all steps."""
+    """The layer's attention at one step after the other. It keeps the keys and values of all slots at step 0, and of
+    those that are asked for at later steps."""
 
-    def __init__(self, module: LlamaAttention, rotation: tuple[Tensor, Tensor]):
-        self.module, self.rotation = module, rotation
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+    def __init__(self, module: Eagle3Attention, inputs: Tensor, rotation: Rotation, asked: Tensor):
+        """inputs: (batch, slots, 2 × hidden), of step 0."""
+        self.module, self.asked = module, asked
+        self.filled = [self._fill(inputs, rotation)]
+        cosines, sines = rotation
+        self.rotation = cosines[0][asked], sines[0][asked]
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """(batch, slots, 2 × hidden) → (batch, slots, hidden)."""
-        module, shape = self.module, (*inputs.shape[:-1], -1, self.module.head_dim)
-        query, key, value = (
-            project(inputs).view(shape).transpose(1, 2) for project in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *self.rotation)
-        self.keys.append(repeat_kv(key, module.num_key_value_groups))
-        self.values.append(repeat_kv(value, module.num_key_value_groups))
-        mixed = self._mixed(query * module.scaling).transpose(1, 2).reshape(*inputs.shape[:-1], -1)
-        attended: Tensor = module.o_proj(mixed)
+    def __call__(self, inputs: Tensor, step: int) -> Tensor:
+        """(batch, asked, 2 × hidden) → (batch, asked, hidden)."""
+        if step:
+            self.filled.append(self._fill(inputs, self.rotation))
+        query = rotated(self.module.by_head(self.module.q_proj, inputs), self.rotation)
+        mixed = self._mixed(query * self.module.scaling, step).transpose(1, 2).reshape(*inputs.shape[:-1], -1)
+        attended: Tensor = self.module.o_proj(mixed)
         return attended
 
-    def _mixed(self, query: Tensor) -> Tensor:
-        """query: (batch, heads, slots, head_dim) → the values that it attends to, in the same shape."""
-        step, slots = len(self.keys) - 1, query.shape[2]
-        seen = torch.ones(slots, slots, dtype=torch.bool, device=query.device).tril(-step)
-        before = (query @ self.keys[0].transpose(-1, -2)).masked_fill(~seen, torch.finfo(query.dtype).min)
-        keys, values = ([later(each, step - number) for number, each in enumerate(kept) if number]
-                        for kept in (self.keys, self.values))  # fmt: skip
-        within = [(query * key).sum(-1, keepdim=True) for key in keys]
-        shares = torch.cat([before, *within], dim=-1).softmax(-1)
-        mixed = shares[..., :slots] @ self.values[0]
-        for number, value in enumerate(values):
-            mixed = mixed + shares[..., slots + number, None] * value
+    def _fill(self, inputs: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Keys and values for every head of queries."""
+        keys, values = self.module.fill(inputs, rotation, None)
+        return repeat_kv(keys, self.module.num_key_value_groups), repeat_kv(values, self.module.num_key_value_groups)
+
+    def _mixed(self, query: Tensor, step: int) -> Tensor:
+        """query: (batch, heads, asked, head_dim) → the values that it attends to, in the same shape."""
+        (keys, values), *own = self.filled
+        slots = keys.shape[2]
+        seen = torch.arange(slots, device=query.device) <= (self.asked - step)[..., None]
+        before = (query @ keys.transpose(-1, -2)).masked_fill(~seen[:, None], torch.finfo(query.dtype).min)
+        # A slot's own round is at step d where the slot so many before is at step d − 1, and so on.
+        own = [(later(key, step - at), later(value, step - at)) for at, (key, value) in enumerate(own, start=1)]
+        shares = torch.cat([before, *((query * key).sum(-1, keepdim=True) for key, _ in own)], dim=-1).softmax(-1)
+        mixed = shares[..., :slots] @ values
+        for at, (_, value) in enumerate(own, start=slots):
+            mixed = mixed + shares[..., at, None] * value
         return mixed
 
 

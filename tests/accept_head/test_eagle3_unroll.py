@@ -69,3 +69,14 @@ def test_padding_on_the_right_changes_nothing(target, text):
     padded = [step.hidden[:, :8] for step in unroll(drafter, ids, states, 3)]
     for step, (one, other) in enumerate(zip(alone, padded, strict=True)):
         assert torch.allclose(one[:, step:], other[:, step:], atol=1e-5)
+
+
+def test_slots_that_are_asked_for_are_as_among_all(target, text):
+    """Of each text others. The slots before are only read. A step has no round that began before the first of them."""
+    drafter = make_eagle3(target)
+    states, ids = states_of(target, drafter, text), text[:, 1:]
+    asked = torch.tensor([[2], [5]]) + torch.arange(7)
+    every = [step.hidden.take_along_dim(asked[..., None], dim=1) for step in unroll(drafter, ids, states, 3)]
+    some = [step.hidden for step in unroll(drafter, ids, states, 3, asked)]
+    for step, (one, other) in enumerate(zip(every, some, strict=True)):
+        assert torch.allclose(one[:, step:], other[:, step:], atol=1e-5)
