@@ -29,11 +29,11 @@ def states_by_depth(
     projected. At depth d of position j < d − 1 stands depth j + 1.
     """
     slots = len(text) - 2  # slot i takes x_{i+1} and predicts x_{i+2}
-    steps = list(unroll(drafter, text[None, 1:-1], states[None, :slots], depths))
-    place = torch.arange(slots - prompt + 2, device=text.device)  # of the response's positions
-    depth = torch.minimum(torch.arange(depths, device=text.device), place[:, None])
-    hidden = torch.stack([step.hidden[0] for step in steps])
-    return hidden[depth, (place + prompt - 2)[:, None]], steps[0].own[0, prompt - 2 :]
+    asked = torch.arange(prompt - 2, slots, device=text.device)  # those of the response's positions
+    steps = list(unroll(drafter, text[None, 1:-1], states[None, :slots], depths, asked[None]))
+    place = torch.arange(len(asked), device=text.device)[:, None]
+    depth = torch.minimum(torch.arange(depths, device=text.device), place)
+    return torch.stack([step.hidden[0] for step in steps])[depth, place], steps[0].own[0]
 
 
 def leading_accepted(accepted: Tensor, last: Tensor) -> Tensor:
