@@ -20,8 +20,12 @@ By the clock, it is `load.py --pair smollm2`.
 from __future__ import annotations
 
 import argparse
+import ast
+import gzip
 import json
 import random
+import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,6 +35,7 @@ from ladder import head_settings, judged, known_of, rule_settings
 from real_decoded import FIXED, HEAD, InLoop, InVllm, chosen, margins, requests_of
 from real_pair import (
     ALIKE,
+    DATA,
     LONGEST,
     NAMES,
     SPLITS,
@@ -38,6 +43,7 @@ from real_pair import (
     is_collected,
     message,
     prompts_file,
+    read,
     ship,
     texts_by_domain,
     write_prompts,
@@ -68,6 +74,13 @@ TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "sha
 TRAIN = TRAIN_PARTS[:6]
 DRAFTED, VERIFIED = (0.03, 0.05, 0.1), (0.0, 0.02, 0.05, 0.1)  # c and v
 COSTS = sorted({round(c + v, 2) for c in DRAFTED for v in VERIFIED})
+MOST = {"translation": 600, "stories": 600, "passages": 1000}  # prompts of a kind that the drafter learns from
+ABOUT = (
+    "Summarize this in one sentence:",
+    "Who is this passage about, and what happens?",
+    "Say this in simpler words:",
+    "List the main points of this text:",
+)
 EQUAL_PROMPTS, BATCHES = 100, (1, 4, 16)
 C, T_DRAFT = 0.15, 0.0055  # of the head that is served on a CPU, and seconds there
 NAMED = {"target": "HuggingFaceTB/SmolLM2-135M-Instruct", "draft": "checkpoints/smollm2/eagle3"}
@@ -115,7 +128,8 @@ def keep(part: str, found: dict[str, Any], *key: str) -> None:
 
 
 def write_drafter_prompts() -> int:
-    """All texts of the train prompts' kind that are not prompts of real_pair.py, in a random order; their number."""
+    """Texts of the train prompts' kinds and of some more that are not prompts of real_pair.py, at most MOST of a kind,
+    in a random order; their number."""
     write_prompts()
     taken = {
         json.loads(line)["prompt"][0]["content"]
@@ -124,21 +138,60 @@ def write_drafter_prompts() -> int:
     }
     records = [
         message(domain, text)
-        for domain, texts in texts_by_domain().items()
+        for domain, texts in (texts_by_domain() | further_texts()).items()
         for text in dict.fromkeys(texts)
         if text not in taken and len(text) <= LONGEST
     ]
     random.Random(0).shuffle(records)
-    by_domain: dict[str, int] = {}
+    by_domain: Counter[str] = Counter()
     kept = []
     for record in records:
-        count = by_domain[record["domain"]] = by_domain.get(record["domain"], 0) + 1
-        if count <= 1350:  # of maths there is five times as much
+        by_domain[record["domain"]] += 1
+        if by_domain[record["domain"]] <= MOST.get(record["domain"], 1500):
             kept.append(record)
     path = HOME / "prompts" / "drafter.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record) + "\n" for record in kept))
     return len(kept)
+
+
+def further_texts() -> dict[str, list[str]]:
+    """What users ask for besides: the bodies of functions, translations, texts about a passage, stories."""
+    code = [
+        text
+        for record in read("code_thealgorithms/python_files.jsonl.gz")
+        for text in heads_of_functions(record["text"])
+    ]
+    with gzip.open(DATA / "translation_deu_eng" / "eng_deu.tsv.gz", "rt") as lines:
+        pairs = [line.rstrip("\n").split("\t") for line in lines]
+    passages = [
+        passage
+        for book in read("prose_gutenberg/books.jsonl.gz")
+        for passage in book["text"].split("\n\n")
+        if 300 <= len(passage) <= 650
+    ]
+    stories = [record["text"] for record in read("stories_tinystories/tinystories.jsonl.gz")]
+    return {
+        "functions": [f"Write the body of this Python function:\n```python\n{each}```" for each in code],
+        "translation": [f"What is this in English? {german}" for english, german in pairs if len(german) >= 30],
+        "passages": [
+            f"{asked}\n{each}" for place, each in enumerate(passages) for asked in [ABOUT[place % len(ABOUT)]]
+        ],
+        "stories": [f"Go on with this story:\n{each[:250].rsplit(' ', 1)[0]}" for each in stories],
+    }
+
+
+def heads_of_functions(source: str) -> Iterator[str]:
+    """The functions of a Python file without their bodies: name, parameters and documentation."""
+    lines = source.splitlines(keepends=True)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # of a newer Python
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 1:
+            head = lines[node.lineno - 1 : node.body[0].end_lineno]
+            yield textwrap.dedent("".join(head))
 
 
 def tokens_a_call(split: str) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +64,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=4e-3, help="of Muon; AdamW's is half of it")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--engine", choices=("loop", "vllm"), default="loop", help="that answers")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU; each trains in a process of its own")
     options = parser.parse_args()
     work = options.work or options.out / "work"
     work.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,8 @@ def main() -> None:
     drafter = new_drafter(target, options)
     drafter.set_vocabulary(most_frequent(train, options.draft_vocab, drafter.output_size))
     begin_as(drafter, target)
-    save_eagle3(trained(drafter, target, train, held_out, options, work).to(torch.bfloat16), options.out)
+    if fit(drafter, target, train, held_out, options, work).is_global_zero:
+        save_eagle3(drafter.to(torch.bfloat16), options.out)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -184,8 +187,21 @@ def begin_as(drafter: Eagle3Drafter, target: PreTrainedModel) -> None:
     drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[drafter.t2d])
 
 
+@torch.compile(dynamic=True)
+def cross_entropy(logits: Tensor, p: Tensor) -> Tensor:
+    """Of the drafter's distribution against the target's, p; both (positions, draft vocabulary)."""
+    return -(p * logits.float().log_softmax(-1)).sum(-1).mean()
+
+
+@torch.compile(dynamic=True)
+def surprise_at_acceptance(logits: Tensor, p: Tensor) -> Tensor:
+    """− log of the chance that a drawn token is accepted (LK losses, arXiv:2602.23881). Shapes as above."""
+    return -torch.minimum(p, logits.float().softmax(-1)).sum(-1).clamp(min=1e-9).log().mean()
+
+
 class Distilled(L.LightningModule):
-    """The drafter's cross-entropy against the target's distribution at each step of a round from every position.
+    """At each step of a round from every position of an answer, the drafter learns the target's distribution: first by
+    its cross-entropy, and in the second half by the chance of acceptance itself.
 
     Matrices learn by Muon, which needs fewer steps; the rows at the end and the norms by AdamW.
     """
@@ -197,25 +213,27 @@ class Distilled(L.LightningModule):
         rows: Any = target.get_output_embeddings()
         self.rows = [rows.weight.detach()[drafter.t2d]]  # a list: not in checkpoints
 
-    def losses(self, batch: dict[str, Tensor]) -> list[Tensor]:
-        """One a step: the mean over the positions of answers. batch: as of TargetOutputs."""
-        counts = batch["counts"]
+    def losses(self, batch: dict[str, Tensor], loss: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """One a step. batch: as of TargetOutputs."""
+        counts, before = batch["counts"], self.steps - 1  # rounds that begin in a prompt reach into its answer
+        first = (counts.int().argmax(1) - before).clamp(min=0)
+        longest = before + int(counts.sum(1).max())
+        asked = (first[:, None] + torch.arange(longest, device=first.device)).clamp(max=counts.shape[1] - 1)
+        begun = counts.take_along_dim(asked, dim=1)
+        begun[:, :before] = False  # a prompt so short that its first rounds would begin before it
+        taken = torch.zeros_like(counts).scatter_(1, asked, begun)[counts]
         with torch.no_grad():
-            p = (torch.nn.functional.linear(batch["last"], self.rows[0]).float() - batch["log_norm"][:, None]).exp()
+            logits = torch.nn.functional.linear(batch["last"][taken], self.rows[0]).float()
+            p = (logits - batch["log_norm"][taken, None]).exp()
         states = self.drafter.project(batch["states"].float())
-        found = []
-        for number, step in enumerate(unroll(self.drafter, batch["ids"], states, self.steps)):
-            begun = counts.clone()
-            begun[:, :number] = False
-            log_q = self.drafter.lm_head(step.hidden[begun]).log_softmax(-1)
-            found.append(-(p[begun[counts]] * log_q).sum(-1).mean())
-        return found
+        unrolled = unroll(self.drafter, batch["ids"], states, self.steps, asked)
+        return [loss(self.drafter.lm_head(step.hidden[begun]), p) for step in unrolled]
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> None:
-        losses = self.losses(batch)
-        loss = sum(DECAY**number * each for number, each in enumerate(losses)) / sum(
-            DECAY**number for number in range(self.steps)
-        )
+        begins = self.global_step < self.total_steps  # which counts both optimizers' steps
+        losses = self.losses(batch, cross_entropy if begins else surprise_at_acceptance)
+        weights = [DECAY**number for number in range(self.steps)]
+        loss = sum(weight * each for weight, each in zip(weights, losses, strict=True)) / sum(weights)
         self.log("loss", loss, prog_bar=True, batch_size=1)
         self.manual_backward(loss)
         for optimizer, schedule in zip(self.optimizers(), self.lr_schedulers(), strict=True):
@@ -225,8 +243,10 @@ class Distilled(L.LightningModule):
             schedule.step()
 
     def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
-        for number, each in enumerate(self.losses(batch)):
-            self.log(f"held_out_{number}", each, prog_bar=True, batch_size=int(batch["counts"].sum()))
+        size = int(batch["counts"].sum())
+        for name, loss in (("held_out", cross_entropy), ("accepted", surprise_at_acceptance)):
+            for number, each in enumerate(self.losses(batch, loss)):
+                self.log(f"{name}_{number}", each, prog_bar=not number, batch_size=size, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         matrices = [each.weight for each in self.drafter.model.modules() if isinstance(each, torch.nn.Linear)]
@@ -243,26 +263,29 @@ class Distilled(L.LightningModule):
         ]
 
 
-def trained(
+def fit(
     drafter: Eagle3Drafter,
     target: PreTrainedModel,
     train: list[Answer],
     held_out: list[Answer],
     options: argparse.Namespace,
     work: Path,
-) -> Eagle3Drafter:
-    """Train, resuming from `work/last.ckpt` when it is there."""
+) -> L.Trainer:
+    """Train, resuming from `work/last.ckpt` when it is there. Of a CPU each thread trains in a process of its own, as
+    two threads are hardly faster than one at operations as small as these."""
+    processes = 1 if torch.cuda.is_available() else options.threads
+    torch.set_num_threads(1)
     steps, dev = (
         TargetOutputs(batches(texts, options.batch_tokens), target, drafter.layers_read, work / "states")
         for texts in (train, held_out)
     )
-    total = options.epochs * len(steps)
+    total = options.epochs * math.ceil(len(steps) / processes)
     module = Distilled(drafter, target, steps=options.steps, lr=options.lr, total_steps=total)
     trainer = L.Trainer(
         max_epochs=options.epochs,
         precision="bf16-mixed" if quick_bf16() else "32-true",
         accelerator="auto",
-        devices=1,
+        devices=processes,
         logger=CSVLogger(work, name="log", version=""),
         log_every_n_steps=20,
         # Both optimizers' steps count. By time Lightning saves nothing where optimization is manual.
@@ -277,7 +300,7 @@ def trained(
         ckpt_path=str(last) if last.exists() else None,
     )
     trainer.save_checkpoint(last)
-    return module.drafter
+    return trainer
 
 
 if __name__ == "__main__":
