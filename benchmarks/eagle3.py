@@ -42,6 +42,7 @@ from real_pair import (
     TRAIN_PARTS,
     is_collected,
     message,
+    no_tests,
     prompts_file,
     read,
     ship,
@@ -66,9 +67,9 @@ HOME = REPOSITORY / "runs" / "eagle3"
 TARGET = str(REPOSITORY / "runs" / "models" / "smollm2" / "target")
 DRAFTER = str(REPOSITORY / "checkpoints" / "smollm2" / "eagle3")
 RECIPE = f"""python checkpoints/recipe/make_eagle3.py --target {TARGET} --out {DRAFTER} --work {HOME / "work"} \\
-    --prompts {HOME / "prompts" / "drafter.jsonl"} --held_out {prompts_file("dev")} --dtype bfloat16 \\
-    --draft_vocab 8192 --layers 2 15 27 --temperatures 1 0 --new_tokens 128 --engine vllm --steps 4 --epochs 3 \\
-    --batch_tokens 1024 --lr 6e-3 --threads 2"""
+    --prompts {HOME / "prompts" / "drafter.jsonl"} --own_prompts 7000 --held_out {prompts_file("dev")} \\
+    --dtype bfloat16 --draft_vocab 8192 --layers 2 15 27 --temperatures 1 0 --new_tokens 160 --engine vllm \\
+    --steps 4 --epochs 5 --batch_tokens 2048 --lr 8e-3 --threads 2"""
 DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
@@ -159,7 +160,7 @@ def further_texts() -> dict[str, list[str]]:
     """What users ask for besides: the bodies of functions, translations, texts about a passage, stories."""
     code = [
         text
-        for record in read("code_thealgorithms/python_files.jsonl.gz")
+        for record in no_tests("code_thealgorithms/python_files.jsonl.gz")
         for text in heads_of_functions(record["text"])
     ]
     with gzip.open(DATA / "translation_deu_eng" / "eng_deu.tsv.gz", "rt") as lines:

@@ -157,18 +157,14 @@ def write_prompts() -> None:
 
 
 def texts_by_domain() -> dict[str, list[str]]:
-    """All texts of the train prompts' kind, without those that are test prompts elsewhere."""
-    overlap = {(each["file"], each["line"]) for each in read("OVERLAP.jsonl")}
+    """All texts of the train prompts' kind."""
     sources: dict[str, tuple[str, Callable[[Record], str]]] = {
         "code": ("code_mbpp/mbpp.jsonl", lambda r: f"{r['text']}\nIt must pass: {r['test_list'][0]}"),
         "maths": ("math_gsm8k/train.jsonl.gz", lambda r: r["question"]),
         "chat": ("instr_dolly/dolly_3k.jsonl.gz", lambda r: f"{r['instruction']}\n{r['input']}".strip()),
         "tools": ("instr_toolcall/glaive_toolcall_en_demo.jsonl", _tool_call),
     }
-    return {
-        domain: [text(record) for line, record in enumerate(read(file)) if (file, line) not in overlap]
-        for domain, (file, text) in sources.items()
-    }
+    return {domain: [text(record) for record in no_tests(file)] for domain, (file, text) in sources.items()}
 
 
 def drawn(texts: Sequence[str], count: int) -> list[str]:
@@ -186,6 +182,12 @@ def _tool_call(record: Record) -> str:
 
 def prompts_file(split: str) -> Path:
     return TRACES / "prompts" / f"{split}.jsonl"
+
+
+def no_tests(file: str) -> list[Record]:
+    """Its records, without those that share text with prompts that models are tested on."""
+    overlap = {(each["file"], each["line"]) for each in read("OVERLAP.jsonl")}
+    return [record for line, record in enumerate(read(file)) if (file, line) not in overlap]
 
 
 def read(name: str) -> Iterable[Record]:
