@@ -69,7 +69,7 @@ DRAFTER = str(REPOSITORY / "checkpoints" / "smollm2" / "eagle3")
 RECIPE = f"""python checkpoints/recipe/make_eagle3.py --target {TARGET} --out {DRAFTER} --work {HOME / "work"} \\
     --prompts {HOME / "prompts" / "drafter.jsonl"} --own_prompts 7000 --held_out {prompts_file("dev")} \\
     --dtype bfloat16 --draft_vocab 8192 --layers 2 15 27 --temperatures 1 0 --new_tokens 160 --engine vllm \\
-    --steps 4 --epochs 5 --batch_tokens 2048 --lr 8e-3 --threads 2"""
+    --steps 4 --epochs 4 --batch_tokens 2048 --lr 8e-3 --threads 2"""
 DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
