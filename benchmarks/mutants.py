@@ -405,7 +405,7 @@ CORE = (
     Mutant(
         "costs: many rows' rounds wait for others",
         "inference/policies/past_rounds.py",
-        " or self.waiting_rows >= ROWS_TOGETHER",
+        " or rows >= ROWS_TOGETHER",
         "",
         (rule("Foretelling by costs, heavy"),),
     ),
@@ -737,8 +737,8 @@ CORE = (
     Mutant(
         "EAGLE-3: a step attends to the first step's keys of its own round, too",
         "accept_head/eagle3/unroll.py",
-        ".tril(-step)",
-        ".tril()",
+        "(self.asked - step)[..., None]",
+        "self.asked[..., None]",
         ("accept_head/test_eagle3_unroll.py::test_each_round_is_that_of_forwards_one_after_the_other",),
     ),
     Mutant(
