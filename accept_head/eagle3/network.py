@@ -61,6 +61,7 @@ class Eagle3Attention(LlamaAttention):
         return attended
 
     def by_head(self, project: nn.Linear, inputs: Tensor) -> Tensor:
+        """(batch, new, 2 × hidden) → (batch, heads, new, head_dim)."""
         by_head: Tensor = project(inputs).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return by_head
 
