@@ -16,10 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# On a CPU oneDNN keeps what it compiles for each shape. Nearly every batch has one of its own.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "400")
 
 import lightning as L
 import torch
@@ -30,7 +34,7 @@ from own_text import Answer, answers, own_prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from transformers import LlamaConfig, PreTrainedModel, get_cosine_schedule_with_warmup
 
 from accept_head.eagle3.network import Eagle3Drafter
@@ -152,6 +156,26 @@ class TargetOutputs(Dataset[dict[str, Tensor]]):
         del self.reads.last
         log_norm = self.target.get_output_embeddings()(last).float().logsumexp(-1)
         return {"ids": ids[:, 1:].contiguous(), "states": states, "counts": counts, "last": last, "log_norm": log_norm}
+
+
+class Order(Sampler[int]):
+    """Each pass reads all batches in an order of its own. A run that goes on does so where the last one stopped."""
+
+    def __init__(self, batches: int, processes: int, rounds_done: int):
+        """rounds_done: of one batch a process, over all passes."""
+        self.batches, self.processes, self.rounds_done = batches, processes, rounds_done
+
+    def __len__(self) -> int:
+        """Rounds of a pass. The first batches fill its last one."""
+        return math.ceil(self.batches / self.processes)
+
+    def __iter__(self) -> Iterator[int]:
+        rank = torch.distributed.get_rank() if self.processes > 1 else 0
+        passes, begun = divmod(self.rounds_done, len(self))
+        order = torch.randperm(self.batches, generator=torch.Generator().manual_seed(passes)).tolist()
+        self.rounds_done = (passes + 1) * len(self)
+        places = range(rank + begun * self.processes, len(self) * self.processes, self.processes)
+        return iter([order[place % self.batches] for place in places])
 
 
 # --- training --------------------------------------------------------------------------------------------------------
@@ -291,11 +315,13 @@ def fit(
         # Both optimizers' steps count. By time Lightning saves nothing where optimization is manual.
         callbacks=[ModelCheckpoint(work, save_last=True, save_top_k=0, every_n_train_steps=100)],
         enable_model_summary=False,
+        use_distributed_sampler=False,
     )
     last = work / "last.ckpt"
+    done = torch.load(last, mmap=True, weights_only=True)["global_step"] // 2 if last.exists() else 0
     trainer.fit(
         module,
-        DataLoader(steps, batch_size=None, shuffle=True),
+        DataLoader(steps, batch_size=None, sampler=Order(len(steps), processes, done)),
         DataLoader(dev, batch_size=None),
         ckpt_path=str(last) if last.exists() else None,
     )

@@ -8,11 +8,31 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from accept_head import load_pair
 from accept_head.inference import generate
 from accept_head.pair import load_tokenizer
 from accept_head.prompts import load_prompts
+
+
+def test_a_run_that_goes_on_reads_what_is_left_of_the_pass(repository, monkeypatch):
+    monkeypatch.syspath_prepend(repository / "checkpoints" / "recipe")
+    from make_eagle3 import Order
+
+    order = Order(7, 1, rounds_done=0)
+    first, second = list(order), list(order)
+    assert sorted(first) == sorted(second) == list(range(7))
+    assert first != second
+    assert list(Order(7, 1, rounds_done=3)) == first[3:]
+    assert list(Order(7, 1, rounds_done=7 + 3)) == second[3:]
+    shares = []
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        shares.append(list(Order(7, 2, rounds_done=0)))
+        assert list(Order(7, 2, rounds_done=1)) == shares[rank][1:]
+    assert [len(share) for share in shares] == [4, 4]  # the last round has one batch again
+    assert set(shares[0] + shares[1]) == set(range(7))
 
 
 @pytest.mark.slow
