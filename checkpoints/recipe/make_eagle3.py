@@ -158,6 +158,9 @@ class TargetOutputs(Dataset[dict[str, Tensor]]):
         return {"ids": ids[:, 1:].contiguous(), "states": states, "counts": counts, "last": last, "log_norm": log_norm}
 
 
+# --- training --------------------------------------------------------------------------------------------------------
+
+
 class Order(Sampler[int]):
     """Each pass reads all batches in an order of its own. A run that goes on does so where the last one stopped."""
 
@@ -176,9 +179,6 @@ class Order(Sampler[int]):
         self.rounds_done = (passes + 1) * len(self)
         places = range(rank + begun * self.processes, len(self) * self.processes, self.processes)
         return iter([order[place % self.batches] for place in places])
-
-
-# --- training --------------------------------------------------------------------------------------------------------
 
 
 def new_drafter(target: PreTrainedModel, options: argparse.Namespace) -> Eagle3Drafter:
