@@ -80,11 +80,10 @@ VLLM = NotRun(
 BLOCKS: dict[str, dict[str, Run | NotRun]] = {
     "README.md": {
         "make demo ": NotRun("test_fit.py runs the demo, and `make test` runs this test"),
-        "pip install .": ENVIRONMENT,
-        "accept-head fit ": NotRun("test_fit.py runs it"),
+        "pip install .": NotRun("the tests run in that environment, and test_fit.py runs the second line"),
         "accept-head collect": Run(),
-        "accept-head generate --target TARGET --draft DRAFT --prompts prompts.jsonl --out responses.jsonl": Run(),
-        "from accept_head import load_pair": Run(),
+        "accept-head generate": Run(),
+        "from accept_head import Sampling, load_pair": Run(),
         "from accept_head.inference.adapters.transformers": Run(before=MODELS),
         "accept-head vllm-config": Run(),
         "accept-head publish head user/name": Run(),
@@ -111,7 +110,7 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         "accept-head fit ": NotRun("test_fit.py runs it"),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces --dry_run true": Run(),
         "import json": Run(),
-        "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces\n": Run(),
+        "accept-head collect --target TARGET --draft DRAFT --top_k 0": Run(),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces --backend vllm": NotRun(
             "needs vLLM, a server and several devices: test_respond.py, test_respond_openai.py and test_device_map.py "
             "in tests/training run these options"
@@ -190,7 +189,7 @@ SMALL = {
     "bench": "--max_prompts 4 --batch_size 2 --temperature 0 --fixed 1 2 --max_new_tokens 12 --repeats 1",
 }
 GIVEN = {"docs/serving.md": ("head", "costs.json"), "docs/hub.md": ("head",)}  # from pages that were read before
-PROMPTS = {"prompts.jsonl": ("train", 16), "dev_prompts.jsonl": ("dev", 8)}
+PROMPTS = {"prompts.jsonl": ("train", 16), "dev_prompts.jsonl": ("dev", 8), "test_prompts.jsonl": ("test", 8)}
 FILLED = "accept-head generate --target TARGET --draft DRAFT --prompts prompts.jsonl --out filled.jsonl"
 
 
