@@ -30,7 +30,7 @@ class TraceStream(IntEnum):
     MIXING = 2
     DEV = 3
     ROLLOUT = 4
-    LATER_ALTERNATIVES = 5  # drawn when a policy asks for them in replay
+    LATER_ALTERNATIVES = 5  # drawn afterwards, for traces without alternatives
     ALTERNATIVES = 6
 
 

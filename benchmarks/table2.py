@@ -2,7 +2,7 @@
 
 Each response is one observation (N_draft, N_target, seconds), decoded alone, batch 1. Settings: stand-alone (the draft
 alone and the target alone), SpecDec (fixed lengths) and SpecDec++ (a head at several thresholds); by domain, and all
-together. As in the paper, the throughput of eq. 5.1 is then compared with the measured one.
+together. As in the paper, the throughput of eq. 3.1 is then compared with the measured one.
 
 python benchmarks/table2.py --head runs/demo/head                 # the embedded pair
 python benchmarks/table2.py --target T --draft D --prompts P.jsonl --head H

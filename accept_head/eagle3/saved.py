@@ -92,13 +92,12 @@ def read_config(folder: Path, target: PreTrainedModel | None) -> LlamaConfig:
     return config
 
 
-def save_eagle3(drafter: Eagle3Drafter, folder: Path, *, embeddings: bool = False) -> None:
-    """Write config.json and model.safetensors in the layout that vLLM reads. embeddings: also the input embeddings,
-    which are the target's as a rule."""
+def save_eagle3(drafter: Eagle3Drafter, folder: Path) -> None:
+    """Write config.json and model.safetensors in the layout that vLLM reads, without the input embeddings: they are
+    the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name.removeprefix("model."): tensor.contiguous() for name, tensor in drafter.state_dict().items()}
-    if not embeddings:
-        del tensors["embed_tokens.weight"]
+    del tensors["embed_tokens.weight"]
     with atomic_path(folder / "model.safetensors") as temporary:
         # save_file would make a file that only its owner may read.
         temporary.write_bytes(save(tensors, metadata={"format": "pt"}))

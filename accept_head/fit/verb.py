@@ -105,7 +105,7 @@ def fit(
         else:
             prepare(console, folder, models, asked, max_prompts, seconds)
         made(folder, models, sampling, max_new_tokens, seed)
-        verdict = compared(console, folder, models, sampling, max_new_tokens)
+        verdict = compared(folder, models, sampling, max_new_tokens)
     console.rule("verdict")
     for line in verdict.lines():
         console.print(line, highlight=False)
@@ -220,9 +220,7 @@ def made(folder: Path, models: dict[str, Any], sampling: Sampling, max_new_token
     gc.collect()  # a run leaves its models in cycles
 
 
-def compared(
-    console: Console, folder: Path, models: dict[str, Any], sampling: Sampling, max_new_tokens: int
-) -> Verdict:
+def compared(folder: Path, models: dict[str, Any], sampling: Sampling, max_new_tokens: int) -> Verdict:
     """Costs, thresholds, decoding, the report, and summary.json → the verdict."""
     head, tuned, test = folder / "head", folder / "tuned.json", folder / "traces" / "test"
     draft_options = {name: models[name] for name in ("dtype", "trust_remote_code")}

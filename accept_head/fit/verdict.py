@@ -102,13 +102,12 @@ def judge(
     runs: Sequence[Timed],
     names: Mapping[str, str],
     costs: ForwardCosts,
-    seed: int = 0,
 ) -> Verdict:
     """counts: kind → (n, 4) of each prompt, as in `compare`. runs: by the clock, with the kinds as arms."""
     table = np.stack([counts[kind] for kind in KINDS])  # (kind, prompt, 4)
-    drawn = np.einsum("rn,knc->rkc", draws(table.shape[1], seed=seed), table)
+    drawn = np.einsum("rn,knc->rkc", draws(table.shape[1]), table)
     gains = _gains(throughputs(table.sum(1), costs), throughputs(drawn, costs))
-    use, clock = KINDS[0], _clock(runs, seed)
+    use, clock = KINDS[0], _clock(runs)
     for kind in KINDS[1:]:
         if gains[kind][use].low > 0 and clock[kind][use].high > 0:
             use = kind
@@ -126,11 +125,11 @@ def _gains(values: np.ndarray, drawn: np.ndarray) -> dict[str, dict[str, Gain]]:
     }
 
 
-def _clock(runs: Sequence[Timed], seed: int) -> dict[str, dict[str, Gain]]:
+def _clock(runs: Sequence[Timed]) -> dict[str, dict[str, Gain]]:
     chunks = 1 + max(run.chunk for run in runs)
     tokens, seconds = np.zeros((2, len(KINDS), chunks))
     for run in runs:
         tokens[KINDS.index(run.arm), run.chunk] = sum(done.stats.generated for done in run.finished)
         seconds[KINDS.index(run.arm), run.chunk] = run.wall
-    chosen = draws(chunks, seed=seed)
+    chosen = draws(chunks)
     return _gains(tokens.sum(1) / seconds.sum(1), (chosen @ tokens.T) / (chosen @ seconds.T))

@@ -141,10 +141,15 @@ def check_unseen(head: str, folder: Path, traces: Path, config: TraceConfig) -> 
 
 def origin_of(policy: object) -> HeadOrigin | None:
     """The origin of a policy's head, also when the policy is wrapped in others. None when there is no head."""
+    origin = getattr(innermost(policy), "origin", None)
+    return origin if isinstance(origin, HeadOrigin) else None
+
+
+def innermost(policy: object) -> object:
+    """The policy without those that wrap it."""
     while (inner := getattr(policy, "policy", None)) is not None:
         policy = inner
-    origin = getattr(policy, "origin", None)
-    return origin if isinstance(origin, HeadOrigin) else None
+    return policy
 
 
 @functools.cache

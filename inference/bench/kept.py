@@ -18,24 +18,24 @@ Run = Callable[[str, Sequence[Request]], tuple[float, float, int, list[Finished]
 
 
 def kept_runs(
-    run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path, *, seed: int = 0
+    run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path
 ) -> tuple[list[Timed], Iterator[Timed]]:
     """The runs that the file has, and those that are still to do: of every arm on every chunk, in a random order for
     each chunk. A policy that learns begins anew when a comparison goes on."""
     requests = {request.index: request for chunk in chunks for request in chunk.requests}
     lines = path.read_text().splitlines() if path.is_file() else []
     done = [each for line in lines if (each := _read(line, requests)) is not None]
-    return done, _new_runs(run, arms, chunks, path, {(each.chunk, each.arm) for each in done}, seed)
+    return done, _new_runs(run, arms, chunks, path, {(each.chunk, each.arm) for each in done})
 
 
 def _new_runs(
-    run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path, known: set[tuple[int, str]], seed: int
+    run: Run, arms: Sequence[str], chunks: Sequence[Chunk], path: Path, known: set[tuple[int, str]]
 ) -> Iterator[Timed]:
     if len(known) < len(arms) * len(chunks):
         for arm in arms:  # the first run of each is slower
             run(arm, chunks[0].requests[:1])
     for number, chunk in enumerate(chunks):
-        for index in np.random.default_rng([seed, number]).permutation(len(arms)):
+        for index in np.random.default_rng([0, number]).permutation(len(arms)):
             if (number, arms[index]) not in known:
                 timed = Timed(0, number, arms[index], *run(arms[index], chunk.requests))
                 with path.open("a") as file:

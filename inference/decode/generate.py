@@ -12,6 +12,7 @@ from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBa
 
 from accept_head.eagle3.network import Eagle3Drafter
 from accept_head.errors import InputError
+from accept_head.head.origin import innermost
 from accept_head.inference.decode.loop import Decoder
 from accept_head.inference.decode.processing import Processing
 from accept_head.inference.decode.round import Round
@@ -191,9 +192,7 @@ def check_tenants(policy: DraftPolicy, tenants: Iterable[str]) -> None:
 
 def _score_of(policy: DraftPolicy) -> object:
     """The score function of the policy's head, or of the wrapped policy's head; None if there is no head."""
-    while (inner := getattr(policy, "policy", None)) is not None:
-        policy = inner
-    return getattr(policy, "probability", None)
+    return getattr(innermost(policy), "probability", None)
 
 
 def _check_context(model: PreTrainedModel, role: str, requests: Sequence[Request]) -> None:

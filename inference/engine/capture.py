@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +20,6 @@ class Capture:
     carried: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-
-
-class Captured(Protocol):
-    """A policy that graphs may contain. A policy without `capture`, or with None, is called without graphs."""
-
-    @property
-    def capture(self) -> Capture | None: ...
-
-    def forget(self) -> None:
-        """Reset to the initial state, in the same memory. Only for policies that learn."""
-        ...
 
 
 def capture_of(policy: object) -> Capture | None:

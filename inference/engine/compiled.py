@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accept_head.errors import one_line
+
 # Weights that a function holds are not copied into the package: one compilation serves all heads of a shape.
 UNPACKED = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
 
@@ -80,7 +82,7 @@ def compiled(function: Function, example: Example, *, name: str, logger: logging
     try:
         made = _compile(function, example, name)
     except Exception as error:  # for example no compiler: the function works without
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)
         log.warning("accept-head: %s is not compiled (%s: %s), hence slower", name, type(error).__name__, reason)
         return function
     log.info("accept-head: %s compiled in %.1f s", name, time.perf_counter() - began)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.inference.engine.cuda import GraphBackend
 from accept_head.inference.engine.leaves import put_together, take_apart
 
@@ -116,7 +116,7 @@ class Graphs:
                 places = [place for place, *_ in described]
                 known = self._capture(name, function, shape, leaves, places, state, mutates)
             except RuntimeError as error:
-                reason = " ".join(str(error).split())[:200]
+                reason = one_line(error)
                 if not optional:
                     raise InputError(f"compile is 'graphs', but {name} cannot be captured ({reason})") from error
                 self.refused.add(name)

@@ -152,13 +152,13 @@ def plan_memory(
     further bytes that heads will take, see `kernels.head.bytes_to_pack`. scored: positions of a row that are scored
     together."""
     models = [target, *([draft] if max_draft_tokens or scored else [])]
-    served = [check_served(model, attention) for model in models]
+    cache_per_token = sum(check_served(model, attention) for model in models)
     backends, eagle3 = [choose(model, attention) for model in models], isinstance(draft, Eagle3Drafter)
     return MemoryPlan(
         weights=weight_bytes([target, draft]),
         batch=batch,
         max_length=max_length,
-        cache_per_token=sum(model.bytes_per_token for model in served),
+        cache_per_token=cache_per_token,
         vocab_size=vocab_size,
         max_draft_tokens=max_draft_tokens,
         logit_bytes=target.dtype.itemsize,

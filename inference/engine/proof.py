@@ -7,7 +7,6 @@ position biases built from a padding mask. It also measures the cache memory of 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from accept_head.eagle3.network import Eagle3Drafter
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.inference.engine import packing
 from accept_head.inference.engine.attention.choice import Attention, choose, decline
 from accept_head.inference.engine.cache import CachedModel, Group
@@ -27,20 +26,14 @@ from accept_head.pair import hidden_size, output_size
 ROUNDINGS, LEAST_TOLERANCE = 12, 0.003
 
 
-@dataclass(frozen=True)
-class Served:
-    """The measurements of the test. bytes_per_token: of keys and values, over all layers."""
-
-    bytes_per_token: int
-
-
-_served: WeakKeyDictionary[PreTrainedModel, dict[Attention, Served]] = WeakKeyDictionary()
+_served: WeakKeyDictionary[PreTrainedModel, dict[Attention, int]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
-def check_served(model: PreTrainedModel, attention: Attention = "sdpa") -> Served:
-    """Test the model. Raises InputError naming it when its ragged forwards differ from a plain forward. With attention
-    `auto`, a backend that fails is not chosen again for this model, and a warning is logged."""
+def check_served(model: PreTrainedModel, attention: Attention = "sdpa") -> int:
+    """Test the model → bytes of keys and values a token, over all layers. Raises InputError naming it when its ragged
+    forwards differ from a plain forward. With attention `auto`, a backend that fails is not chosen again for this
+    model, and a warning is logged."""
     proofs = _served.setdefault(model, {})
     while (chosen := backend.name if (backend := choose(model, attention)) else "sdpa") not in proofs:
         try:
@@ -53,7 +46,7 @@ def check_served(model: PreTrainedModel, attention: Attention = "sdpa") -> Serve
     return proofs[chosen]
 
 
-def _prove(model: PreTrainedModel, attention: Attention) -> Served:
+def _prove(model: PreTrainedModel, attention: Attention) -> int:
     rows, length = 2, 8
     ids = torch.arange(rows * length, device=model.device).view(rows, length) * 7919 % output_size(model)
     cached = CachedModel(model, rows, length, attention=attention)
@@ -78,7 +71,7 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
             given, states = (ids.gather(1, index), starts, 5), None
             ragged = cached.forward(*given).logits.float()
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-        reason = " ".join(str(error).split())[:160]
+        reason = one_line(error)
         raise InputError(f"{name} cannot be run with a ragged cache ({type(error).__name__}: {reason})") from error
     expected = plain.gather(1, index[..., None].expand(-1, -1, plain.shape[-1]))
     if not (difference := _difference(ragged, expected)) <= (tolerance := _tolerance(model.dtype)):
@@ -89,7 +82,7 @@ def _prove(model: PreTrainedModel, attention: Attention) -> Served:
     if cached.packs and not _packs(cached, given, states, expected):
         packing.declined.add(model)
         logging.getLogger(__name__).warning("accept-head: %s gives other logits without padding: it is padded", name)
-    return Served(cached.bytes // (rows * cached.slots))
+    return cached.bytes // (rows * cached.slots)
 
 
 def _packs(cached: CachedModel, given: tuple[Tensor, Tensor, int], states: Tensor | None, expected: Tensor) -> bool:

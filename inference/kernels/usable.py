@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accept_head.errors import one_line
 from accept_head.inference.kernels.launch import reset_counters, start_late
 
 # Tests set this to run the kernels in Triton's interpreter (TRITON_INTERPRET=1) on a CPU.
@@ -60,7 +61,7 @@ def _agrees(check: Check, device: torch.device) -> bool:
     try:
         check.compare(device)
     except Exception as error:  # after any failure torch can do the work
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         log = logging.getLogger(__name__)
         log.warning("accept-head: no kernels for %s on %s (%s), hence slower", check.operation, device, reason)
         reset_counters(device)

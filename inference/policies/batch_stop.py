@@ -74,7 +74,7 @@ class BatchStopPolicy(RowPolicy):
     The policy's k_min bounds when the *policy* may stop a row. The batch may end sooner: a bound that suits one row is
     too expensive for many.
 
-    Global by design: κ, m, τ, n and ℓ belong to all rows together and outlive `start`. Rows have no state but their
+    Global by design: κ, m, λ and τ belong to all rows together and outlive `start`. Rows have no state but their
     lengths, their record and the policy's own. Raises InputError for a policy that drafts nothing, or that trims: its
     trimming would depend on how deep the batch goes, and so on tokens drawn later.
     """

@@ -20,11 +20,11 @@ def weighted_variance(history: Tensor, valid: Tensor, decay: float = DECAY) -> T
     return (weight * (history - mean).square()).sum(-1) / total.squeeze(-1)
 
 
-def variance_ratio(history: Tensor, valid: Tensor, short: int = SHORT, decay: float = DECAY) -> Tensor:
-    """WVIR = Var_w(latest `short`) / Var_w(all): above 1 if the divergence became less steady; 1 if Var_w(all) is 0.
+def variance_ratio(history: Tensor, valid: Tensor) -> Tensor:
+    """WVIR = Var_w(latest SHORT) / Var_w(all): above 1 if the divergence became less steady; 1 if Var_w(all) is 0.
 
     history, valid: (..., window) as above → (...).
     """
-    latest = weighted_variance(history[..., -short:], valid[..., -short:], decay)
-    overall = weighted_variance(history, valid, decay)
+    latest = weighted_variance(history[..., -SHORT:], valid[..., -SHORT:])
+    overall = weighted_variance(history, valid)
     return torch.where(overall > 0, latest / overall.clamp(min=torch.finfo(overall.dtype).tiny), 1.0)

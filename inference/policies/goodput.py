@@ -46,10 +46,9 @@ class GoodputPolicy(RowPolicy):
         k* = argmax_{0 ≤ k ≤ k_max}  B·(1 + a + … + a^k) / (k·t_draft(B) + t_target((k + 1)·B)),
 
     where t_target of k = 0 is that of a round without drafts, and its value is multiplied by 1.1, as drafting has costs
-    besides the forwards. a: accepted / judged
-    tokens so far. The counts start as if a share `rate` of `prior` tokens had been accepted. decay: factor on the
-    counts at each round with drafts; 1 = no decay, 0.95 averages over about 20 rounds. probe: one round of k = 1 after
-    so many rounds of k = 0. costs: learnt while serving when left out.
+    besides the forwards. a: accepted / judged tokens so far. The counts start as if a share `rate` of `prior` tokens
+    had been accepted. decay: factor on the counts at each round with drafts; 1 = no decay, 0.95 averages over about 20
+    rounds. probe: one round of k = 1 after so many rounds of k = 0. costs: learnt while serving when left out.
 
     The authors' code counts tokens accepted after a rejected one too, and divides by all k drafted tokens. Here tokens
     after a rejection are not judged and not counted: accepted per drafted would fall with the length of the draft. The

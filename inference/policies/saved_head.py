@@ -15,19 +15,17 @@ from accept_head.head.saved import load_head
 from accept_head.hub.folder import head_folder
 from accept_head.inference.policies.head import HeadPolicy
 from accept_head.inference.policies.online.recalibrated import RecalibratedHeadPolicy
-from accept_head.inference.policies.spec import DraftShape, Malformed, Options, is_number, named
+from accept_head.inference.policies.spec import DraftShape, Malformed, Options, head_parts, named
 from accept_head.inference.policy import DraftPolicy
 
 
 def _head(argument: str, draft: DraftShape, options: Options) -> DraftPolicy:
     """Reads PATH:THRESHOLD, or PATH alone; threshold, bounds and lag then come from its decoding.json. PATH may be a
     name on the Hub, user/name or user/name@revision."""
-    path, _, last = argument.rpartition(":")
-    if path and is_number(last):
-        return head_policy(path, draft, float(last), options)
     if not argument:
         raise Malformed
-    return head_policy(argument, draft, None, options)
+    path, threshold = head_parts(argument)
+    return head_policy(path, draft, float(threshold) if threshold else None, options)
 
 
 named(

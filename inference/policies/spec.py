@@ -122,6 +122,12 @@ def is_number(text: str) -> bool:
     return True
 
 
+def head_parts(argument: str) -> tuple[str, str]:
+    """PATH[:THRESHOLD] → path and threshold, "" without a threshold."""
+    path, _, last = argument.rpartition(":")
+    return (path, last) if path and is_number(last) else (argument, "")
+
+
 def is_integer(text: str) -> bool:
     return text.isdecimal() and len(text) < 19
 

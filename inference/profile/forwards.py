@@ -30,16 +30,14 @@ BATCHES, CONTEXTS, WIDTHS = (1, 2, 4, 8, 16), (32, 128, 256), (1, 2, 5)
 
 
 @torch.no_grad()
-def measure_forwards(
-    pair: Pair, prompts: Sequence[Sequence[int]], *, verify_tokens: int = 4, compile: Compile = "none"
-) -> ForwardCosts:
+def measure_forwards(pair: Pair, prompts: Sequence[Sequence[int]], *, compile: Compile = "none") -> ForwardCosts:
     """Median seconds of bare forwards after real prompts, at batch 1.
 
-    Measured are a draft step (1 token), a verification (verify_tokens + 1 tokens) and a step of the target alone
+    Measured are a draft step (1 token), a verification (4 + 1 tokens) and a step of the target alone
     (1 token). They are timed in turns, so that a slower or faster moment of the machine affects all alike. Raises
     InputError when the context is too short for a verification.
     """
-    width = verify_tokens + 1
+    width = 4 + 1
     usable = usable_prompts(pair, prompts, width)
     longest = max(len(prompt) for prompt in usable)
     device = pair.target.device

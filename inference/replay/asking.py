@@ -17,7 +17,7 @@ from torch import Tensor
 from accept_head.alternatives import Alternatives
 from accept_head.cost import ForwardCosts, PairCosts
 from accept_head.errors import InputError
-from accept_head.inference.costs.host import PACKED, Host
+from accept_head.inference.costs.host import PACKED
 from accept_head.inference.policies.drafting import Drafting, DraftProgress, check_lossless
 from accept_head.inference.policy import DraftPolicy, DraftStep, Signal, VerifyOutcome
 from accept_head.inference.replay.coupled import CoupledTraces
@@ -35,12 +35,10 @@ def replay(
     batch: int | None = None,
     costs: ForwardCosts | PairCosts | None = None,
     alternatives: Alternatives | None = None,
-    host: Host = PACKED,
 ) -> Replayed:
     """Replay `policy`. batch: rows decoded together; all responses when left out. costs: give the seconds of a round,
     for policies that learn from them: the draft steps of the longest draft and one verification. PairCosts count the
-    tokens that the host gives the models. alternatives: from `alternatives_of`, for policies that learn from them; None
-    = no alternatives. host: the decode loop whose rounds are replayed.
+    tokens that packed rounds give the models. alternatives: for policies that learn from them; None = no alternatives.
 
     Raises InputError when the policy drafts more than the rollouts hold, when it needs seconds and there are no costs,
     or when it is not lossless under the ratio test: its text would differ from the traces'.
@@ -49,7 +47,7 @@ def replay(
     check_lossless(policy, "ratio", greedy=traces.config.sampling.greedy)
     if Signal.SECONDS in Drafting(policy).needs and costs is None:
         raise InputError(f"{name} learns from the seconds of a round: its replay needs the forward costs")
-    rows = _Rows(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives, host)
+    rows = _Rows(traces, policy, min(batch or len(traces.lengths), len(traces.lengths)), costs, alternatives)
     while rows.live.any():
         rows.round()
     walked = Walked(rows.counts[:, None].double().numpy(), *rows.histograms[:, None].numpy())
@@ -66,10 +64,9 @@ class _Rows:
         batch: int,
         costs: ForwardCosts | PairCosts | None,
         alternatives: Alternatives | None,
-        host: Host,
     ):
-        self.traces, self.costs, self.host = traces, costs, host
-        self.policy, self.drafting = policy, Drafting(policy, host=host)
+        self.traces, self.costs = traces, costs
+        self.policy, self.drafting = policy, Drafting(policy, host=PACKED)
         self.table = HiddenTable(traces, policy.needs)
         self.prompts = torch.tensor([len(prompt) for prompt in traces.traces["prompt_ids"]])
         self.divergence = self.known("divergence") if Signal.DIVERGENCE in policy.needs else None
@@ -194,8 +191,7 @@ class _Rows:
         """Seconds of a round, of drafting and of the rest. forwards, submitted: of each row, 0 where it is not live."""
         steps, verified = int(forwards.max()), int(submitted.max())
         if isinstance(self.costs, PairCosts):
-            fed = rows * steps if self.host.drafts_stopped else int(forwards.sum())
-            tokens = rows * (verified + 1) if self.host.verifies_padding else rows + int(submitted.sum())
+            fed, tokens = int(forwards.sum()), rows + int(submitted.sum())
             one, none = (self.costs.draft_seconds(n, context_tokens) for n in (1, 0))
             drafting = steps * none + fed * (one - none)
             return float(drafting), float(self.costs.verify_seconds(tokens, context_tokens))

@@ -174,7 +174,7 @@ def _throughput(data: ReportData) -> Plot | None:
         figure,
         name="throughput",
         title="Throughput against threshold",
-        caption="Tokens a second by equation 5.1 with this report's forward times. Dashed: "
+        caption="Tokens a second by equation 3.1 with this report's forward times. Dashed: "
         + ", ".join(text for _, text in _levels(data))
         + "."
         + (" The ring is the recommended policy." if data.chosen and data.chosen.family in rules else ""),

@@ -47,9 +47,8 @@ class Candidate:
     """A head to train.
 
     name: its name in a sweep, "" when it is the only head. One of the candidates with the same name is chosen in the
-    end. w_rej: its loss weight of rejection. base: where it starts, a head of its own; None for a head
-    without a base. decay: rate per
-    epoch at which its weights shrink at the peak of lr. label: its name in the logs.
+    end. w_rej: its loss weight of rejection. base: where it starts, a head of its own; None for a head without a base.
+    decay: rate per epoch at which its weights shrink at the peak of lr. label: its name in the logs.
     """
 
     name: str

@@ -98,14 +98,14 @@ def read_splits(folders: Sequence[Path], dev_folder: Path | None, *, draft_finge
 
 
 def split_dev(
-    traces: Dataset, folder: Path | str, *, seed: int, share: float = 0.1, judges: np.ndarray | None = None
+    traces: Dataset, folder: Path | str, *, seed: int, judges: np.ndarray | None = None
 ) -> tuple[Dataset, Dataset]:
-    """(train, dev): each prompt is held out with probability `share`, decided by its index alone.
+    """(train, dev): each prompt is held out with probability 0.1, decided by its index alone.
 
     judges: (traces,) bool, which of the held-out traces may be dev traces; all when left out. folder: for the message.
     """
     indices = torch.tensor(traces["index"])
-    held_out = uniforms(seed, indices, 0, TraceStream.DEV) < share
+    held_out = uniforms(seed, indices, 0, TraceStream.DEV) < 0.1
     in_dev = held_out if judges is None else held_out & torch.from_numpy(judges)
     if held_out.all() or not in_dev.any():
         raise InputError(f"{folder}: {len(traces)} traces are too few to hold some out; give --dev_traces")

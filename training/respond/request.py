@@ -1,4 +1,4 @@
-"""Requests to engines other than transformers, and checks of their answers, so that all backends draw alike.
+"""Requests to engines other than our loop, and checks of their answers, so that all backends draw alike.
 
 vLLM's SamplingParams and the completions endpoint of its server have these fields under the same names. Every field is
 sent, so that no default of the engine applies, such as a repetition penalty from the model's generation_config.json.
@@ -96,7 +96,7 @@ def check_sampling(sampling: Sampling) -> None:
     if not sampling.greedy and sampling.min_p > 0 and sampling.top_p < 1:
         raise InputError(
             "min_p and top_p are both given: vLLM applies min_p first and transformers top_p first, which is not the "
-            "same distribution; give one of them, or use --backend transformers"
+            "same distribution; give one of them, or use --backend loop"
         )
 
 

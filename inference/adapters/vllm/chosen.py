@@ -11,7 +11,7 @@ from accept_head.errors import InputError
 from accept_head.files import read_json
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.policies.registry import COSTS, POLICIES, for_any_load, make_policy
-from accept_head.inference.policies.spec import DraftShape
+from accept_head.inference.policies.spec import DraftShape, head_parts, is_number
 from accept_head.inference.policy import DraftPolicy
 
 
@@ -43,25 +43,11 @@ def absolute(spec: str) -> str:
 
 def _held(path: str) -> str:
     """The absolute path if the file or folder exists. A number or a name on the Hub is returned unchanged."""
-    if not os.path.exists(path) or _number(path):
+    if not os.path.exists(path) or is_number(path):
         return path
     if "," in (place := os.path.abspath(path)):
         raise InputError(f"{place}: the path has a comma in it, which begins the options of a policy's SPEC; move it")
     return place
-
-
-def head_parts(argument: str) -> tuple[str, str]:
-    """PATH[:THRESHOLD] → path and threshold, "" without a threshold."""
-    path, _, last = argument.rpartition(":")
-    return (path, last) if path and _number(last) else (argument, "")
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def tuned_spec(path: Path, head: str | None, shape: DraftShape) -> str:

@@ -17,7 +17,6 @@ from accept_head.checkpoint import checkpoint_fingerprint
 from accept_head.errors import InputError
 from accept_head.files import atomic_path, read_json, writable_file
 from accept_head.hub.folder import head_folder
-from accept_head.inference.adapters.vllm.chosen import head_parts
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.models import Models, place_of
 from accept_head.inference.adapters.vllm.settings import KEY
@@ -25,6 +24,7 @@ from accept_head.inference.costs.batch_table import FIELD, Range, read_batch_tab
 from accept_head.inference.policies.batch_map import BatchMapPolicy
 from accept_head.inference.policies.fixed import FixedPolicy
 from accept_head.inference.policies.registry import make_policy
+from accept_head.inference.policies.spec import head_parts
 from accept_head.inference.policy import DraftPolicy
 from accept_head.sampling import Sampling
 from accept_head.trace.config import CONFIG_NAME

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from accept_head.checkpoint import check_model, checkpoint_folder, reads_target
 from accept_head.eagle3.saved import read_config
-from accept_head.errors import InputError
+from accept_head.errors import InputError, one_line
 from accept_head.inference.policies.spec import DraftShape
 
 
@@ -47,7 +47,7 @@ def _read_config(name: str, option: str, trust_remote_code: bool) -> Any:
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config()
     except Exception as error:  # a wrong name, a damaged file, a bad value: all raise different types
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         raise InputError(f"{option} {name}: its config.json cannot be read ({reason})") from None
     for field in ("vocab_size", "hidden_size"):
         if type(getattr(config, field, None)) is not int:

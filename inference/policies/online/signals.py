@@ -50,7 +50,7 @@ def prior_base() -> AcceptanceHead:
 )
 class OnlineSignalsPolicy(RecalibratedHeadPolicy):
     """A head's rule on P̂(Y accepted), which OnlineRecalibration fits from q(Y) and the inputs of a base. In some
-    hundred rounds it comes close to a base fitted to traces. The options are those of `head` with online=true."""
+    hundred rounds it comes close to a base fitted to traces. The options are among those of `head` with online=true."""
 
     def __init__(
         self,
