@@ -4,7 +4,8 @@ Two pairs, on unseen prompts, in our loop and in vLLM: Qwen2.5-Coder-Instruct, 0
 SmolLM2-135M-Instruct with its EAGLE-3 drafter. Arms: no speculation, fixed K, one of them twice (the noise floor), the
 head with a threshold chosen for one request at a time, and the head and vLLM's estimator with `costs=auto`, which learn
 what a forward costs from the rounds they serve. In vLLM, no speculation and fixed K are vLLM's own. All are held
-against the best of those two in that very cell, which nobody knows beforehand.
+against the best of those two in that very cell, which nobody knows beforehand. `head, costs=auto` ends a round by costs
+alone; with both (what `vllm-config` writes) a row also stops at its threshold.
 
 Every arm decodes TOKENS tokens a row of each part of the prompts, in rounds in which all rows have a request. So all
 come as far in the answers, and greedily read the same text. The later tokens of an answer are easier to foresee than
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from greenlet import greenlet
 
 NEW_TOKENS, TOKENS, WARM_UP, K_MAX = 96, 96, 96, 8
-LENGTHS, TWICE, HEAD = (1, 2, 3, 4), "fixed:2", "head, costs=auto"
+LENGTHS, TWICE, HEAD, BOTH = (1, 2, 3, 4), "fixed:2", "head, costs=auto", "head, threshold and costs=auto"
 OF_A_ROUND = ("tokens", "seconds", "draft_steps", "verified_tokens")  # of vLLM's, only the first two are known
 
 
@@ -102,13 +103,14 @@ def main() -> None:
 
 
 def specs_of(head: str, lengths: Sequence[int] = LENGTHS) -> dict[str, str]:
-    """Arm → SPEC. With costs, the head has no threshold of its own."""
+    """Arm → SPEC."""
     return {
         "none": "none",
         **{f"fixed:{k}": f"fixed:{k}" for k in lengths},
         TWICE + TWIN: TWICE,
         "head": head,
         HEAD: f"head:{folder_of(head)}:1,costs=auto",
+        BOTH: f"{head},costs=auto",
         "vLLM's estimator, costs=auto": "online-logistic:0,costs=auto",
     }
 

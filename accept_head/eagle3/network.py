@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, (batch, new, head_dim) each
 
 
-class Drafted(NamedTuple):
+class Eagle3Output(NamedTuple):
     logits: Tensor  # (batch, new, draft vocabulary), of `drafted_ids`
     hidden: Tensor  # (batch, new, hidden), after the last norm
     own: Tensor  # (batch, new, hidden), before it: the states for the next slots
@@ -202,12 +202,12 @@ class Eagle3Drafter(PreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool = True,
         last: Tensor | None = None,
-    ) -> Drafted:
+    ) -> Eagle3Output:
         """input_ids: (batch, new), x_{i+1} of slots i. states: (batch, new, hidden), s_i. position_ids: i. last:
         (batch,) the place of the one slot of each row whose prediction is wanted; attention_mask is then of these. Of
         the others only keys and values are computed."""
         hidden, own = self.model(input_ids, states, position_ids, last, attention_mask, past_key_values)
-        return Drafted(self.lm_head(hidden), hidden, own)
+        return Eagle3Output(self.lm_head(hidden), hidden, own)
 
     @property
     def drafted_ids(self) -> Tensor:

@@ -52,7 +52,7 @@ def load_eagle3(folder: Path, target: PreTrainedModel | None, *, dtype: torch.dt
             )
         if name in found:
             tensor.copy_(found[name])
-    ids = drafter.d2t + torch.arange(len(drafter.d2t))
+    ids = drafter.drafted_ids
     if ids.amin() < 0 or ids.amax() >= config.vocab_size or (ids.diff() <= 0).any():
         raise InputError(f"{folder}: tensor 'd2t' does not map to ascending ids below {config.vocab_size}")
     drafter.set_vocabulary(ids)

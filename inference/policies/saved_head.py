@@ -44,7 +44,7 @@ def head_policy(
     folder = folder or head_folder(name)
     tuned = None
     if threshold is None:
-        chosen, tuned = _decoding(name, folder)
+        chosen, tuned = read_decoding(name, folder)
         threshold = chosen.pop("threshold")
         options = chosen | options
     head = load_head(folder, hidden_size=draft.hidden_size, device=draft.device, embeddings=draft.embeddings)
@@ -69,7 +69,7 @@ def _head_policy(head: AcceptanceHead, threshold: float, options: Options, folde
     return RecalibratedHeadPolicy(head, threshold, **options)
 
 
-def _decoding(name: str, folder: Path) -> tuple[Options, dict[str, Any]]:
+def read_decoding(name: str, folder: Path) -> tuple[Options, dict[str, Any]]:
     """The options that `accept-head tune` chose for this head, and the whole content of decoding.json."""
     path = folder / "decoding.json"
     if not path.is_file():

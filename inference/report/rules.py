@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from accept_head.cost import ForwardCosts
-from accept_head.files import read_json
 from accept_head.head.network import AcceptanceHead
 from accept_head.inference.policies.head import HeadPolicy
+from accept_head.inference.policies.saved_head import read_decoding
 from accept_head.inference.policies.threshold import ThresholdPolicy
 from accept_head.inference.replay.coupled import CoupledTraces
 from accept_head.inference.replay.thresholds import Setting, replay_thresholds
@@ -38,8 +38,7 @@ def read_choices(heads: Sequence[str], tuned: Mapping[str, Any]) -> dict[str, Ch
             choices[name.removeprefix("head:")] = dict(row["params"])
     for name in heads:
         if (Path(name) / DECODING_NAME).is_file():
-            values = read_json(Path(name) / DECODING_NAME)
-            choices[name] = {key: values[key] for key in ("threshold", "k_min", "k_max", "lag") if key in values}
+            choices[name], _ = read_decoding(name, Path(name))
     return choices
 
 
