@@ -69,7 +69,7 @@ DRAFTER = str(REPOSITORY / "checkpoints" / "smollm2" / "eagle3")
 RECIPE = f"""python checkpoints/recipe/make_eagle3.py --target {TARGET} --out {DRAFTER} --work {HOME / "work"} \\
     --prompts {HOME / "prompts" / "drafter.jsonl"} --own_prompts 7000 --held_out {prompts_file("dev")} \\
     --dtype bfloat16 --draft_vocab 8192 --layers 2 15 27 --temperatures 1 0 --new_tokens 160 --engine vllm \\
-    --steps 4 --epochs 4 --batch_tokens 2048 --lr 8e-3 --threads 2"""
+    --steps 4 --epochs 3 --batch_tokens 2048 --lr 8e-3 --threads 2"""
 DEPTHS = 8
 TEXT: dict[str, Any] = {"top_k": 0, "max_new_tokens": 96, "batch_size": 25, "shard_size": 25, "dtype": "bfloat16"}
 TRAIN = TRAIN_PARTS[:6]
@@ -208,15 +208,21 @@ def tokens_a_call(split: str) -> dict[str, Any]:
     found: dict[str, float] = {}
     for domain in ("all", *sorted({answer["domain"] for answer in answers})):
         mine = [answer for answer in answers if domain in ("all", answer["domain"])]
-        found[domain] = sum(one["generated"] for one in mine) / sum(one["rounds"] for one in mine)
+        found[domain] = total(mine, "generated") / total(mine, "rounds")
     tokens = [token for answer in answers for token in answer["token_ids"]]
     return {
         "tested_on": split,
         "policy": policy,
         "prompts": len(answers),
+        "tokens": total(answers, "generated"),
+        "target_calls": total(answers, "rounds"),
         "tokens_a_target_call": found,
         "in_its_vocabulary": drafter().t2d[tokens].double().mean().item(),
     }
+
+
+def total(answers: list[dict[str, Any]], field: str) -> int:
+    return sum(answer[field] for answer in answers)
 
 
 def collected(split: str, temperature: float) -> Path:
