@@ -9,13 +9,13 @@ alone; with both (what `vllm-config` writes) a row also stops at its threshold.
 
 Every arm decodes TOKENS tokens a row of each part of the prompts, in rounds in which all rows have a request. So all
 come as far in the answers, and greedily read the same text. The later tokens of an answer are easier to foresee than
-the first ones: with as many rounds for all, the longest drafts would come to the easiest text. In our loop arms take
-turns by the round, the one with the fewest tokens first; in vLLM by the part. Speed is tokens per second of these
-rounds. In our loop a drafted token counts with the chance that it and those before it had to be accepted, so the luck
-of single tokens does not count. Rounds in which a request arrived are left out, as the clock would count its prompt,
-and so is the end of a part: rows that stand idle there are no matter of drafting. Parts are kept. Before the first, and
-again after a stop, arms with `costs=auto` decode WARM_UP tokens a row, in which they learn the costs: a server has them
-behind it after its first seconds.
+the first ones: with as many rounds for all, the longest drafts would come to the easiest text. Arms take turns, the one
+with the fewest tokens first: in our loop by the round, in vLLM by four rounds. (A fifth before them is not counted: in
+it vLLM sets up its batch anew.) Speed is tokens per second of these rounds. In our loop a drafted token counts with the
+chance that it and those before it had to be accepted, so the luck of single tokens does not count. Rounds in which a
+request arrived are left out, as the clock would count its prompt, and so is the end of a part: rows that stand idle
+there are no matter of drafting. Parts are kept. Before the first, and again after a stop, arms with `costs=auto` decode
+WARM_UP tokens a row, in which they learn the costs: a server has them behind it after its first seconds.
 
 python benchmarks/load.py --batches 4 16           # with 4, 4 to 6 minutes a part on 2 cores; goes on where it was
 python benchmarks/load.py --batches 1 --lengths 1 2 3 4 6 --parts 6
@@ -27,9 +27,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import eagle3
 import numpy as np
@@ -45,14 +46,12 @@ from accept_head.inference.bench.figures import TWIN
 from accept_head.inference.bench.measure import Stage
 from accept_head.inference.decode.generate import make_decoder, make_requests
 from accept_head.inference.decode.round import Round
+from accept_head.inference.decode.rows import Request
 from accept_head.inference.policies.registry import make_policy
 from accept_head.inference.policy import DraftPolicy
 from accept_head.inference.replay.bootstrap import draws, interval
 from accept_head.pair import Pair
 from accept_head.prompts import load_prompts
-
-if TYPE_CHECKING:
-    from greenlet import greenlet
 
 NEW_TOKENS, TOKENS, WARM_UP, K_MAX = 96, 96, 96, 8
 LENGTHS, TWICE, HEAD, BOTH = (1, 2, 3, 4), "fixed:2", "head, costs=auto", "head, threshold and costs=auto"
@@ -155,26 +154,27 @@ class Loop:
 
     def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         policies = {name: make_policy(spec, self.pair) for name, spec in specs.items()}
-        place = OF_A_ROUND.index("tokens")
-        return lambda tokens, texts, seed: in_turns(self.pair, policies, tokens, rows, texts, sampling, seed, of=place)
+
+        def run(amounts: Mapping[str, int], texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
+            arms = {name: decoding(self.pair, policies[name], rows, texts, sampling) for name in amounts}
+            return in_turns(arms, amounts, seed, of=OF_A_ROUND.index("tokens"))
+
+        return run
 
 
 class Vllm:
     def __init__(self, served: Served, rows: int):
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB, for the requests of all arms
         self.host = InVllm(served.target, served.draft, rows, "bfloat16", k_max=K_MAX, method=served.method)
         self.tokenizer = self.host.tokenizer
 
     def part(self, specs: dict[str, str], rows: int, sampling: Sampling) -> Part:
         drafting = {name: self.host.drafting(spec) for name, spec in specs.items()}
 
-        def arm(texts: Sequence[list[int]], name: str, tokens: int) -> np.ndarray:
-            requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
-            steps = self.host.engines.run(drafting[name], requests, sampling, rows, tokens).steps
-            return np.array([(step.tokens, step.seconds) for step in steps if step.is_full(rows)])
-
-        def run(tokens: Mapping[str, int], texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
-            names = np.random.default_rng(seed).permutation(list(tokens)).tolist()
-            return {name: arm(texts, name, tokens[name]) for name in names}
+        def run(amounts: Mapping[str, int], texts: Sequence[list[int]], seed: int) -> dict[str, np.ndarray]:
+            requests = endless(texts, rows)
+            arms = {name: self.host.engines.rounds(drafting[name], requests, sampling, rows) for name in amounts}
+            return in_turns(arms, amounts, seed, of=OF_A_ROUND.index("tokens"), turn=4)
 
         return run
 
@@ -183,37 +183,35 @@ HOSTS = {"loop": Loop, "vllm": Vllm}
 
 
 def in_turns(
-    pair: Pair,
-    policies: Mapping[str, DraftPolicy],
+    arms: Mapping[str, Generator[tuple[float, ...]]],
     amounts: Mapping[str, int],
-    rows: int,
-    texts: Sequence[list[int]],
-    sampling: Sampling,
     seed: int,
     *,
     of: int | None = None,
+    turn: int = 1,
 ) -> dict[str, np.ndarray]:
-    """Of each arm (rounds, 4): OF_A_ROUND, of as many rounds as have its amount. of: the place of what amounts are of;
-    None: of rounds. The next round is always one of the arm that has done the least share, so that a slow moment of the
-    machine meets all alike."""
-    arms = {name: decoding(pair, policies[name], rows, texts, sampling) for name in amounts}
+    """Of each arm (rounds, 2 or 4): OF_A_ROUND, of as many rounds as have its amount. of: the place of what amounts are
+    of; None: of rounds. turn: rounds of a turn. The next turn is always one of the arm that has done the least share,
+    so that a slow moment of the machine meets all alike."""
     seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in arms}
     random, done = np.random.default_rng(seed), dict.fromkeys(arms, 0.0)
     while min(done.values()) < 1:
         name = min(random.permutation(list(arms)).tolist(), key=done.__getitem__)
-        seen[name].append(arms[name].switch())
-        done[name] += (1 if of is None else seen[name][-1][of]) / amounts[name]
+        for _ in range(turn):
+            seen[name].append(next(arms[name]))
+            done[name] += (1 if of is None else seen[name][-1][of]) / amounts[name]
     for arm in arms.values():
-        arm.throw()
+        arm.close()
     return {name: np.array(rounds) for name, rounds in seen.items()}
 
 
-def decoding(pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[int]], sampling: Sampling) -> greenlet:
-    """An arm. Each switch to it gives OF_A_ROUND of the next round in which all rows have a request and none has just
-    arrived."""
+def decoding(
+    pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[int]], sampling: Sampling
+) -> Generator[tuple[float, ...]]:
+    """OF_A_ROUND of each round of our loop in which all rows have a request and none has just arrived."""
     from greenlet import getcurrent, greenlet  # not among what vLLM's environment has
 
-    requests = make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
+    requests = endless(texts, rows)
     how = {"batch_size": rows, "greedy": sampling.greedy, "compile": "steps"}  # as in vLLM, by default
     decoder = make_decoder(pair.target, pair.draft, requests, policy, **how)
     last, there = time.perf_counter(), [-1] * rows
@@ -235,7 +233,17 @@ def decoding(pair: Pair, policy: DraftPolicy, rows: int, texts: Sequence[list[in
         finally:
             decoder.free()
 
-    return greenlet(run)
+    arm = greenlet(run)
+    try:
+        while True:
+            yield arm.switch()
+    finally:
+        arm.throw()
+
+
+def endless(texts: Sequence[list[int]], rows: int) -> list[Request]:
+    """More than any arm decodes."""
+    return make_requests([texts[place % len(texts)] for place in range(40 * rows)], NEW_TOKENS)
 
 
 def accepted_in(round_: Round) -> float:

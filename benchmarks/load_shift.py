@@ -18,7 +18,7 @@ import json
 from typing import Any, NamedTuple
 
 import numpy as np
-from load import HEAD, PAIRS, in_turns, specs_of
+from load import HEAD, PAIRS, decoding, in_turns, specs_of
 from real_pair import prompts_file
 from record import RESULTS, write_result
 
@@ -63,7 +63,8 @@ def main() -> None:
     phases = []
     for phase in PHASES:
         texts = texts_of(phase, prompts)
-        clocks = in_turns(pair, policies, ROUNDS, phase.rows, texts, SAMPLING, seed=0)
+        arms = {arm: decoding(pair, policy, phase.rows, texts, SAMPLING) for arm, policy in policies.items()}
+        clocks = in_turns(arms, ROUNDS, seed=0)
         phases.append({"phase": phase.name, **compared(clocks)})
         print(json.dumps(phases[-1], indent=1), flush=True)
     path = RESULTS / "load_shift.json"

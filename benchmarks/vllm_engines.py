@@ -17,11 +17,13 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from accept_head.inference.adapters.vllm.host import PolicyHost
+from accept_head.inference.adapters.vllm.unfed import Unfed
 from accept_head.inference.decode.rows import DecodeStats, Finished, Request
 from accept_head.sampling import Sampling
 
@@ -56,6 +58,7 @@ class Engines:
             "draft_sample_method": "probabilistic",  # greedy requests draft the most likely token all the same
         }
         self.rows, self.numbers = rows, itertools.count()
+        self.at_work: _Batch | None = None  # of those that take turns
         self.plain = LLM(model=target, **shared).llm_engine
         self.speculative = LLM(
             model=target,
@@ -72,31 +75,73 @@ class Engines:
     def tokenizer(self) -> Any:
         return self.plain.get_tokenizer()
 
-    def run(
-        self,
-        drafting: Drafting,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        rows: int,
-        full_tokens: int | None = None,
-    ) -> Run:
-        """Decode requests, at most `rows` together, and time each step. full_tokens: end after so many tokens of steps
-        in which `rows` requests decode; None = when all requests are done."""
-        engine = self.plain if drafting.table is None and drafting.policy is None else self.speculative
-        core = engine.engine_core.engine_core
-        core.scheduler.max_num_active_reqs = rows
-        if engine is self.speculative:
-            self._set(drafting)
+    def run(self, drafting: Drafting, requests: Sequence[Request], sampling: Sampling, rows: int) -> Run:
+        """Decode requests, at most `rows` together, and time each step."""
         metrics = drafting.host.metrics if drafting.host else None
         forwards = metrics.read()["draft_forwards"] if metrics else 0
-        run = _decode(engine, requests, sampling, f"{next(self.numbers)}-", rows, full_tokens)
+        batch = self._batch(drafting, requests, sampling, rows)
+        if batch.engine is self.speculative:
+            self._set(drafting)
+        wall, cpu = time.perf_counter(), time.process_time()
+        steps = list(iter(batch.step, None))
+        run = Run(time.perf_counter() - wall, time.process_time() - cpu, steps, batch.finished)
         if metrics:
             forwards = metrics.read()["draft_forwards"] - forwards
         elif drafting.table is not None:
-            steps = getattr(self._drafter(), "num_speculative_steps", None)
-            forwards = sum(steps or max(1, drafting.table[live]) for live in run.live)
+            depth = getattr(self._drafter(), "num_speculative_steps", None)
+            forwards = sum(depth or max(1, drafting.table[live]) for live in run.live)
         drafting.draft_forwards += forwards
         return run
+
+    def rounds(
+        self, drafting: Drafting, requests: Sequence[Request], sampling: Sampling, rows: int
+    ) -> Generator[tuple[float, ...]]:
+        """(tokens, seconds) of each step in which `rows` requests decode and none has just arrived. Several of these
+        can take turns. The first step after another's turn is left out: vLLM then sets up its batch anew."""
+        batch = self._batch(drafting, requests, sampling, rows)
+        try:
+            while True:
+                changed = self._put_to_work(batch)
+                step = batch.step()
+                if step is None:
+                    return
+                if step.is_full(rows) and not changed:
+                    yield step.tokens, step.seconds
+        finally:
+            self._put_to_work(batch)
+            batch.engine.abort_request(list(batch.there))
+
+    def _batch(self, drafting: Drafting, requests: Sequence[Request], sampling: Sampling, rows: int) -> _Batch:
+        plain = drafting.table is None and drafting.policy is None
+        engine = self.plain if plain else self.speculative
+        return _Batch(engine, drafting, requests, sampling, f"{next(self.numbers)}-", rows)
+
+    def _put_to_work(self, batch: _Batch) -> bool:
+        """Whether another batch was at work. What the engine keeps of that one from step to step is put aside."""
+        before, self.at_work = self.at_work, batch
+        if before is batch:
+            return False
+        if before is not None:
+            before.kept = [getattr(place, name) for place, name, _ in self._keeps(before.engine)]
+            before.left = time.perf_counter()
+        if batch.engine is self.speculative:
+            self._set(batch.drafting)
+        if batch.kept and batch.drafting.host is not None:  # costs are learnt from its own rounds' time
+            batch.drafting.host.began += time.perf_counter() - batch.left
+        for index, (place, name, empty) in enumerate(self._keeps(batch.engine)):
+            setattr(place, name, batch.kept[index] if batch.kept else empty)
+        return True
+
+    def _keeps(self, engine: Any) -> list[tuple[Any, str, Any]]:
+        """What an engine with vLLM's V1 runner keeps of a batch, besides its requests: object, attribute, and its value
+        before the first step."""
+        running = (engine.engine_core.engine_core.scheduler, "running", [])
+        if engine is self.plain:
+            return [running]
+        drafter = self._drafter()
+        probs = [(drafter.runner, name, None) for name in ("_draft_probs", "_draft_prob_req_ids")]
+        unfed = Unfed(drafter.unfed.limit, reads_states=drafter.unfed.reads_states)
+        return [running, *probs, (drafter, "unfed", unfed)]
 
     def _set(self, drafting: Drafting) -> None:
         from accept_head.inference.adapters.vllm.build import build_host
@@ -145,38 +190,50 @@ class Run:
         return [step.live for step in self.steps]
 
 
-def _decode(
-    engine: Any, requests: Sequence[Request], sampling: Sampling, prefix: str, rows: int, full_tokens: int | None
-) -> Run:
-    from vllm import SamplingParams
+class _Batch:
+    """Requests of one run in an engine, at most `rows` together."""
 
-    options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
-    by_id = {f"{prefix}{request.index}": request for request in requests}
-    wall, cpu = time.perf_counter(), time.process_time()
-    for name, request in by_id.items():
-        parameters = SamplingParams(max_tokens=request.max_new_tokens, **options)
-        engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, parameters)
-    first: dict[str, float] = {}
-    taken: dict[str, int] = dict.fromkeys(by_id, 0)  # steps
-    tokens: dict[str, int] = dict.fromkeys(by_id, 0)
-    steps, finished, last = list[Step](), list[Finished](), time.perf_counter()
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        now, before, arrived = time.perf_counter(), sum(tokens.values()), False
+    def __init__(
+        self, engine: Any, drafting: Drafting, requests: Sequence[Request], sampling: Sampling, prefix: str, rows: int
+    ):
+        self.engine, self.drafting, self.sampling, self.prefix, self.rows = engine, drafting, sampling, prefix, rows
+        self.waiting = deque(requests)
+        self.there: dict[str, Request] = {}
+        self.first: dict[str, float] = {}  # time of the first token
+        self.taken: dict[str, int] = {}  # steps
+        self.tokens: dict[str, int] = {}
+        self.finished: list[Finished] = []
+        self.kept: list[Any] = []  # of the engine, while another is at work
+        self.left = 0.0  # when that one began
+
+    def step(self) -> Step | None:
+        """None: all requests are done."""
+        while self.waiting and len(self.there) < self.rows:
+            self._add(self.waiting.popleft())
+        if not self.there:
+            return None
+        began, before, arrived = time.perf_counter(), sum(self.tokens.values()), False
+        outputs = self.engine.step()
+        now = time.perf_counter()
         for output in outputs:
             name = output.request_id
-            arrived |= name not in first
-            first.setdefault(name, now)
-            taken[name] += 1
-            tokens[name] = len(output.outputs[0].token_ids)
+            arrived |= name not in self.first
+            self.first.setdefault(name, now)
+            self.taken[name] += 1
+            self.tokens[name] = len(output.outputs[0].token_ids)
             if output.finished:
-                finished.append(_finished(by_id[name], output, taken[name], now - first[name]))
-        steps.append(Step(now - last, len(outputs), sum(tokens.values()) - before, arrived))
-        last = now
-        full = sum(step.tokens for step in steps if step.is_full(rows))
-        if full_tokens is not None and full >= full_tokens:
-            engine.abort_request(list(by_id))
-    return Run(time.perf_counter() - wall, time.process_time() - cpu, steps, finished)
+                seconds = now - self.first[name]
+                self.finished.append(_finished(self.there.pop(name), output, self.taken[name], seconds))
+        return Step(now - began, len(outputs), sum(self.tokens.values()) - before, arrived)
+
+    def _add(self, request: Request) -> None:
+        from vllm import SamplingParams
+
+        name, sampling = f"{self.prefix}{request.index}", self.sampling
+        options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
+        parameters = SamplingParams(max_tokens=request.max_new_tokens, **options)
+        self.engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, parameters)
+        self.there[name], self.taken[name], self.tokens[name] = request, 0, 0
 
 
 def _finished(request: Request, output: Any, steps: int, seconds: float) -> Finished:

@@ -110,8 +110,8 @@ BLOCKS: dict[str, dict[str, Run | NotRun]] = {
         "accept-head fit ": NotRun("test_fit.py runs it"),
         "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces --dry_run true": Run(),
         "import json": Run(),
-        "accept-head collect --target TARGET --draft DRAFT --top_k 0": Run(),
-        "accept-head collect --target TARGET --draft DRAFT --prompts prompts.jsonl --out traces --backend vllm": NotRun(
+        "accept-head collect --target TARGET --draft DRAFT --top_k 0 --prompts prompts.jsonl --out traces\n": Run(),
+        "accept-head collect --target TARGET --draft DRAFT --top_k 0 --prompts prompts.jsonl --out traces --b": NotRun(
             "needs vLLM, a server and several devices: test_respond.py, test_respond_openai.py and test_device_map.py "
             "in tests/training run these options"
         ),
