@@ -2,7 +2,7 @@
 
 All policies on one footing, on the embedded pair. Forward costs and a batch-size map are measured here (`profile`), and
 every policy's parameters are chosen by replay on the dev prompts at T = 1 (`tune`). Then all of them decode the test
-prompts side by side (`bench`): always with the target alone, six static lengths, and the best of these a second time,
+prompts side by side (`bench`): always with the target alone, six fixed lengths, and the best of these a second time,
 which gives the noise floor. The head is the demo's: run `make demo` first.
 
 python benchmarks/policies.py [--batches 1 8 32]

@@ -33,7 +33,7 @@ from accept_head.files import write_json
 from accept_head.inference.adapters.vllm.host import PolicyHost
 from accept_head.inference.adapters.vllm.metrics import DraftMetrics
 from accept_head.inference.adapters.vllm.settings import installed_version
-from accept_head.inference.bench.figures import TWIN, Cell, noise_floor, rows, static_by_domain
+from accept_head.inference.bench.figures import TWIN, Cell, fixed_by_domain, noise_floor, rows
 from accept_head.inference.bench.measure import Chunk, Timed, make_chunks
 from accept_head.inference.bench.tables import cell_table
 from accept_head.inference.costs.batch_table import best_table, tokens_per_round
@@ -170,8 +170,8 @@ def run_cell(
     return {
         "prompts": sum(len(chunk.requests) for chunk in chunks),
         "repeats": repeats,
-        "best_static": cell.best_static(),
-        "best_static_by_domain": static_by_domain(cell),
+        "best_fixed": cell.best_fixed(),
+        "best_fixed_by_domain": fixed_by_domain(cell),
         "noise": noise_floor(cell),
         "cpu_share": cell.cpu_share,
         "same_tokens": greedy,
@@ -227,7 +227,7 @@ def matched(cell: Cell, thresholds: dict[int, float], seed: int = 0) -> list[dic
         own, its = figures(head), figures(fixed)
         ratios = {name: own[name] / its[name] - 1 for name in own}
         values = {name: [float(value[0]), *interval(value[1:])] for name, value in ratios.items()}
-        found.append({"fixed": fixed, "head": head, "best": fixed == cell.best_static(), **values})
+        found.append({"fixed": fixed, "head": head, "best": fixed == cell.best_fixed(), **values})
     return found
 
 
@@ -370,7 +370,7 @@ def _against_fixed(cell: dict[str, Any]) -> str:
     """Drafted tokens per accepted token, against a fixed K with as many target calls."""
     lines = [f"{'':24}drafted/accepted  target calls/token  draft forwards/token  tokens/s"]
     for found in cell["heads_against_fixed"]:
-        best = " (best)" if found["fixed"] == cell["best_static"] else ""
+        best = " (best)" if found["fixed"] == cell["best_fixed"] else ""
         lines.append(
             f"{found['head']} : {found['fixed']}{best}".ljust(24)
             + f"{100 * found['drafted_per_accepted']:+.0f} %".ljust(18)

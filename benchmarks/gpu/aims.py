@@ -133,7 +133,7 @@ def _gain(results: Results, temperature: float) -> Worst:
             row, priced = rows[cell["head"]], rows[cell["recommended"]]
             low, high = row["ci95"]["gain_over_best_fixed"]
             of = f"tuned head, 95 % {low:+.3f} to {high:+.3f}; with costs {priced['gain_over_best_fixed']:+.3f}; "
-            of += f"noise floor {row['noise_floor']:.3f}; best {cell['best_static']}"
+            of += f"noise floor {row['noise_floor']:.3f}; best {cell['best_fixed']}"
             return row["gain_over_best_fixed"], of, 1, 1
     return None, "no cell", 0, 1
 

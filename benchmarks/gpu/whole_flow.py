@@ -340,7 +340,7 @@ class Flow:
         return {
             "head": f"head:{self.chosen[temperature]['head']}",
             "recommended": f"head:{self.chosen[temperature]['head']},costs={self._costs()}",
-            "best_static": cell["best_static"],
+            "best_fixed": cell["best_fixed"],
             "noise": cell["noise"],
             "left_out": left,
             "policies": policies,

@@ -1,4 +1,4 @@
-"""The arms of a bench: policies by SPEC, always including the target alone and static draft lengths.
+"""The arms of a bench: policies by SPEC, always including the target alone and fixed draft lengths.
 
 In a SPEC, `slo_ms=p90` stands for the present cell's limit of time per output token.
 """
@@ -18,9 +18,9 @@ from accept_head.sampling import Sampling
 P90 = "slo_ms=p90"
 
 
-def arm_names(policies: Sequence[str], statics: Sequence[int]) -> list[str]:
+def arm_names(policies: Sequence[str], fixed: Sequence[int]) -> list[str]:
     """The names of all arms. Raises InputError when a policy is given twice."""
-    reference = ["none", *(f"fixed:{k}" for k in statics)]
+    reference = ["none", *(f"fixed:{k}" for k in fixed)]
     names = [*reference, *(spec for spec in policies if spec not in reference)]
     if twice := {name for name in names if names.count(name) > 1}:
         raise InputError(f"--policy {min(twice)}: given twice")

@@ -15,12 +15,12 @@ from accept_head.inference.bench.arrivals import Arrival
 from accept_head.inference.bench.figures import (
     TWIN,
     Cell,
+    fixed_by_domain,
     noise_floor,
     priced,
     rows,
     slo_base,
     slo_limits,
-    static_by_domain,
 )
 from accept_head.inference.bench.measure import (
     LONGEST,
@@ -71,7 +71,7 @@ class Job:
     attention: Attention
 
     @property
-    def statics(self) -> list[str]:
+    def fixed(self) -> list[str]:
         return [name for name in self.names if name.startswith("fixed:")]
 
     def measure(self, batch: int, sampling: Sampling) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class Job:
             f"batch {batch}, temperature {sampling.temperature:g}",
             self.repeats * len(chunks) * len(arms),
         )
-        cell = Cell(runs, chunks, list(arms), self.statics, twin)
+        cell = Cell(runs, chunks, list(arms), self.fixed, twin)
         limits = slo_limits([done.stats for done in cell.finished["none"]]) if self.slo else None
         table = rows(cell, same_tokens=self._same_tokens(sampling), limits=limits, seed=self.seed)
         oracle = count_oracle(stage, requests, self.seed) if self.costs else {}
         prices = priced(cell, oracle, self.costs, self.seed) if self.costs else {}
         return {
-            "best_static": cell.best_static(),
-            "best_static_by_domain": static_by_domain(cell),
+            "best_fixed": cell.best_fixed(),
+            "best_fixed_by_domain": fixed_by_domain(cell),
             "noise": noise_floor(cell, self.seed),
             "cpu_share": cell.cpu_share,
             "slo_limits": limits,
@@ -140,7 +140,7 @@ class Job:
         return sampling.greedy or self.verifier == "match"
 
     def _prepare(self, batch: int, sampling: Sampling, requests: Sequence[Request]) -> tuple[Stage, Arms, str]:
-        """(the stage after warm-up, all arms, the static K that runs twice: the fastest in the warm-up)."""
+        """(the stage after warm-up, all arms, the fixed K that runs twice: the fastest in the warm-up)."""
         arms = {name: arm_maker(name, self.pair) for name in self.names}
         policies = [make() for make in arms.values()]
         for policy in policies:
@@ -161,7 +161,7 @@ class Job:
         if any(P90 in name for name in self.names):
             limit = slo_base(pilot(stage, requests, self.seed))
             arms = {name: arm_maker(name, self.pair, limit) for name in self.names}
-        twin = max(self.statics, key=speeds.__getitem__)
+        twin = max(self.fixed, key=speeds.__getitem__)
         return stage, {**arms, twin + TWIN: arms[twin]}, twin
 
 

@@ -1,4 +1,4 @@
-"""The figures of a cell: speed and its interval, time per output token, rates, gain over static K, the noise floor."""
+"""The figures of a cell: speed and its interval, time per output token, rates, gain over fixed K, the noise floor."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from accept_head.inference.replay.comparison import Measured, compare
 
 SLO_SCALES = (0.8, 0.9, 1.0, 1.1, 1.2)
 SLO_PERCENTILE = 90
-TWIN = " again"  # suffix of the second arm of the static K that runs twice
+TWIN = " again"  # suffix of the second arm of the fixed K that runs twice
 COUNTS = ("generated", "drafted", "submitted", "accepted", "rounds", "draft_forwards")
 
 
 class Cell:
     """All runs of one batch size and temperature.
 
-    names: of the arms. statics: the arms with a fixed draft length. twin: the static arm that ran twice. order: the
+    names: of the arms. fixed: the arms with a fixed draft length. twin: the fixed arm that ran twice. order: the
     arms in the order of their runs, for each chunk. cpu_share: share of the time in which this process had a processor.
     """
 
@@ -32,10 +32,10 @@ class Cell:
         runs: Sequence[Timed],
         chunks: Sequence[Chunk],
         names: Sequence[str],
-        statics: Sequence[str],
+        fixed: Sequence[str],
         twin: str,
     ):
-        self.chunks, self.names, self.statics, self.twin = chunks, list(names), list(statics), twin
+        self.chunks, self.names, self.fixed, self.twin = chunks, list(names), list(fixed), twin
         self.repeats = 1 + max(run.repeat for run in runs)
         self.finished: dict[str, list[Finished]] = {name: [] for name in self.names}
         self.loop_rounds = dict.fromkeys(self.names, 0)
@@ -66,10 +66,10 @@ class Cell:
     def domains(self) -> list[str]:
         return sorted({chunk.domain for chunk in self.chunks if chunk.domain is not None})
 
-    def best_static(self, domain: str | None = None) -> str:
-        """The fastest static K over all chunks, or over the chunks of a domain."""
+    def best_fixed(self, domain: str | None = None) -> str:
+        """The fastest fixed K over all chunks, or over the chunks of a domain."""
         speeds = self.speeds(domain)
-        return max(self.statics, key=lambda name: float(speeds[self.place(name)]))
+        return max(self.fixed, key=lambda name: float(speeds[self.place(name)]))
 
     def different(self, name: str) -> int:
         """Number of responses whose tokens differ from those of the target alone."""
@@ -85,16 +85,16 @@ def rows(
 ) -> list[dict[str, Any]]:
     """One row per arm.
 
-    In a row, throughput: tokens/s. gain_over_best_fixed: over the fastest static K of this cell. ci95: bootstrap over
+    In a row, throughput: tokens/s. gain_over_best_fixed: over the fastest fixed K of this cell. ci95: bootstrap over
     chunks, drawn jointly for all arms.
 
     same_tokens: whether all arms should emit the same tokens. limits: of time per output token, by scale.
     """
-    speeds, best, none = cell.speeds(), cell.place(cell.best_static()), cell.place("none")
+    speeds, best, none = cell.speeds(), cell.place(cell.best_fixed()), cell.place("none")
     drawn = _resampled_speeds(cell, seed)  # (resample, arm)
     floor = noise_floor(cell, seed)["floor"]
     by_domain = {domain: cell.speeds(domain) for domain in cell.domains}
-    reference = static_by_domain(cell)
+    reference = fixed_by_domain(cell)
     table = []
     for name in cell.names:
         index, stats = cell.place(name), [done.stats for done in cell.finished[name]]
@@ -143,9 +143,9 @@ def rates(stats: Sequence[DecodeStats]) -> dict[str, Any]:
     }
 
 
-def static_by_domain(cell: Cell) -> dict[str, Any]:
-    """The fastest static K of each domain, and tokens/s if each domain used its own. None when chunks are mixed."""
-    best = {domain: cell.best_static(domain) for domain in cell.domains}
+def fixed_by_domain(cell: Cell) -> dict[str, Any]:
+    """The fastest fixed K of each domain, and tokens/s if each domain used its own. None when chunks are mixed."""
+    best = {domain: cell.best_fixed(domain) for domain in cell.domains}
     tokens = seconds = 0.0
     for index, chunk in enumerate(cell.chunks):
         if chunk.domain is not None:

@@ -97,7 +97,7 @@ class Stage:
 
 
 def each_fills(prompts: Sequence[Prompt], batch: int) -> bool:
-    """Whether each domain fills a batch. Then each chunk can have one domain and show its best static K."""
+    """Whether each domain fills a batch. Then each chunk can have one domain and show its best fixed K."""
     domains = [prompt.domain for prompt in prompts]
     return all(domains.count(domain) >= batch for domain in set(domains))
 

@@ -80,7 +80,7 @@ def _throughput(cells: Sequence[Row]) -> Plot:
     above.yaxis.set_major_formatter("{x:,.0f}")
     above.yaxis.set_minor_formatter("{x:,.0f}")
     above.set(ylabel="tokens/s")
-    below.set(ylabel="over the best static K, %", xlabel="batch size")
+    below.set(ylabel="over the best fixed K, %", xlabel="batch size")
     below.set_ylim(bottom=max(MOST_LOSS, below.get_ylim()[0]))
     _batch_axis(below, batches)
     _legend(above, names)
@@ -90,7 +90,7 @@ def _throughput(cells: Sequence[Row]) -> Plot:
         figure,
         name=f"throughput-T{temperature:g}",
         title=f"Speed against batch size, temperature {temperature:g}",
-        caption="Thin blue lines are static draft lengths, with their K. Below: gain over the static K that is fastest "
+        caption="Thin blue lines are fixed draft lengths, with their K. Below: gain over the fixed K that is fastest "
         f"at that batch size, down to {MOST_LOSS} %; what lies in the grey band cannot be told from noise.",
         alt=f"Throughput against batch size at temperature {temperature:g}: {best}.",
     )
@@ -150,14 +150,14 @@ def _gains(cell: Row) -> Plot:
     _bars(axes, names, values, look)
     places = range(len(names))[::-1]
     axes.hlines(places, [low for low, _ in ends], [high for _, high in ends], color=LIGHT["ink"], linewidth=1.0)
-    axes.set(xlabel="gain over the best static K, %")
+    axes.set(xlabel="gain over the best fixed K, %")
     words = "; ".join(f"{short(name)} {value:+.1f} %" for name, value in zip(names, values, strict=True))
     return finish(
         figure,
         name=f"throughput-T{cell['temperature']:g}",
-        title=f"Gain over the best static K: {cell['cell']}",
+        title=f"Gain over the best fixed K: {cell['cell']}",
         caption="Lines are 95 % intervals over chunks; what lies in the grey band cannot be told from noise.",
-        alt=f"Gain in tokens/s over the best static K, {cell['cell']}: {words}.",
+        alt=f"Gain in tokens/s over the best fixed K, {cell['cell']}: {words}.",
     )
 
 
@@ -190,8 +190,8 @@ def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], look: _Look
 
 
 def _speculation(cell: Row) -> Plot:
-    statics = [row for row in cell["policies"] if row["name"].startswith("fixed:") and not row["name"].endswith(TWIN)]
-    best = min(statics, key=lambda row: row["latency"]["mean"])["name"]
+    fixed = [row for row in cell["policies"] if row["name"].startswith("fixed:") and not row["name"].endswith(TWIN)]
+    best = min(fixed, key=lambda row: row["latency"]["mean"])["name"]
     names = [best, *(name for name in _shown(cell) if not _is_reference(name))]
     figure, look = new_figure(5.0 + _legend_height(names)), _Look(cell)
     above, below = figure.subplots(2, 1, sharex=True)
@@ -215,7 +215,7 @@ def _speculation(cell: Row) -> Plot:
 
 
 def _line(axes: Axes, look: _Look, name: str, x: Sequence[float], y: Sequence[float]) -> None:
-    """Draw the line of one policy. The line of a static draft length has its number at the end."""
+    """Draw the line of one policy. The line of a fixed draft length has its number at the end."""
     axes.plot(x, y, **look(name), label=short(name, 30))
     if name.startswith("fixed:"):
         place: dict[str, Any] = {"xytext": (3, -3), "textcoords": "offset points"}
@@ -229,7 +229,7 @@ def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def _legend(axes: Axes, names: Sequence[str]) -> None:
-    """Draw a legend above the axes. Of the static K only the first has an entry; their lines have numbers."""
+    """Draw a legend above the axes. Of the fixed K only the first has an entry; their lines have numbers."""
     handles, labels = axes.get_legend_handles_labels()
     seen: list[int] = []
     for index, name in enumerate(names):

@@ -19,10 +19,10 @@ def cell_table(cell: Mapping[str, Any]) -> Table:
     columns = ["tokens/s", "speed-\nup", "gain over\nbest K", "95 %", "ms a token\np50, p99", "discard\nrate"]
     columns += ["tokens\na round", "drafted\na round"]
     columns += ["SLO"] * bool(slo) + ["gap\nclosed"] * bool(priced)
-    best = ", ".join(f"{domain} {name}" for domain, name in cell["best_static_by_domain"]["names"].items())
+    best = ", ".join(f"{domain} {name}" for domain, name in cell["best_fixed_by_domain"]["names"].items())
     table = _table(
         columns,
-        f"{cell['cell']}: best static {cell['best_static']}; noise floor {100 * noise['floor']:.1f} %; "
+        f"{cell['cell']}: best fixed {cell['best_fixed']}; noise floor {100 * noise['floor']:.1f} %; "
         f"this process had a processor {100 * cell['cpu_share']:.0f} % of the time",
         f"Noise: {noise['name']} twice. Gains in parentheses are within it."
         + (f" Best of each domain: {best}." if best else "")

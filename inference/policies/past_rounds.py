@@ -32,7 +32,7 @@ class PastRounds:
     """Sums that decay. In float64, as they enter differences of nearly equal numbers.
 
     sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
-    recent: (2, depths), the last two of these sums over fewer rows. totals: 6, of all rows: rows, emitted tokens, draft
+    recent: (2, depths), the last two of these sums over fewer rows. totals: 6, over as few: rows, emitted tokens, draft
     steps, verified drafted tokens, these with padding or in blocks, and rows of rounds with drafts.
     record: (2, batch), first tokens of each row that were accepted, and that were expected to be. rounds: until now.
     idle: the last of them without drafts. rho, at_best: ρ of every depth and f of every row, (batch,), as of the rounds
@@ -60,7 +60,10 @@ class PastRounds:
         self.record, self.at_best, self.idle = np.zeros((2, batch)), np.ones(batch), 0
 
     def admit(self, rows: Sequence[int]) -> None:
-        """Nothing is known of these rows."""
+        """Nothing is known of these rows, and their share of what is recent was of other text."""
+        self.learn()
+        self.recent *= 1 - len(rows) / max(1, len(self.at_best))
+        self.rho = self.ratios()
         self.record[:, rows], self.at_best[rows] = 0, 1
 
     def select(self, rows: Sequence[int]) -> None:
@@ -162,7 +165,8 @@ class PastRounds:
         counted[2] |= not_judged
         more = of_tokens.sum(-1, where=counted)  # what is not known may be no number
         self.sums = keep * self.sums + more
-        self.recent = (1 - 1 / RECENT) ** rows * self.recent + more[1:]
+        lately = (1 - 1 / RECENT) ** rows
+        self.recent = lately * self.recent + more[1:]
         gained, _, verified = tokens.sum(-1).tolist()
         new = rows, rows + gained, rows * steps, verified, slots, rows * (longest > 0)
-        self.totals = [keep * total + more for total, more in zip(self.totals, new, strict=True)]
+        self.totals = [lately * total + more for total, more in zip(self.totals, new, strict=True)]

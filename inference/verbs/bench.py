@@ -1,6 +1,6 @@
 """`accept-head bench`: policies side by side on the same prompts, or on the same arrivals of a trace, in wall clock.
 
-Always among them: the target alone, static draft lengths, and the best of these a second time: how far apart two runs
+Always among them: the target alone, fixed draft lengths, and the best of these a second time: how far apart two runs
 of the same policy are is what any gain has to be compared with. A cell, one batch size and temperature, is kept in a
 hidden file beside the output when it is finished, so that an interrupted run goes on with the next one.
 """
@@ -31,7 +31,7 @@ from accept_head.pair import context_tokens, load_pair
 from accept_head.prompts import load_prompts
 from accept_head.sampling import Sampling
 
-BATCHES, TEMPERATURES, STATIC_K = (1, 2, 4, 8, 16, 32), (0.0, 1.0), (1, 2, 3, 4, 6, 8)
+BATCHES, TEMPERATURES, FIXED_K = (1, 2, 4, 8, 16, 32), (0.0, 1.0), (1, 2, 3, 4, 6, 8)
 TRACE_BATCHES = (8,)
 
 
@@ -63,7 +63,7 @@ def bench(
     attention: Attention = "auto",
     trust_remote_code: bool = False,
 ) -> None:
-    """Measure policies side by side: tokens a second, time per output token, rates, gain over the best static length.
+    """Measure policies side by side: tokens a second, time per output token, rates, gain over the best fixed length.
 
     Prompts go in chunks; on each chunk every policy runs in turn, in an order that is drawn anew. With --trace, one
     policy after the other decodes requests that arrive as they did at a real service instead.
@@ -75,7 +75,7 @@ def bench(
         out: JSON file to write; plots are put beside it.
         policy: Policies to measure; `accept-head --list-policies` prints what there is. In a SPEC, slo_ms=p90 stands
             for the limit of --slo at the batch size at hand.
-        fixed: Static draft lengths, always measured as the reference; 1, 2, 3, 4, 6 and 8 when left out.
+        fixed: Fixed draft lengths, always measured as the reference; 1, 2, 3, 4, 6 and 8 when left out.
         field: Field of a prompt record: text, or a list of chat messages.
         max_prompts: Use the first so many prompts.
         batch_size: Numbers of rows decoded together; 1, 2, 4, 8, 16 and 32 when left out, as far as there are prompts,
@@ -101,11 +101,11 @@ def bench(
     """
     given = dict(locals())
     path = writable_file(Path(out))
-    statics = _numbers("fixed", fixed, STATIC_K, 1, 64)
+    fixed = _numbers("fixed", fixed, FIXED_K, 1, 64)
     batches = _numbers("batch_size", batch_size, TRACE_BATCHES if trace else BATCHES, 1, 4096)
     samplings = [Sampling(temperature=value, top_k=top_k) for value in dict.fromkeys(temperature or TEMPERATURES)]
     _check_positive(given)
-    names = arm_names(policy or [], statics)
+    names = arm_names(policy or [], fixed)
     priced_at = forward_costs(Path(costs)) if costs else None
     traces = {file: read_trace(Path(file), trace_requests) for file in trace or []}
     pair = load_pair(target, draft, dtype=dtype, trust_remote_code=trust_remote_code)

@@ -93,8 +93,8 @@ def test_there_is_a_cell_for_each_batch_size_and_temperature(measured):
         *names, twin = arms(cell)
         assert names == REFERENCE + RULES
         assert twin == cell["noise"]["name"] + TWIN and cell["noise"]["name"] in REFERENCE[1:]
-        assert cell["best_static"] in REFERENCE[1:]
-        assert set(cell["best_static_by_domain"]["names"]) == {"a", "b"}
+        assert cell["best_fixed"] in REFERENCE[1:]
+        assert set(cell["best_fixed_by_domain"]["names"]) == {"a", "b"}
         assert sum(cell["chunks"]["prompts"]) == PROMPTS
         assert set(cell["chunks"]["domains"]) == {"a", "b"}
         assert cell["cpu_share"] > 0
@@ -188,7 +188,7 @@ def test_a_table_a_cell_is_printed(run, tmp_path, capsys):
     said = capsys.readouterr()
     assert (done.code, besides_progress(said.err)) == (0, [])
     (cell,) = done.result["cells"]
-    assert "batch 2, temperature 0: best static fixed:" in said.out and "noise floor" in said.out
+    assert "batch 2, temperature 0: best fixed fixed:" in said.out and "noise floor" in said.out
     for row in cell["policies"]:
         assert row["name"] in said.out and f"{row['throughput']:.1f}" in said.out
     assert f"wrote {tmp_path / 'out.json'}" in said.out.replace("\n", "")
@@ -216,7 +216,7 @@ def test_domains_that_do_not_fill_a_batch_are_mixed(run, tmp_path):
     done = run(tmp_path, *SMALL, "--temperature", 0, "--repeats", 1, "--batch_size", 7)
     (cell,) = done.result["cells"]
     assert done.result["settings"]["chunks"] == "mixed"
-    assert cell["best_static_by_domain"] == {"names": {}, "throughput": None}
+    assert cell["best_fixed_by_domain"] == {"names": {}, "throughput": None}
     assert cell["chunks"] == {"prompts": [12], "domains": [None]}
 
 

@@ -311,7 +311,7 @@ def results(*, overhead: float, ratio: float, head: float, gain: float, speedup:
             "settings": {"batch": batch, "temperature": temperature},
             "head": "head:H",
             "recommended": "head:H,costs=C",
-            "best_static": "fixed:3",
+            "best_fixed": "fixed:3",
             "policies": [
                 {"name": "head:H", "gain_over_best_fixed": gain, "speedup": 0.5, **noise},
                 {"name": "head:H,costs=C", "gain_over_best_fixed": gain, "speedup": speedup, **noise},

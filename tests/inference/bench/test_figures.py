@@ -19,11 +19,11 @@ from accept_head.inference.bench.figures import (
     TWIN,
     Cell,
     attainment,
+    fixed_by_domain,
     noise_floor,
     priced,
     rows,
     slo_limits,
-    static_by_domain,
     times_per_token,
 )
 from accept_head.inference.bench.measure import Chunk, Stage, Timed, count_oracle, make_chunks, side_by_side, warm_up
@@ -161,7 +161,7 @@ def test_speeds_and_gains_are_ratios_of_sums():
         assert table[name]["throughput"] == pytest.approx(speeds[index])
         assert table[name]["speedup"] == pytest.approx(speeds[index] / speeds[0])
         assert table[name]["gain_over_best_fixed"] == pytest.approx(speeds[index] / best - 1)
-    assert made.cell.best_static() == ("fixed:1" if best == speeds[1] else "fixed:2")
+    assert made.cell.best_fixed() == ("fixed:1" if best == speeds[1] else "fixed:2")
 
 
 def test_the_interval_of_a_ratio_is_of_chunks_drawn_for_both_arms_together():
@@ -240,7 +240,7 @@ def test_the_noise_floor_is_the_spread_of_two_runs_of_one_policy():
         assert row["beyond_noise"] == (abs(row["gain_over_best_fixed"]) > floor["floor"])
 
 
-def test_the_best_static_length_of_each_domain():
+def test_the_best_fixed_length_of_each_domain():
     made = made_cell()
     of_a, of_b = [0, 2], [1, 3, 4]
     speeds = {
@@ -248,7 +248,7 @@ def test_the_best_static_length_of_each_domain():
         for domain, which in (("a", of_a), ("b", of_b))
     }
     best = {domain: max((1, 2), key=lambda arm: values[arm]) for domain, values in speeds.items()}
-    found = static_by_domain(made.cell)
+    found = fixed_by_domain(made.cell)
     assert found["names"] == {domain: NAMES[arm] for domain, arm in best.items()}
     tokens = sum(made.tokens[best[d]][:, which].sum() for d, which in (("a", of_a), ("b", of_b)))
     seconds = sum(made.seconds[best[d]][:, which].sum() for d, which in (("a", of_a), ("b", of_b)))
@@ -261,7 +261,7 @@ def test_the_best_static_length_of_each_domain():
 
 def test_mixed_chunks_say_nothing_of_domains():
     made = made_cell(domains=(None, None))
-    assert static_by_domain(made.cell) == {"names": {}, "throughput": None}
+    assert fixed_by_domain(made.cell) == {"names": {}, "throughput": None}
     row = by_name(rows(made.cell, same_tokens=True))["rule"]
     assert row["gain_over_best_fixed_per_domain"] is None and row["domains"] == {}
 

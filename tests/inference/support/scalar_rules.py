@@ -696,7 +696,11 @@ class ScalarBatchStop(Reference):
         self.records, self.best, self.idle, self.priced_by = {}, {}, 0, None
 
     def admit(self, row, length):
+        self.learn()
         self.records[row], self.best[row], self.priced_by = [0.0, 0.0], 1.0, None
+        for sums in (self.before_lately, self.after_lately):  # a share of the recent text was another's
+            sums[:] = [(1 - 1 / len(self.records)) * x for x in sums]
+        self.expected = self.ratio()
 
     def select(self, order):
         self.priced_by = None
@@ -821,8 +825,9 @@ class ScalarBatchStop(Reference):
         keep = (1 - 1 / self.memory) ** len(rounds)
         for sums in (self.accepted, self.before, self.after):
             sums[:] = [keep * x for x in sums]
+        lately = (1 - 1 / 64) ** len(rounds)
         for sums in (self.before_lately, self.after_lately):
-            sums[:] = [(1 - 1 / 64) ** len(rounds) * x for x in sums]
+            sums[:] = [lately * x for x in sums]
         for depth, (before, after) in enumerate(zip(decisions, verdicts, strict=True)):
             for each in rounds:
                 if each.submitted > depth:
@@ -837,12 +842,12 @@ class ScalarBatchStop(Reference):
         slots = self.host.block * blocks(self.host, len(rounds), sum(submitted))
         if self.host.verifies_padding:
             slots = len(rounds) * max(submitted, default=0)
-        self.row_rounds = keep * self.row_rounds + len(rounds)
-        self.emitted = keep * self.emitted + sum(each.accepted + 1 for each in rounds)
-        self.steps = keep * self.steps + steps * len(rounds)
-        self.verified_tokens = keep * self.verified_tokens + sum(each.submitted for each in rounds)
-        self.slots = keep * self.slots + slots
-        self.speculating = keep * self.speculating + len(rounds) * any(each.drafted for each in rounds)
+        self.row_rounds = lately * self.row_rounds + len(rounds)
+        self.emitted = lately * self.emitted + sum(each.accepted + 1 for each in rounds)
+        self.steps = lately * self.steps + steps * len(rounds)
+        self.verified_tokens = lately * self.verified_tokens + sum(each.submitted for each in rounds)
+        self.slots = lately * self.slots + slots
+        self.speculating = lately * self.speculating + len(rounds) * any(each.drafted for each in rounds)
 
     def state(self):
         totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.slots, self.speculating]
