@@ -40,10 +40,10 @@ class BatchStopPolicy(RowPolicy):
     part. If the host verifies padding, a step adds a token for all B live rows, and a row that stops saves nothing:
     verifying then belongs to the step. So does drafting, if stopped rows are drafted on. If a round with drafts costs
     more than one without, whatever it drafts, that belongs to the first step; so does what a first step takes longer
-    than another. τ and the seconds of a round come from averages over the last RECENT rows or so, as the price of time is the
-    speed at which the present text can be had. λ is the speed of past rounds, so it is never above the best one. It
-    rises to the best speed from the side on which too much is drafted. Before the first step all gains are ρ_1, so the
-    host decides on that step (`plan`), with all live rows in R.
+    than another. τ and the seconds of a round come from averages over the last RECENT rows or so, as the price of time
+    is the speed at which the present text can be had. λ is the speed of past rounds, so it is never above the best one.
+    It rises to the best speed from the side on which too much is drafted. Before the first step all gains are ρ_1, so
+    the host decides on that step (`plan`), with all live rows in R.
 
     Where the host verifies in blocks of tokens, a block that is begun costs λ·t_block, and t_one is what a token costs
     besides. Of the rows with the largest gains so many go on that Σ_r [gain_r − λ·t_one]₊ − λ·t_block·(blocks that they
@@ -60,9 +60,10 @@ class BatchStopPolicy(RowPolicy):
     judged Y_d: how right it is. A row counts as accepted if its first d tokens were. (Nothing is censored: a rejection
     before d decides.) m_d = Σ S_r / Σ S_r·β̂_r, the latter before Y_d was drawn: what the policy says of the present
     text. It varies far less than the 0 and 1 of verdicts, so a few rows tell of other text. It is over the last RECENT
-    rows or so, of which a new request's share is forgotten, and USUAL rows like those of the last `memory`. Those start as if SURE rows had given 1, and κ_d as if
-    `prior` rows had given `optimism`·κ'_{d−1}; κ'_0 = 1. κ' is κ if the policy predicts nothing; m_d is 1 then. Else
-    κ'_d is as if those rows had given κ'_{d−1}, as predictions say themselves how chances fall with depth.
+    rows or so, of which a new request's share is forgotten, and USUAL rows like those of the last `memory`. Those start
+    as if SURE rows had given 1, and κ_d as if `prior` rows had given `optimism`·κ'_{d−1}; κ'_0 = 1. κ' is κ if the
+    policy predicts nothing; m_d is 1 then. Else κ'_d is as if those rows had given κ'_{d−1}, as predictions say
+    themselves how chances fall with depth.
 
     Several rounds are learnt from together, so λ, ρ and f are some rounds old (past_rounds.py).
 

@@ -322,8 +322,8 @@ def test_predictions_tell_of_other_text_before_verdicts_do(monkeypatch):
 
 
 def test_time_is_worth_what_the_present_text_makes_of_it():
-    """After easy text, of which a row gets five tokens a round, and as much hard text as is remembered, a token is worth
-    the time that it takes there."""
+    """After easy text, of which a row gets five tokens a round, and as much hard text as is remembered, a token is
+    worth the time that it takes there."""
     past = PastRounds(6, prior=15.0, optimism=0.9, memory=500.0, predicts=False, peeks=False)
     past.begin(1)
     for accepted in (4, 0):
