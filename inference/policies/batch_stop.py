@@ -43,7 +43,9 @@ class BatchStopPolicy(RowPolicy):
     than another. τ and the seconds of a round come from averages over the last RECENT rows or so, as the price of time
     is the speed at which the present text can be had. λ is the speed of past rounds, so it is never above the best one.
     It rises to the best speed from the side on which too much is drafted. Before the first step all gains are ρ_1, so
-    the host decides on that step (`plan`), with all live rows in R.
+    the host decides on that step (`plan`), with all live rows in R. A first step that does not pay by itself is taken
+    if it does together with those after it: they gain Σ_d [B·(ρ_d·h_d − λ·t_one) − λ·t_step], up to the depth at which
+    that is largest. h_d: mean S·β̂ at depth d of the rows that draft, from the same sums as m_d.
 
     Where the host verifies in blocks of tokens, a block that is begun costs λ·t_block, and t_one is what a token costs
     besides. Of the rows with the largest gains so many go on that Σ_r [gain_r − λ·t_one]₊ − λ·t_block·(blocks that they
@@ -216,10 +218,10 @@ class BatchStopPolicy(RowPolicy):
         average, plain, *more = (of_context * context + of_rows * rows + one for of_context, of_rows, one in prices)
         speed = rows * max(past.emitted / max(average, TINY), 1 / max(plain, TINY))  # λ
         token, step, first, block = (speed * seconds for seconds in more)
-        (rho, *further), at_best = past.rho, past.at_best
+        (rho, *further), at_best, later = past.rho, past.at_best, past.after_first(rows, token, step)
         if probes:
-            most, rho, at_best = 1, 1.0, np.ones_like(at_best)
-        pays = rows * max(0.0, rho - token) - block * self.host.blocks(rows, rows) > first
+            most, rho, at_best, later = 1, 1.0, np.ones_like(at_best), 0.0
+        pays = rows * max(0.0, rho - token) + later - block * self.host.blocks(rows, rows) > first
         budget = most * pays * (rho * at_best > token)
         self.told.copy_(torch.tensor([token, step, block, *further, *budget.tolist()], dtype=torch.float64))
 

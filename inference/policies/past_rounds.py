@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,8 @@ class PastRounds:
     recent: (2, depths), the last two of these sums over fewer rows. totals: 6, over as few: rows, emitted tokens, draft
     steps, verified drafted tokens, these with padding or in blocks, and rows of rounds with drafts.
     record: (2, batch), first tokens of each row that were accepted, and that were expected to be. rounds: until now.
-    idle: the last of them without drafts. rho, at_best: ρ of every depth and f of every row, (batch,), as of the rounds
-    that were learnt from.
+    idle: the last of them without drafts. rho, gains, at_best: ρ of every depth, the tokens that a row which drafts gains
+    by every depth, and f of every row, (batch,), as of the rounds that were learnt from.
     """
 
     def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, predicts: bool, peeks: bool):
@@ -50,7 +51,7 @@ class PastRounds:
         self.sums, self.recent = np.zeros((3, len(self.depth))), np.zeros((2, len(self.depth)))
         self.totals = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.rounds, self.waiting = 0, list[Seen]()
-        self.rho = self.ratios()
+        self.learn()
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -63,8 +64,8 @@ class PastRounds:
         """Nothing is known of these rows, and their share of what is recent was of other text."""
         self.learn()
         self.recent *= 1 - len(rows) / max(1, len(self.at_best))
-        self.rho = self.ratios()
-        self.record[:, rows], self.at_best[rows] = 0, 1
+        self.record[:, rows] = 0
+        self.learn()
 
     def select(self, rows: Sequence[int]) -> None:
         """Row i becomes what row rows[i] was."""
@@ -88,6 +89,17 @@ class PastRounds:
         (_, before, after), (before_lately, after_lately) = self.sums, self.recent
         usual = (SURE + after) / (SURE + before)
         return (USUAL * usual + after_lately) / (USUAL + before_lately)
+
+    @property
+    def hopes(self) -> np.ndarray:
+        """Mean S·β̂ at every depth of the rows that draft at all, 0 for those that stop before, (depths,)."""
+        usual = (SURE + self.sums[1]) / (SURE + self.sums[1, 0])
+        return (USUAL * usual + self.recent[0]) / (USUAL + self.recent[0, 0])
+
+    def after_first(self, rows: int, token: float, step: float) -> float:
+        """Tokens that `rows` rows are expected to gain by the steps after the first, less their price: by the number of
+        steps that gains most. token, step: prices, in tokens."""
+        return max(accumulate((rows * (gain - token) - step for gain in self.gains[1:]), initial=0.0))
 
     @property
     def emitted(self) -> float:
@@ -141,6 +153,7 @@ class PastRounds:
         for seen in self.waiting:
             self._learn(*seen)
         self.waiting, self.rho = [], self.ratios()
+        self.gains = (self.rho * self.hopes).tolist()
         accepted, expected = self.record
         self.at_best = np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
 

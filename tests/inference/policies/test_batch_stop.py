@@ -44,7 +44,7 @@ from tests.inference.support.enumeration import (
 )
 from tests.inference.support.held_out import GREEDY, K_MAX, PERIOD, ROWS, Held, head
 from tests.inference.support.rounds import Told, begin, one_round, outcome, shown
-from tests.inference.support.scalar_rules import pair_costs
+from tests.inference.support.scalar_rules import DearFirst, pair_costs
 from tests.inference.support.toy import llama, random_head, toy_pair
 
 HOSTS = {"padded": PADDED, "packed": PACKED, "vllm v1": VLLM_V1, "vllm v2": VLLM_V2}
@@ -330,6 +330,18 @@ def test_time_is_worth_what_the_present_text_makes_of_it():
         for _ in range(128):
             past.add(Seen(np.array([[1], [10], [4], [4], [accepted]]), np.ones((4, 1)), np.ones((0, 1)), 4, PACKED))
     assert past.emitted < 2  # over the last 500 it would be 4.1
+
+
+def test_a_dear_first_step_pays_with_those_after_it(monkeypatch):
+    """Four tokens of 0.8 each make 3.4 tokens in 2.8 forwards, one 1.8 in 1.9."""
+
+    def share_with_drafts():
+        policy = begin(BatchStopPolicy(FixedPolicy(4), DearFirst(**vars(pair_costs(0.3)))), [10])
+        return np.mean(decode(policy, 1, 0.8, 400)[200:] > 0)
+
+    assert share_with_drafts() > 0.95
+    monkeypatch.setattr(PastRounds, "after_first", lambda past, *prices: 0.0)
+    assert share_with_drafts() < 0.5
 
 
 def test_a_new_request_is_not_judged_by_the_text_before():

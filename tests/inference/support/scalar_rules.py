@@ -742,10 +742,26 @@ class ScalarBatchStop(Reference):
             one += speed * self.costs.draft.beta
         return one, step, first + speed * (more if self.host.feeds else more + first_draft)
 
+    def gained_later(self, rows):
+        """Tokens that rows are expected to gain after the first step, less their price."""
+        one, step, _ = self.priced
+        best, total, kappa = 0.0, 0.0, 1.0
+        for depth in range(self.k_max):
+            rho = self.prior * self.optimism * kappa + self.accepted[depth]
+            rho *= self.mean(depth) / (self.prior + self.after[depth])
+            kappa = (self.prior * kappa + self.accepted[depth]) / (self.prior + self.after[depth])
+            usual = (5 + self.before[depth]) / (5 + self.before[0])
+            hope = (16 * usual + self.before_lately[depth]) / (16 + self.before_lately[0])
+            if depth:
+                total += rows * (rho * hope - one) - step
+                best = max(best, total)
+        return best
+
     def drafts(self, live, given, lengths):
         goes_by = live, self.rounds - len(self.waiting), 0 < self.probe <= self.idle
         if goes_by != self.priced_by:
             self.priced_by, self.priced = goes_by, self.price(lengths)
+            self.later = self.gained_later(len(lengths))
         one, step, first = self.priced
         rows = range(len(lengths))
         shown, room = zip(*(given.of(row) for row in live), strict=True)
@@ -768,7 +784,8 @@ class ScalarBatchStop(Reference):
             sizes = [len(lengths)] if depth == 1 else range(1, len(order) + 1)  # all or none draft the first
             begun = [self.block * blocks(self.host, tokens, m) for m in sizes]
             net = [sum(gains[row] - one for row in order[:m]) - b for m, b in zip(sizes, begun, strict=True)]
-            pays = bool(order) and max(net) > price
+            later = self.later if depth == 1 and not probes else 0.0
+            pays = bool(order) and max(net) + later > price
             if depth > 1:
                 going = set(order[: 1 + int(np.argmax(net))]) if order else set()
             elif not probes:
