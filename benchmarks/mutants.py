@@ -412,7 +412,7 @@ CORE = (
     Mutant(
         "costs: a request that begins has the record of the one before",
         "inference/policies/past_rounds.py",
-        "self.record[:, rows], self.at_best[rows] = 0, 1",
+        "self.record[:, rows] = 0",
         "pass",
         (rule("Foretelling by costs, heavy"),),
     ),
