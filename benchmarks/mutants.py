@@ -417,6 +417,27 @@ CORE = (
         (rule("Foretelling by costs, heavy"),),
     ),
     Mutant(
+        "costs: a new request is judged by the text before it",
+        "inference/policies/past_rounds.py",
+        "self.recent *= 1 - len(rows) / max(1, len(self.at_best))",
+        "pass",
+        (BATCH_STOP + "a_new_request_is_not_judged_by_the_text_before",),
+    ),
+    Mutant(
+        "costs: time is worth what it was long ago",
+        "inference/policies/past_rounds.py",
+        "[lately * total + more for",
+        "[keep * total + more for",
+        (BATCH_STOP + "time_is_worth_what_the_present_text_makes_of_it",),
+    ),
+    Mutant(
+        "costs: the first step has to pay by itself",
+        "inference/policies/batch_stop.py",
+        "rows * max(0.0, rho - token) + later",
+        "rows * max(0.0, rho - token)",
+        (BATCH_STOP + "a_dear_first_step_pays_with_those_after_it",),
+    ),
+    Mutant(
         "costs: a depth at which nothing is asked counts as one of certain rejection",
         "inference/policies/past_rounds.py",
         "np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None]",
@@ -655,7 +676,7 @@ CORE = (
         "inference/policies/batch_stop.py",
         "goes_by = probes, list(live), past.rounds",
         "goes_by = probes, past.rounds",
-        (f"{BATCH_STOP}each_round_is_planned_for_its_own_rows",),
+        (BATCH_STOP + "each_round_is_planned_for_its_own_rows",),
     ),
     Mutant(
         "costs: a policy is not told of the round that begins",
@@ -669,7 +690,7 @@ CORE = (
         "inference/policies/batch_stop.py",
         "(rho * at_best > token)",
         "(rho > token)",
-        (f"{BATCH_STOP}a_request_whose_tokens_do_not_pay_drafts_nothing_and_is_tried_again",),
+        (BATCH_STOP + "a_request_whose_tokens_do_not_pay_drafts_nothing_and_is_tried_again",),
     ),
     Mutant(
         "fit: a gain that chance alone could give is enough",

@@ -36,8 +36,8 @@ class PastRounds:
     recent: (2, depths), the last two of these sums over fewer rows. totals: 6, over as few: rows, emitted tokens, draft
     steps, verified drafted tokens, these with padding or in blocks, and rows of rounds with drafts.
     record: (2, batch), first tokens of each row that were accepted, and that were expected to be. rounds: until now.
-    idle: the last of them without drafts. rho, gains, at_best: ρ of every depth, the tokens that a row with drafts gains
-    by every depth, and f of every row, (batch,), as of the rounds that were learnt from.
+    idle: the last of them without drafts. rho, gains, at_best: ρ of every depth, the tokens that a row with drafts
+    gains by every depth, and f of every row, (batch,), as of the rounds that were learnt from.
     """
 
     def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, predicts: bool, peeks: bool):
