@@ -153,7 +153,7 @@ class PastRounds:
         for seen in self.waiting:
             self._learn(*seen)
         self.waiting, self.rho = [], self.ratios()
-        self.gains = (self.rho * self.hopes).tolist()
+        self.gains = (np.array(self.rho) * self.hopes).tolist()
         accepted, expected = self.record
         self.at_best = np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
 
