@@ -235,7 +235,7 @@ def test_every_depth_is_tried_again():
 
 
 def long_drafts_of_easy_text(policy):
-    """One row whose tokens are accepted by 0.95, as it is told → mean draft length of the first 40 rounds, and of the
+    """One row whose tokens are accepted by 0.95, as it is told → mean draft length of the first 30 rounds, and of the
     400th and those after."""
     random, seen = np.random.default_rng(0), []
     policy = begin(BatchStopPolicy(policy, pair_costs(0.1)), [10])
@@ -244,7 +244,7 @@ def long_drafts_of_easy_text(policy):
         wins = torch.from_numpy(np.cumprod(random.random((1, 20)) < 0.95, axis=1).sum(1))
         policy.observe(outcome(drafted, torch.minimum(drafted, wins), lengths=[10]))
         seen.append(int(drafted.max()))
-    return float(np.mean(seen[:40])), float(np.mean(seen[400:]))
+    return float(np.mean(seen[:30])), float(np.mean(seen[400:]))
 
 
 def test_a_policy_that_predicts_drafts_far_from_the_first_rounds_on(monkeypatch):
@@ -253,7 +253,7 @@ def test_a_policy_that_predicts_drafts_far_from_the_first_rounds_on(monkeypatch)
     assert first > 0.95 * last and last > 10, (first, last)
     monkeypatch.setattr(Told, "predicts", False)
     slow, last = long_drafts_of_easy_text(Told(20))
-    assert slow < 0.9 * last and last > 10, (slow, last)
+    assert slow < 0.8 * last and last > 10, (slow, last)
 
 
 @pytest.mark.parametrize(("predicts", "chances"), [(True, [0.9, 0.9, 0.9]), (False, [0.9, 0.81, 0.729])])
@@ -299,12 +299,12 @@ def test_what_is_said_of_a_token_that_was_not_fed_is_not_learnt(rule, differs):
 
 
 def rounds_with_drafts(policy):
-    """Four rows; a token is accepted by 0.5, for 200 rounds by 0.2, then by 0.5 again, and pays from 0.3 on → the share
-    of rounds with drafts in the last 100 before each change and, after the first, in the first 100."""
+    """Four rows; a token is accepted by 0.5, for 200 rounds by 0.15, then by 0.5 again, and pays from about 0.3 on →
+    the share of rounds with drafts in the last 100 before each change and, after the first, in the first 100."""
     random, live, seen = np.random.default_rng(0), torch.ones(4, dtype=torch.bool), []
     policy = begin(BatchStopPolicy(policy, pair_costs(0.1, 0.05, 0.9), host=PACKED), [10] * 4)
     for number in range(500):
-        told = random.uniform(-0.2, 0.2, (4, 2)) + (0.2 if 200 <= number < 400 else 0.5)
+        told = random.uniform(-0.15, 0.15, (4, 2)) + (0.15 if 200 <= number < 400 else 0.5)
         drafted, _ = one_round(policy, live, shown(told))
         wins = torch.from_numpy(np.cumprod(random.random((4, 2)) < told, axis=1).sum(1))
         policy.observe(outcome(drafted, torch.minimum(drafted, wins), live, lengths=torch.full((4,), 10)))
@@ -317,7 +317,7 @@ def test_predictions_tell_of_other_text_before_verdicts_do(monkeypatch):
     monkeypatch.setattr(past_rounds, "RECENT", 500.0)
     found["predicted, over more rows"] = rounds_with_drafts(Told(2))
     soon = found.pop("predicted")
-    assert soon[0] > 0.9 and soon[1] < 0.7 and soon[2] < 0.3 and soon[3] > 0.8, soon
+    assert soon[0] > 0.9 and soon[1] < 0.6 and soon[2] < 0.3 and soon[3] > 0.8, soon
     assert all(late[1] > 0.9 for late in found.values()), found
 
 
