@@ -428,7 +428,7 @@ CORE = (
         "inference/policies/past_rounds.py",
         "[lately * total + more for",
         "[keep * total + more for",
-        (BATCH_STOP + "time_is_worth_what_the_present_text_makes_of_it",),
+        (BATCH_STOP + "time_is_worth_what_the_present_text_makes_of_it[64.0-True]",),
     ),
     Mutant(
         "costs: the first step has to pay by itself",

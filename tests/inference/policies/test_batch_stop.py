@@ -321,15 +321,17 @@ def test_predictions_tell_of_other_text_before_verdicts_do(monkeypatch):
     assert all(late[1] > 0.9 for late in found.values()), found
 
 
-def test_time_is_worth_what_the_present_text_makes_of_it():
+@pytest.mark.parametrize(("recent", "follows"), [(past_rounds.RECENT, True), (500.0, False)])
+def test_time_is_worth_what_the_present_text_makes_of_it(recent, follows, monkeypatch):
     """After easy text, of which a row gets five tokens a round, and as much hard text as is remembered, a token is
     worth the time that it takes there."""
+    monkeypatch.setattr(past_rounds, "RECENT", recent)
     past = PastRounds(6, prior=15.0, optimism=0.9, memory=500.0, predicts=False, peeks=False)
     past.begin(1)
     for accepted in (4, 0):
         for _ in range(128):
             past.add(Seen(np.array([[1], [10], [4], [4], [accepted]]), np.ones((4, 1)), np.ones((0, 1)), 4, PACKED))
-    assert past.emitted < 2  # over the last 500 it would be 4.1
+    assert (past.emitted < 2) == follows
 
 
 def test_a_dear_first_step_pays_with_those_after_it(monkeypatch):
