@@ -438,6 +438,13 @@ CORE = (
         (BATCH_STOP + "a_dear_first_step_pays_with_those_after_it",),
     ),
     Mutant(
+        "costs: all rounds pay for the steps that some of them take",
+        "inference/policies/past_rounds.py",
+        "self.reached[0] *= self.rho",
+        "self.reached[0] *= self.rho; self.reached[1:] = 1.0",
+        (BATCH_STOP + "steps_that_few_rounds_take_are_paid_for_by_few", rule("Told by costs, dear first")),
+    ),
+    Mutant(
         "costs: a depth at which nothing is asked counts as one of certain rejection",
         "inference/policies/past_rounds.py",
         "np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None]",

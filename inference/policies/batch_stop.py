@@ -44,8 +44,9 @@ class BatchStopPolicy(RowPolicy):
     is the speed at which the present text can be had. λ is the speed of past rounds, so it is never above the best one.
     It rises to the best speed from the side on which too much is drafted. Before the first step all gains are ρ_1, so
     the host decides on that step (`plan`), with all live rows in R. A first step that does not pay by itself is taken
-    if it does together with those after it: they gain Σ_d [B·(ρ_d·h_d − λ·t_one) − λ·t_step], up to the depth at which
-    that is largest. h_d: mean S·β̂ at depth d of the rows that draft, from the same sums as m_d.
+    if it does together with those after it: they gain Σ_d [B·(ρ_d·h_d − v_d·λ·t_one) − u_d·λ·t_step], up to the depth
+    at which that is largest. Of the rows and rounds that draft at all, h_d is the mean S·β̂ at depth d, v_d the share of
+    rows that draft so far, and u_d the share of rounds in which one does, from such sums as m_d is from.
 
     Where the host verifies in blocks of tokens, a block that is begun costs λ·t_block, and t_one is what a token costs
     besides. Of the rows with the largest gains so many go on that Σ_r [gain_r − λ·t_one]₊ − λ·t_block·(blocks that they

@@ -32,12 +32,12 @@ class Seen(NamedTuple):
 class PastRounds:
     """Sums that decay. In float64, as they enter differences of nearly equal numbers.
 
-    sums: (3, depths), of all rows: accepted tokens, Σ S·β̂ before they were drawn, and Σ S after the policy judged them.
-    recent: (2, depths), the last two of these sums over fewer rows. totals: 6, over as few: rows, emitted tokens, draft
-    steps, verified drafted tokens, these with padding or in blocks, and rows of rounds with drafts.
-    record: (2, batch), first tokens of each row that were accepted, and that were expected to be. rounds: until now.
-    idle: the last of them without drafts. rho, gains, at_best: ρ of every depth, the tokens that a row with drafts
-    gains by every depth, and f of every row, (batch,), as of the rounds that were learnt from.
+    sums: (5, depths), of all rows: accepted tokens, Σ S after the policy judged them, Σ S·β̂ before they were drawn, rows
+    that drew one, and rows of rounds in which one did. recent: (4, depths), all but the first over fewer rows. totals:
+    6, over as few: rows, emitted tokens, draft steps, verified drafted tokens, these with padding or in blocks, and rows
+    of rounds with drafts. record: (2, batch), first tokens of each row that were accepted, and that were expected to be.
+    rounds: until now. idle: the last of them without drafts. rho, reached, at_best: ρ of every depth, what becomes of a
+    row with drafts there, and f of every row, (batch,), as of the rounds that were learnt from.
     """
 
     def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, predicts: bool, peeks: bool):
@@ -48,7 +48,7 @@ class PastRounds:
 
     def forget(self) -> None:
         """Reset the sums to those of one row that drafted nothing."""
-        self.sums, self.recent = np.zeros((3, len(self.depth))), np.zeros((2, len(self.depth)))
+        self.sums, self.recent = np.zeros((5, len(self.depth))), np.zeros((4, len(self.depth)))
         self.totals = [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.rounds, self.waiting = 0, list[Seen]()
         self.learn()
@@ -76,7 +76,7 @@ class PastRounds:
     def ratios(self) -> list[float]:
         """ρ of every depth."""
         rho, before = list[float](), 1.0  # what is known of κ at the depth before
-        for accepted, after, mean in np.stack([self.sums[0], self.sums[2], self.means], axis=1).tolist():
+        for accepted, after, mean in np.stack([*self.sums[:2], self.means], axis=1).tolist():
             kappa = (self.prior * self.optimism * before + accepted) / (self.prior + after)
             rho.append(kappa * mean)
             # Predictions say how chances fall with depth. Without them, depths that nobody has tried must.
@@ -86,20 +86,21 @@ class PastRounds:
     @property
     def means(self) -> np.ndarray:
         """m of every depth, (depths,)."""
-        (_, before, after), (before_lately, after_lately) = self.sums, self.recent
+        (_, after, before, *_), (after_lately, before_lately, *_) = self.sums, self.recent
         usual = (SURE + after) / (SURE + before)
         return (USUAL * usual + after_lately) / (USUAL + before_lately)
 
-    @property
-    def hopes(self) -> np.ndarray:
-        """Mean S·β̂ at every depth of the rows that draft at all, 0 for those that stop before, (depths,)."""
-        usual = (SURE + self.sums[1]) / (SURE + self.sums[1, 0])
-        return (USUAL * usual + self.recent[0]) / (USUAL + self.recent[0, 0])
+    def reach(self) -> np.ndarray:
+        """Of the rows that draft at all, by depth: mean S·β̂, 0 for those that stop before; the share that drafts so far;
+        and the share of the rounds in which one of them does. (3, depths)."""
+        usual = (SURE + self.sums[2:]) / (SURE + self.sums[2:, :1])
+        return (SURE * usual + self.recent[1:]) / (SURE + self.recent[1:, :1])
 
     def after_first(self, rows: int, token: float, step: float) -> float:
         """Tokens that `rows` rows are expected to gain by the steps after the first, less their price: by the number of
         steps that gains most. token, step: prices, in tokens."""
-        return max(accumulate((rows * (gain - token) - step for gain in self.gains[1:]), initial=0.0))
+        gains = self.reached * np.array([[rows], [-rows * token], [-step]])
+        return float(max(accumulate(gains.sum(0).tolist()[1:], initial=0.0)))
 
     @property
     def emitted(self) -> float:
@@ -153,7 +154,8 @@ class PastRounds:
         for seen in self.waiting:
             self._learn(*seen)
         self.waiting, self.rho = [], self.ratios()
-        self.gains = (np.array(self.rho) * self.hopes).tolist()
+        self.reached = self.reach()
+        self.reached[0] *= self.rho
         accepted, expected = self.record
         self.at_best = np.minimum(1.0, (OWN_PRIOR + accepted + 2 * np.sqrt(1 + accepted)) / (OWN_PRIOR + expected))
 
@@ -164,22 +166,24 @@ class PastRounds:
         # A host may verify less than was drafted: nothing is known of the rest. A token that the policy peeked at and
         # declined was a draft step without a gain.
         looked = submitted + (submitted == drafted) * live if self.peeks else submitted
-        tokens = np.stack([accepted, looked, submitted])
+        tokens = np.stack([accepted, submitted, looked])
         # The host may skip asking at the last depth, so the policy can know of too few steps.
         steps = max(longest, steps) if longest else int(host.feeds)
         slots = host.slots(rows, submitted)
         keep = (1 - 1 / self.memory) ** rows
         counted = self.depth < tokens[:, None]  # (3, depths, batch)
         of_tokens = np.full(counted.shape, np.nan)
-        of_tokens[0], of_tokens[1, : len(decided)], of_tokens[2, : len(judged)] = 1.0, decided, judged
+        of_tokens[0], of_tokens[1, : len(judged)], of_tokens[2, : len(decided)] = 1.0, judged, decided
         # A token that was not judged, as the host did not ask or S is no number, counts as usual.
-        not_judged = np.isnan(of_tokens[2]) & counted[1]
-        np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None], where=not_judged)
-        counted[2] |= not_judged
-        more = of_tokens.sum(-1, where=counted)  # what is not known may be no number
+        not_judged = np.isnan(of_tokens[1]) & counted[2]
+        np.copyto(of_tokens[1], of_tokens[2] * self.means[:, None], where=not_judged)
+        counted[1] |= not_judged
+        drew = counted[2].sum(-1)
+        # What is not known may be no number.
+        more = np.stack([*of_tokens.sum(-1, where=counted), drew, rows * (drew > 0)])
         self.sums = keep * self.sums + more
         lately = (1 - 1 / RECENT) ** rows
         self.recent = lately * self.recent + more[1:]
-        gained, _, verified = tokens.sum(-1).tolist()
+        gained, verified, _ = tokens.sum(-1).tolist()
         new = rows, rows + gained, rows * steps, verified, slots, rows * (longest > 0)
         self.totals = [lately * total + more for total, more in zip(self.totals, new, strict=True)]

@@ -681,7 +681,8 @@ class ScalarBatchStop(Reference):
         self.looks_ahead = looks_ahead
         self.prior, self.optimism, self.memory, self.probe = prior, optimism, memory, probe
         self.accepted, self.before, self.after = [0.0] * k_max, [0.0] * k_max, [0.0] * k_max
-        self.before_lately, self.after_lately = [0.0] * k_max, [0.0] * k_max
+        self.drew, self.rows_then = [0.0] * k_max, [0.0] * k_max  # rows, and those of rounds in which any drew one
+        self.lately = {name: [0.0] * k_max for name in ("after", "before", "drew", "rows_then")}
         self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.slots = 1.0, 1.0, 0.0, 0.0, 0.0
         self.idle = 0
         self.speculating = 0.0
@@ -698,7 +699,7 @@ class ScalarBatchStop(Reference):
     def admit(self, row, length):
         self.learn()
         self.records[row], self.best[row], self.priced_by = [0.0, 0.0], 1.0, None
-        for sums in (self.before_lately, self.after_lately):  # a share of the recent text was another's
+        for sums in self.lately.values():  # a share of the recent text was another's
             sums[:] = [(1 - 1 / len(self.records)) * x for x in sums]
         self.expected = self.ratio()
 
@@ -709,7 +710,13 @@ class ScalarBatchStop(Reference):
 
     def mean(self, depth):
         usual = (5 + self.after[depth]) / (5 + self.before[depth])
-        return (16 * usual + self.after_lately[depth]) / (16 + self.before_lately[depth])
+        return (16 * usual + self.lately["after"][depth]) / (16 + self.lately["before"][depth])
+
+    def share(self, name, depth):
+        """Of the sum at the first depth."""
+        sums, lately = getattr(self, name), self.lately[name]
+        usual = (5 + sums[depth]) / (5 + sums[0])
+        return (5 * usual + lately[depth]) / (5 + lately[0])
 
     def draft_time(self, rows, context):
         return self.costs.draft.alpha * context + self.costs.draft.beta * rows + self.costs.draft.gamma
@@ -750,10 +757,9 @@ class ScalarBatchStop(Reference):
             rho = self.prior * self.optimism * kappa + self.accepted[depth]
             rho *= self.mean(depth) / (self.prior + self.after[depth])
             kappa = (self.prior * kappa + self.accepted[depth]) / (self.prior + self.after[depth])
-            usual = (5 + self.before[depth]) / (5 + self.before[0])
-            hope = (16 * usual + self.before_lately[depth]) / (16 + self.before_lately[0])
             if depth:
-                total += rows * (rho * hope - one) - step
+                total += rows * (rho * self.share("before", depth) - one * self.share("drew", depth))
+                total -= step * self.share("rows_then", depth)
                 best = max(best, total)
         return best
 
@@ -840,20 +846,24 @@ class ScalarBatchStop(Reference):
 
     def learn_from(self, rounds, live, decisions, verdicts):
         keep = (1 - 1 / self.memory) ** len(rounds)
-        for sums in (self.accepted, self.before, self.after):
+        for sums in (self.accepted, self.after, self.before, self.drew, self.rows_then):
             sums[:] = [keep * x for x in sums]
         lately = (1 - 1 / 64) ** len(rounds)
-        for sums in (self.before_lately, self.after_lately):
+        for sums in self.lately.values():
             sums[:] = [lately * x for x in sums]
         for depth, (before, after) in enumerate(zip(decisions, verdicts, strict=True)):
-            for each in rounds:
-                if each.submitted > depth:
-                    row = live.index(each.row)
-                    self.before[depth] += before[row]
-                    self.after[depth] += after[row]
-                    self.before_lately[depth] += before[row]
-                    self.after_lately[depth] += after[row]
-                    self.accepted[depth] += each.accepted > depth
+            drew = [each for each in rounds if each.submitted > depth]
+            places = [live.index(each.row) for each in drew]
+            self.accepted[depth] += sum(each.accepted > depth for each in drew)
+            more = {
+                "after": sum(after[row] for row in places),
+                "before": sum(before[row] for row in places),
+                "drew": len(drew),
+                "rows_then": len(rounds) if drew else 0,
+            }
+            for name, value in more.items():
+                getattr(self, name)[depth] += value
+                self.lately[name][depth] += value
         steps = max([int(self.host.feeds), *(each.drafted for each in rounds)])
         submitted = [each.submitted for each in rounds]
         slots = self.host.block * blocks(self.host, len(rounds), sum(submitted))
@@ -869,10 +879,9 @@ class ScalarBatchStop(Reference):
     def state(self):
         totals = [self.row_rounds, self.emitted, self.steps, self.verified_tokens, self.slots, self.speculating]
         record = [[self.records[row][which] for row in sorted(self.records)] for which in (0, 1)]
-        recent = [self.before_lately, self.after_lately]
         return {
-            "past.sums": [self.accepted, self.before, self.after],
-            "past.recent": recent,
+            "past.sums": [self.accepted, self.after, self.before, self.drew, self.rows_then],
+            "past.recent": list(self.lately.values()),
             "past.totals": totals,
             "past.record": record,
         }
