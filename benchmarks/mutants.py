@@ -405,7 +405,7 @@ CORE = (
     Mutant(
         "costs: many rows' rounds wait for others",
         "inference/policies/past_rounds.py",
-        " or rows >= ROWS_TOGETHER",
+        " or waiting * int(live.sum()) >= ROWS_TOGETHER",
         "",
         (rule("Foretelling by costs, heavy"),),
     ),

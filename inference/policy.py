@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -92,6 +92,14 @@ class VerifyOutcome:
     seconds: float | None = None
     draft_seconds: float | None = None
     draft_forwards: Tensor | int | None = None
+
+    @classmethod
+    def of_host(cls, counts: np.ndarray, device: torch.device, **more: Any) -> VerifyOutcome:
+        """The outcome of a round whose counts the host knows. counts: as `on_host`. more: the other fields."""
+        live, lengths, drafted, submitted, accepted = torch.from_numpy(counts).to(device).unbind()
+        found = cls(drafted=drafted, submitted=submitted, accepted=accepted, live=live.bool(), lengths=lengths, **more)
+        found.__dict__["on_host"] = counts  # where cached_property keeps it
+        return found
 
     @cached_property
     def on_host(self) -> np.ndarray:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -232,7 +233,7 @@ def fitted(
     deviation in forwards: both kinds have the same γ (differ), and of the sizes (widths) tokens cost ratio·γ of the
     first kind, the others nothing.
     """
-    table = np.array(seen, dtype=float)
+    table = np.fromiter(chain.from_iterable(seen), float).reshape(len(seen), -1)
     share, seconds, number = table.T[:3]
     of_first, recent = share > 0, number.max() - number < ROUNDS
     near = np.flatnonzero(np.diff(number // NEAR, prepend=-1))  # where each block of rounds begins

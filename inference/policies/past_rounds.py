@@ -32,12 +32,12 @@ class Seen(NamedTuple):
 class PastRounds:
     """Sums that decay. In float64, as they enter differences of nearly equal numbers.
 
-    sums: (5, depths), of all rows: accepted tokens, Σ S after the policy judged them, Σ S·β̂ before they were drawn, rows
-    that drew one, and rows of rounds in which one did. recent: (4, depths), all but the first over fewer rows. totals:
-    6, over as few: rows, emitted tokens, draft steps, verified drafted tokens, these with padding or in blocks, and rows
-    of rounds with drafts. record: (2, batch), first tokens of each row that were accepted, and that were expected to be.
-    rounds: until now. idle: the last of them without drafts. rho, reached, at_best: ρ of every depth, what becomes of a
-    row with drafts there, and f of every row, (batch,), as of the rounds that were learnt from.
+    sums: (5, depths), of all rows: accepted tokens, Σ S after the policy judged them, Σ S·β̂ before they were drawn,
+    rows that drew one, and rows of rounds in which one did. recent: (4, depths), all but the first over fewer rows.
+    totals: 6, over as few: rows, emitted tokens, draft steps, verified drafted tokens, these with padding or in blocks,
+    and rows of rounds with drafts. record: (2, batch), first tokens of each row that were accepted, and that were
+    expected to be. rounds: until now. idle: the last of them without drafts. rho, at_best: ρ of every depth, and f of
+    every row, (batch,), as of the rounds that were learnt from. reached: `reach` of them, with gains for S·β̂.
     """
 
     def __init__(self, depths: int, *, prior: float, optimism: float, memory: float, predicts: bool, peeks: bool):
@@ -91,8 +91,8 @@ class PastRounds:
         return (USUAL * usual + after_lately) / (USUAL + before_lately)
 
     def reach(self) -> np.ndarray:
-        """Of the rows that draft at all, by depth: mean S·β̂, 0 for those that stop before; the share that drafts so far;
-        and the share of the rounds in which one of them does. (3, depths)."""
+        """Of the rows that draft at all, by depth: mean S·β̂, 0 for those that stop before; the share that drafts so
+        far; and the share of the rounds in which one of them does. (3, depths)."""
         usual = (SURE + self.sums[2:]) / (SURE + self.sums[2:, :1])
         return (SURE * usual + self.recent[1:]) / (SURE + self.recent[1:, :1])
 
@@ -144,8 +144,8 @@ class PastRounds:
         rested, drafts = self.idle > 0, bool(seen.decided[0].any())
         self.idle = 0 if drafts else self.idle + 1
         self.waiting.append(seen)
-        rows = sum(int(each.counts[0].sum()) for each in self.waiting)
-        many = len(self.waiting) >= min(TOGETHER, 1 + self.rounds // TOGETHER) or rows >= ROWS_TOGETHER
+        waiting = len(self.waiting)
+        many = waiting >= min(TOGETHER, 1 + self.rounds // TOGETHER) or waiting * int(live.sum()) >= ROWS_TOGETHER
         if many or drafts == rested:  # drafting begins or ends
             self.learn()
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -251,15 +252,11 @@ class PolicyHost:
             counted = VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted())
             self.metrics.record(counted, self.forwards + self.caught_up, self.stopwatch.take())
         if self.drafting.learns and not self.rests:
-            numbers = torch.tensor([self.kept, accepted, submitted, now, live], device=self.device)
-            drafted, right, verified, texts, took_part = numbers.unbind(0)
+            counts = np.array([live, now, self.kept, submitted, accepted])
             self.drafting.observe(
-                VerifyOutcome(
-                    drafted=drafted,
-                    submitted=verified,
-                    accepted=right,
-                    live=took_part.bool(),
-                    lengths=texts,
+                VerifyOutcome.of_host(
+                    counts,
+                    self.device,
                     seconds=self.began - began,
                     draft_seconds=self.draft_seconds,
                     draft_forwards=self.forwards,

@@ -827,7 +827,7 @@ class ScalarBatchStop(Reference):
                 self.records[each.row][1] += self.expected
         self.waiting.append((rounds, self.live, self.decisions, self.verdicts))
         self.rounds += 1
-        many = len(self.waiting) >= min(8, 1 + self.rounds // 8) or sum(len(each[0]) for each in self.waiting) >= 32
+        many = len(self.waiting) >= min(8, 1 + self.rounds // 8) or len(self.waiting) * len(rounds) >= 32
         if many or self.turns:
             self.learn()
 
