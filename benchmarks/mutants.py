@@ -447,8 +447,8 @@ CORE = (
     Mutant(
         "costs: a depth at which nothing is asked counts as one of certain rejection",
         "inference/policies/past_rounds.py",
-        "np.copyto(of_tokens[2], of_tokens[1] * self.means[:, None]",
-        "np.copyto(of_tokens[2], 0.0",
+        "np.copyto(of_tokens[1], of_tokens[2] * self.means[:, None]",
+        "np.copyto(of_tokens[1], 0.0",
         ("inference/policies/test_batch_stop.py::test_a_depth_at_which_nothing_is_asked_is_learnt_all_the_same",),
     ),
     Mutant(

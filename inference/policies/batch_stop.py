@@ -46,7 +46,8 @@ class BatchStopPolicy(RowPolicy):
     the host decides on that step (`plan`), with all live rows in R. A first step that does not pay by itself is taken
     if it does together with those after it: they gain Σ_d [B·(ρ_d·h_d − v_d·λ·t_one) − u_d·λ·t_step], up to the depth
     at which that is largest. Of the rows and rounds that draft at all, h_d is the mean S·β̂ at depth d, v_d the share of
-    rows that draft so far, and u_d the share of rounds in which one does, from sums like m_d, of SURE usual rows.
+    rows that draft so far, and u_d the share of rounds in which one does. They are sums like those of m_d, with
+    USUAL_REACH usual rows.
 
     Where the host verifies in blocks of tokens, a block that is begun costs λ·t_block, and t_one is what a token costs
     besides. Of the rows with the largest gains so many go on that Σ_r [gain_r − λ·t_one]₊ − λ·t_block·(blocks that they

@@ -12,7 +12,9 @@ from accept_head.inference.costs.host import Host
 
 OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
 SURE = 5.0  # rows of sure tokens that a depth is taken to have had
-RECENT, USUAL = 64.0, 16.0  # rows that count as recent, and rows as usual that they are taken to have among them
+# Rows that count as recent; and rows as usual that they are taken to have among them, for what is said of a depth and for
+# how often it is reached. With as many for both, hard text after easy text would be drafted for without end.
+RECENT, USUAL, USUAL_REACH = 64.0, 16.0, 5.0
 # Rounds that are learnt from together, once there were some, and their rows. Python that has not run since the last
 # forwards takes several times as long as what has just run.
 TOGETHER, ROWS_TOGETHER = 8, 32
@@ -94,7 +96,7 @@ class PastRounds:
         """Of the rows that draft at all, by depth: mean S·β̂, 0 for those that stop before; the share that drafts so
         far; and the share of the rounds in which one of them does. (3, depths)."""
         usual = (SURE + self.sums[2:]) / (SURE + self.sums[2:, :1])
-        return (SURE * usual + self.recent[1:]) / (SURE + self.recent[1:, :1])
+        return (USUAL_REACH * usual + self.recent[1:]) / (USUAL_REACH + self.recent[1:, :1])
 
     def after_first(self, rows: int, token: float, step: float) -> float:
         """Tokens that `rows` rows are expected to gain by the steps after the first, less their price: by the number of

@@ -252,7 +252,7 @@ class PolicyHost:
             counted = VerifiedRound(live, self.kept, submitted, accepted, self._stopped(), self._predicted())
             self.metrics.record(counted, self.forwards + self.caught_up, self.stopwatch.take())
         if self.drafting.learns and not self.rests:
-            counts = np.array([live, now, self.kept, submitted, accepted])
+            counts = np.array([live, now, self.kept, submitted, accepted], np.int64)
             self.drafting.observe(
                 VerifyOutcome.of_host(
                     counts,
