@@ -12,8 +12,8 @@ from accept_head.inference.costs.host import Host
 
 OWN_PRIOR, OWN_MEMORY = 4.0, 64.0  # of a row's record: tokens that it is taken to have had, and rounds that count
 SURE = 5.0  # rows of sure tokens that a depth is taken to have had
-# Rows that count as recent; and rows as usual that they are taken to have among them, for what is said of a depth and for
-# how often it is reached. With as many for both, hard text after easy text would be drafted for without end.
+# Rows that count as recent; and rows as usual that they are taken to have among them, for what is predicted at a depth
+# and for how often it is reached. With as many for both, hard text after easy text would be drafted for without end.
 RECENT, USUAL, USUAL_REACH = 64.0, 16.0, 5.0
 # Rounds that are learnt from together, once there were some, and their rows. Python that has not run since the last
 # forwards takes several times as long as what has just run.
